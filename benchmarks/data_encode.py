@@ -79,7 +79,7 @@ def main() -> None:
 def measure(ours: Tokenizer, folder: Path, texts: list[str]) -> list[dict[str, object]]:
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     batches = [texts[start : start + PER_BATCH] for start in range(0, len(texts), PER_BATCH)]
-    model = sentencepiece.SentencePieceProcessor(model_file=str(ours.model_path))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "tokenizer.model"))
     fast = tokenizers.Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
     fast.encode_special_tokens = True
     _, cold = timed(lambda: [ours.encode_flat(batch) for batch in batches])
@@ -97,7 +97,7 @@ def measure(ours: Tokenizer, folder: Path, texts: list[str]) -> list[dict[str, o
         results.append({"name": name, **rates, "unit": "MB/s", "ratio": seconds / cold})
     with ThreadPoolExecutor(cores()) as pool:
         start = time.perf_counter()
-        list(pool.map(Tokenizer.load(ours.model_path.parent).encode_flat, batches))
+        list(pool.map(Tokenizer.load(ours.folder).encode_flat, batches))
         mine = time.perf_counter() - start
     start = time.perf_counter()
     for text in texts:

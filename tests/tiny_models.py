@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from affinage.config.data import TokenizerSettings
-from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import train_bpe
+from affinage.data.tokenizer import FILE, Tokenizer
+from affinage.data.tokenizer_training import bpe_json, train_bpe
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import parse
 from affinage.model.module import init_params
@@ -53,7 +53,7 @@ def tokenizer() -> Tokenizer:
     """A SentencePiece model of 420 pieces, trained on four sentences."""
     folder = Path(mkdtemp(prefix="affinage-test-"))
     settings = TokenizerSettings(vocab_size=VOCABULARY, character_coverage=1.0)
-    (folder / "tokenizer.model").write_bytes(train_bpe(_TEXT * 20, settings))
+    (folder / FILE).write_bytes(bpe_json(train_bpe(_TEXT * 20, settings)))
     return Tokenizer.load(folder)
 
 
@@ -98,7 +98,7 @@ ZEPHYR = (
 
 def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     """`tiny_llama`, talked to in a chat template of its own."""
-    own = type(tokenizer())(tokenizer().model_path)  # the cached one stays as it is
+    own = Tokenizer.load(tokenizer().folder)  # the cached one stays as it is
     own.use_template(template)
     return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from affinage.data.hub_tokenizer import HubTokenizer
+from affinage.data.tokenizer import Tokenizer
 
 MISTRAL = """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
@@ -84,15 +84,15 @@ def folder_of(kind: str) -> Path:
     return folder
 
 
-def with_template(source: str, kind: str = "bytes") -> HubTokenizer:
+def with_template(source: str, kind: str = "bytes") -> Tokenizer:
     """Our tokenizer with any template."""
-    tokenizer = HubTokenizer(folder_of(kind))
+    tokenizer = Tokenizer(folder_of(kind))
     tokenizer.use_template(source)
     return tokenizer
 
 
 @cache
-def ours(form: str, line: str = "") -> HubTokenizer:
+def ours(form: str, line: str = "") -> Tokenizer:
     """Our tokenizer with a published template, after a first line of one's own."""
     return with_template(line + SOURCES[form], "pieces" if form in PIECES else "bytes")
 

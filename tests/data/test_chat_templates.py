@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from template_forms import ANSWERS, PIECES, PLAIN, SOURCES, SYSTEM, ours, with_template
 
-from affinage.data.chat import encode_conversation, encode_prompt
-from affinage.data.chat_template import ChatTemplate
+from affinage.data.chat import ChatTemplate, encode_conversation, encode_prompt
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 
 
 def test_our_own_tokenizer_writes_in_any_template(bpe: Tokenizer):
-    tokenizer = type(bpe)(bpe.model_path)
+    tokenizer = Tokenizer(bpe.folder)
     tokenizer.use_template(SOURCES["zephyr"])
     [(ids, trained)] = encode_conversation(PLAIN[:2], tokenizer, "Be brief.")
     said = [token for token, t in zip(ids, trained, strict=True) if t]
@@ -88,42 +87,7 @@ HOSTILE = [
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
     "{{ (messages|map(attribute='__class__')|list)[0].__base__ }}",
     "{{ __import__('os').system('touch HERE') }}",
-    # of those that only want to last
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro again() %}{{ again() }}{{ again() }}{% endmacro %}{{ again() }}",
-    "{{ range(10 ** 9)|list|length }}",
-    "{{ 'a' * 10 ** 12 }}",
-    "{{ 9 ** 99999999 }}",
-    "{{ 'a'.ljust(10 ** 12) }}",
-    "{{ '%1000000000000d' % 1 }}",
-    "{{ 'a'|center(1000000000000) }}",
-    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "{% set ns = namespace(s='ab') %}{% for i in range(9) %}{% set ns.s = ns.s.replace('b', ns.s) %}{% endfor %}",
-    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s|replace('b', ns.s * 2) %}{% endfor %}",
-    "{{ ('a' * 9000000).join(['b', 'c', 'd']) }}",
-    "{{ ['b', 'c', 'd']|join('a' * 9000000) }}",
-    "{% set ns = namespace(t=(1, 2)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ ns.t }}",
-    "{% set ns = namespace(t=[]) %}{% for i in range(60) %}{% set ns.t = [ns.t] + [ns.t] %}{% endfor %}{{ ns.t }}",
-    "{% set ns = namespace(t={}) %}{% for i in range(60) %}{% set ns.t = dict(a=ns.t, b=ns.t) %}{% endfor %}{{ ns.t }}",
-    "{% set ns = namespace(t={}) %}{% for i in range(60) %}{% set ns.t = {0: ns.t, 1: ns.t} %}{% endfor %}{{ ns.t }}",
-    "{{ ('a' * 9000000)|wordwrap(1) }}",
-    "{{ [1]|slice(10 ** 9)|list }}",
-    "{{ [1]|batch(10 ** 9, 1)|list }}",
 ]
-HARMLESS = {
-    "{{ ['a', 1, [2]]|join(', ') }}{{ '-'.join(['b', 'c']) }}": "a, 1, [2]b-c",
-    "{{ messages|join('/', attribute='role') }}": "user",
-    "{{ 'aXbX'|replace('X', '') }}{{ 'aXbX'.replace('X', 'YY', 1) }}{{ 'aXbX'|replace('X', 1, 1) }}": "abaYYbXa1bX",
-    "{% for a, b in [(1, 2), (3, 4)] %}{{ a ~ b ~ '.' }}{% endfor %}{{ {'a': (1,)}.a[0] }}": "12.34.1",
-    "{{ ('x', 'y') == ('x', 'y') }}{{ 'x' in ['x'] }}{{ dict(a=1).items()|list }}": "TrueTrue[('a', 1)]",
-    "{% set ns = namespace(t=1) %}{{ ns }}{% set a, b = 1, 2 %}{{ b }}": "<namespace>2",
-}
-
-
-@pytest.mark.parametrize("source", HARMLESS)
-def test_what_is_limited_is_jinjas_otherwise(source: str):
-    assert ChatTemplate(source, {}).render([PLAIN[0]]) == HARMLESS[source]
 
 
 @pytest.mark.parametrize("source", HOSTILE)

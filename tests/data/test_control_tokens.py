@@ -1,20 +1,36 @@
 """No text becomes a control token: in any tokenizer, and in conversations in any template."""
 
+import json
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from template_forms import REASONED, REFUSED, SOURCES, TALKS, ours, with_template
+from template_forms import PLAIN, REASONED, REFUSED, SOURCES, TALKS, folder_of, ours, with_template
 
 from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.data.tokenizer import Tokenizer
 
-SPELLED = [*CONTROL_PIECES, "<｜User｜>", "<|eot_id|>", "<0x41>", "<", "|>", "\uf8ff", "im_end", "é", " "]
-texts = st.lists(st.one_of(st.characters(exclude_characters="\u2581"), st.sampled_from(SPELLED)), max_size=12).map(
-    "".join
-)
+TAG = re.compile(r"</?\w+>")
+SPELLED = [
+    *CONTROL_PIECES,
+    "<｜User｜>",
+    "＜|im_start|＞",
+    "<|eot_id|>",
+    "<0x41>",
+    "<",
+    "|>",
+    "\uf8ff",
+    "im_end",
+    "é",
+    " ",
+]
+texts = st.lists(
+    st.one_of(st.characters(exclude_characters="\u2581\U0010fffe\U0010ffff"), st.sampled_from(SPELLED)), max_size=12
+).map("".join)
 
 
 @pytest.fixture(scope="module", params=["bpe", "characters", "bytes", "pieces"])
@@ -44,10 +60,14 @@ def held(talk: list[dict[str, str]], tokenizer: Tokenizer) -> list[Counter[str]]
 
 
 def hold_to(plain: list[dict[str, str]], tokenizer: Tokenizer, evil: str) -> None:
-    """What anybody says, thoughts included, brings no control token into a conversation."""
-    spelled = [
-        {key: text if key == "role" else f"{evil} {text} {evil}" for key, text in each.items()} for each in plain
-    ]
+    """What anybody says, thoughts included, brings no control token into a conversation.
+
+    But for tags, such as <think>, in what the assistant says.
+    """
+    spelled = []
+    for each in plain:
+        around = TAG.sub("", evil) if each["role"] == "assistant" else evil
+        spelled.append({key: text if key == "role" else f"{around} {text} {around}" for key, text in each.items()})
     assert held(spelled, tokenizer) == held(plain, tokenizer)
     ids = encode_conversation(spelled, tokenizer, "")[-1][0]
     assert tokenizer.kind == "char" or evil in tokenizer.decode(ids, keep_special=True)
@@ -64,3 +84,30 @@ def test_nothing_said_becomes_a_control_token_in_any_template(form: str):
     evil = "é" + "".join(piece for piece in tokenizer.controls if piece in SOURCES[form] or len(piece) < 6)
     for kind in [kind for kind in reversed(TALKS) if form not in REFUSED[kind]][:1]:  # the longest that it takes
         hold_to(TALKS[kind], tokenizer, evil)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"normalized": True, "special": True}, {"normalized": False, "special": False}], ids=str
+)
+@pytest.mark.parametrize("model", ["bytes", "unigram"])
+def test_forms_that_a_normalizer_makes_and_tokens_that_are_not_special_are_text(tmp_path: Path, flags, model: str):
+    """Full-width <|im_start|> under NFKC; DeepSeek's <｜User｜>, which is not special; pieces of a unigram model."""
+    state = json.loads((folder_of("bytes") / "tokenizer.json").read_text())
+    state["normalizer"] = {"type": "NFKC"}
+    for token in state["added_tokens"]:
+        token |= flags
+    if model == "unigram":
+        pieces = ["<unk>", *(token["content"] for token in state["added_tokens"]), *map(chr, range(32, 127))]
+        scores = [[piece, 0.0 if len(piece) > 1 else -9.0] for piece in dict.fromkeys(pieces)]
+        state |= {"model": {"type": "Unigram", "unk_id": 0, "vocab": scores}, "pre_tokenizer": None, "decoder": None}
+        state["added_tokens"] = [token | {"id": at} for at, token in enumerate(state["added_tokens"], 1)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    (tmp_path / "tokenizer_config.json").write_text((folder_of("bytes") / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer.use_template(SOURCES["qwen3"])
+    [(ids, _)] = encode_conversation(PLAIN[:2], tokenizer, "")
+    assert controls_in(ids, tokenizer)["<|im_start|>"] == 2
+    for evil in ("＜|im_start|＞user", "<|im_start|>", "<｜User｜>", "</s><s>"):
+        assert not controls_in(tokenizer.encode(evil), tokenizer)
+        asked = [{**PLAIN[0], "content": f"a {evil} b"}, PLAIN[1]]
+        assert held(asked, tokenizer) == held(PLAIN[:2], tokenizer)

@@ -23,7 +23,7 @@ from template_forms import (
     with_template,
 )
 
-from affinage.data.chat import drops_reasoning, encode_conversation, encode_prompt
+from affinage.data.chat import drops_reasoning, encode_conversation, encode_prompt, unstopped_answers
 from affinage.errors import UserError
 
 # A first line by which some of them are taken.
@@ -175,3 +175,35 @@ def test_of_the_answers_those_from_a_message_on_are_trained():
             documents = encode_conversation(PLAIN, ours(form), "", trained_from=first)
             texts = "".join(trained_texts(documents, ours(form)))
             assert [answer for answer in ANSWERS if answer in texts] == expected
+
+
+@pytest.mark.parametrize("form", ["llama3", "zephyr", "mistral", "qwen2_5", "qwen2_5_training", "gemma"])
+def test_many_turns_are_trained_as_few_are(form: str):
+    turns = [{**each, "content": f"{each['content']} {n}"} for n in range(60) for each in PLAIN[:2]]
+    tokenizer = ours(form)
+    [(ids, trained)] = encode_conversation(turns, tokenizer, "")
+    assert len(runs(trained)) == 60 and not unstopped_answers(ids, trained, tokenizer.stops)
+    assert unstopped_answers(ids, trained, ()) == 60
+    few = [encode_conversation(turns[: 2 * n], tokenizer, "")[0] for n in (1, 2, 7)]
+    for some, mask in few:
+        last = runs(mask)[-1][1]
+        assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
+
+
+def test_answers_that_are_not_to_be_trained_are_not():
+    for form in ("llama3", "qwen2_5_training", "zephyr"):
+        turns = [PLAIN[0], {**PLAIN[1], "train": False}, *PLAIN[2:]]
+        [(ids, trained)] = encode_conversation(turns, ours(form), "")
+        assert ids == encode_conversation(PLAIN, ours(form), "")[0][0]
+        assert SECOND in trained_texts([(ids, trained)], ours(form))[0] and len(runs(trained)) == 1
+
+
+@pytest.mark.parametrize("content", ["", "e", "end", "s", "/s"])
+def test_the_first_end_after_an_answer_is_the_last_token_trained(content: str):
+    """As Phi-3 ends: what the end of the text spells may be said, too."""
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '</s>' }}{% endif %}"
+    tokenizer = with_template(source)
+    turns = [PLAIN[0], {"role": "assistant", "content": content}]
+    assert {"<|end|>", "</s>"} <= set(tokenizer.controls)
+    assert trained_texts(encode_conversation(turns, tokenizer, ""), tokenizer) == [content + "<|end|>"]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +19,10 @@ from tiny_corpus import TRICKY, write_split
 
 # Single characters as often as pieces that the vocabulary, the control tokens or white space are made of.
 texts = st.lists(
-    st.one_of(st.characters(exclude_characters="\u2581"), st.sampled_from([*TRICKY, "  ", "\n", "12", "the", "é"])),
+    st.one_of(
+        st.characters(exclude_characters="\u2581\U0010fffe\U0010ffff"),
+        st.sampled_from([*TRICKY, "  ", "\n", "12", "the", "é"]),
+    ),
     max_size=12,
 ).map("".join)
 
@@ -51,6 +53,12 @@ def test_batches_equal_single_texts(tokenizer: Tokenizer):
     flat, ends = tokenizer.encode_flat(batch)
     assert flat.dtype == tokenizer.dtype
     assert [part.tolist() for part in np.split(flat, ends[:-1])] == expected
+
+
+def test_much_text_has_the_ids_of_little_text(bpe: Tokenizer):
+    batch = [text * 2_000 for text in TRICKY if len(text) > 20] + [" " * 3_000, "=" * 3_000]
+    assert sum(map(len, batch)) > 1_000_000  # from which on it is encoded otherwise
+    assert bpe.encode_batch(batch) == [bpe.encode(text) for text in batch]
 
 
 def test_characters_have_one_id_each_and_strangers_are_unknown(characters: Tokenizer):
@@ -105,19 +113,13 @@ def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path
             train_tokenizer(split_of(tmp_path / kind), tmp_path, TokenizerSettings(kind=kind), ("en",), seed=0)
 
 
-def test_a_folder_without_tokenizer_and_files_of_others_are_refused(tmp_path: Path):
-    trained = {"model_prefix": str(tmp_path / "tokenizer"), "vocab_size": 16, "minloglevel": 2}
-    for make in (
-        lambda: None,
-        lambda: (tmp_path / "characters.json").write_text("{}"),
-        lambda: sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["some words to learn"] * 9), **trained
-        ),
-        lambda: (tmp_path / "tokenizer.model").write_text("x"),
-    ):
-        make()
-        with pytest.raises(UserError):
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path):
+    for content in (None, "{}", "x", '{"model": {"vocab": {"a": "b"}}}'):
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError) as error:
             Tokenizer.load(tmp_path)
+        assert str(tmp_path) in error.value.where
 
 
 @given(st.lists(st.integers(0, 1000), max_size=6), st.integers(0, 5000))

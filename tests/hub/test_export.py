@@ -87,7 +87,7 @@ def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
     kind = type(model.tokenizer)
     shifted = type("Shifted", (kind,), {"encode": lambda self, text: [token + 1 for token in kind.encode(self, text)]})
     with pytest.raises(UserError, match="token 0"):
-        verify(folder, replace(model, tokenizer=shifted(model.tokenizer.model_path)), TEXTS)
+        verify(folder, replace(model, tokenizer=shifted(model.tokenizer.folder)), TEXTS)
 
 
 def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exported, tmp_path):

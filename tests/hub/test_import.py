@@ -299,15 +299,15 @@ def test_a_vocabulary_larger_than_the_tokenizers_stays_or_is_trimmed_if_that_is_
 
 @pytest.mark.full
 def test_a_tokenizer_that_only_the_template_opens_verifies(exported, tmp_path):
-    """As a model comes that was trained in transformers on from ours: without our own tokenizer file."""
+    """As a model comes that was trained on in transformers."""
     source = shutil.copytree(exported, tmp_path / "theirs")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).unlink()
     tokenizer.save_pretrained(source)
     ours, model = open_model(str(exported), tmp_path), open_model(str(source), tmp_path)
     asked = [{"role": "user", "content": "Où ?"}]
-    assert not model.tokenizer.fixed_ids and model.tokenizer.opening == (model.tokenizer.bos,)
+    assert model.tokenizer.fixed_ids and model.tokenizer.opening == (model.tokenizer.bos,)
     assert encode_prompt(asked, model.tokenizer, "") == encode_prompt(asked, ours.tokenizer, "")
     export(model, tmp_path / "m", facts=FACTS, chat=True)
     assert verify(tmp_path / "m", model, ["The capital"])["conversations"] == 3
@@ -315,7 +315,6 @@ def test_a_tokenizer_that_only_the_template_opens_verifies(exported, tmp_path):
 
 def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "m")
-    (folder / "tokenizer.model").unlink()
     FastTokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="3 ids, the model 420"):
         import_model(folder, tmp_path / "n", "tiny")

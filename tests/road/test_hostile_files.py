@@ -16,8 +16,7 @@ from affinage.config.load import load_recipe
 from affinage.config.sources import default_name, safe_name
 from affinage.config.yaml import parse
 from affinage.data.arrays import prepare_arrays
-from affinage.data.hub_tokenizer import HubTokenizer, template_in
-from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError
 from affinage.hub.read import INDEX, HubWeights, read_hub_folder
 from affinage.pipeline.imports import fitting_tokenizer, system_prompt_of
@@ -228,23 +227,12 @@ def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path:
     asked: list[Callable[[], object]] = [
         lambda: template_in(tmp_path),
         lambda: system_prompt_of(tmp_path),
-        lambda: HubTokenizer(tmp_path).special_tokens,
-        lambda: HubTokenizer(tmp_path).stops,
-        lambda: HubTokenizer(tmp_path).opening,
+        lambda: Tokenizer(tmp_path).special_tokens,
+        lambda: Tokenizer(tmp_path).stops,
+        lambda: Tokenizer(tmp_path).opening,
     ]
     for ask in asked:
         try:
             ask()
         except UserError as error:
             assert "tokenizer" in str(error)
-
-
-@pytest.mark.parametrize("contents", [b"", b"no model", b"\x0a\xff\xff\xff\xff\x7f", b"\x80" * 99])
-def test_a_sentencepiece_model_that_is_none_ends_in_a_message(tmp_path: Path, contents: bytes):
-    (tmp_path / "tokenizer.model").write_bytes(contents)
-    with pytest.raises(UserError):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.model").unlink()
-    (tmp_path / "characters.json").write_text(DEEP)
-    with pytest.raises(UserError):
-        Tokenizer.load(tmp_path)

@@ -164,7 +164,7 @@ class TokenizerSettings(Settings):
     split_digits: bool = True
     """Every digit is a token, so that numbers have one spelling."""
     compare: tuple[str, ...] = ()
-    """Published tokenizers to compare with: tokenizer.json, .model, vocab.bpe."""
+    """Published tokenizers to compare with: folders with a tokenizer.json."""
 
 
 class PackingSettings(Settings):

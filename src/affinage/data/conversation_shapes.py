@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from affinage.data.chat import check_messages
-from affinage.data.chat_template import REASONING, Message
-from affinage.data.records import encodable
+from affinage.data.chat import REASONING, Message, check_messages
+from affinage.data.foreign_json import encodable
 from affinage.errors import UserError
 
 _NAMED = (

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from affinage.config.tuning import ConversationSettings, SftSettings
 from affinage.data.batch import segments
-from affinage.data.chat import conversation_marks, cut_document, drops_reasoning, encode_documents
-from affinage.data.chat_template import Message
+from affinage.data.chat import Message, conversation_marks, cut_document, drops_reasoning, encode_documents
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows

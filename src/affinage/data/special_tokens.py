@@ -15,14 +15,6 @@ FIXED_PIECES = (*CONTROL_PIECES, "\n", "\t")
 CODE_LANGUAGE = "code"
 
 
-_NOT_CONTROL = "\uf8ff"
-
-
-def shielded_piece(piece: str) -> str:
-    """How a rendered text spells a control token that is none, because it is part of what somebody says."""
-    return piece[0] + _NOT_CONTROL + piece[1:]
-
-
 def frame(language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids before and after the tokens of a document: `<s>` and `</s>`, around source code its own pair as well."""
     return ((BOS, CODE), (ENDCODE, EOS)) if language == CODE_LANGUAGE else ((BOS,), (EOS,))

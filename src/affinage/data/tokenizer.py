@@ -1,17 +1,26 @@
-"""Text to token ids and back, with the first ten ids the same in every tokenizer."""
+"""Text to token ids and back, by a tokenizer.json: one of affinage's, whose first ten ids are fixed, or of any model.
 
+No text ever becomes a control token. The library matches control tokens in text before anything else, so here each of
+them is renamed to a spelling that no text has (`_renamed`). What a chat template writes gets its control tokens by
+`encode_rendered`, and what a message says is guarded from that by `guard`.
+"""
+
+import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import sentencepiece
+from jaxtyping import Int64
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import pre_tokenizers
 
-from affinage.data.chat_template import ChatTemplate
+from affinage.data.atomic import write_atomically, write_json
+from affinage.data.fast_bpe import FastBpe
+from affinage.data.foreign_json import encodable, read_object
 from affinage.data.special_tokens import (
     BOS,
     CONTROL_PIECES,
@@ -24,231 +33,419 @@ from affinage.data.special_tokens import (
     UNK,
     Marks,
     frame,
-    shielded_piece,
 )
 from affinage.errors import UserError
 
-MODEL = "tokenizer.model"
-CHARACTERS = "characters.json"
+if TYPE_CHECKING:
+    from affinage.data.chat import ChatTemplate
+
+FILE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"  # where transformers 5 writes it
+_GENERATION = "generation_config.json"
+_COPIED = (FILE, CONFIG, "special_tokens_map.json", TEMPLATE, "tokenizer.model")
+
 REPLACEMENT = "\ufffd"  # what decoding gives for bytes and ids that are no text
+_SPACE = "\u2581"  # how pieces spell a space
+_MARK, _GUARD = "\U0010fffe", "\U0010ffff"  # noncharacters: no text has them after `_plain`
+_MARKUP = re.compile(r"[<>\[\]|｜]")  # what an added token that is not special has if it is more than a word
+_TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant itself writes
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ANCHOR = "a"
+_WORTH_COMPILING = 1_000_000  # characters: the library encodes fewer in a quarter of a second
 
 
-class Tokenizer(ABC):
-    """Maps text to ids and back. Ids 0 to 7 are control tokens that raw text never produces."""
+class Tokenizer:
+    """Maps text to ids and back.
 
-    kind: str
-    template: ChatTemplate | None = None  # what conversations are written in; None: ChatML
-    fixed_ids: ClassVar[bool] = True  # whether the first ten ids are affinage's
+    Of affinage's own tokenizers ids 0 to 9 are fixed, and a document is `<s> text </s>`. Of others a document is what
+    the tokenizer itself puts before a text, the text, and its end-of-text token.
+    """
 
-    @staticmethod
-    def load(folder: Path | str) -> "Tokenizer":
-        """The tokenizer that `train_tokenizer` wrote into `folder`, of either kind.
+    template: "ChatTemplate | None" = None  # what conversations are written in; None: ChatML
 
-        Raises UserError if there is none.
-        """
-        from affinage.data.bpe_tokenizer import BpeTokenizer  # subclasses, so not importable above
-        from affinage.data.character_tokenizer import CharacterTokenizer
-        from affinage.data.hub_tokenizer import HubTokenizer
+    def __init__(self, folder: Path | str) -> None:
+        """Read the tokenizer in a folder. Raises UserError if there is none."""
+        self.folder = Path(folder)
+        if not (self.folder / FILE).is_file():
+            fix = "a tokenizer's folder holds tokenizer.json; transformers makes it of others' files:\n"
+            fix += "  AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            raise UserError("there is no tokenizer here", where=str(self.folder), fix=fix)
+        self._config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", CONFIG):
+            if (self.folder / name).is_file():
+                named = read_object(self.folder / name)
+                self._config |= {key: value for key, value in named.items() if value is not None}
+        self._grown: dict[str, Any] | None = None  # the content of tokenizer.json with tokens added to it
+        self._build(read_object(self.folder / FILE))
 
-        folder = Path(folder)
-        if (folder / MODEL).is_file() and not _is_foreign(folder):
-            return BpeTokenizer(folder / MODEL)
-        if (folder / CHARACTERS).is_file():
-            return CharacterTokenizer.read(folder / CHARACTERS)
-        if (folder / "tokenizer.json").is_file():
-            return HubTokenizer(folder)
-        raise UserError(
-            "there is no tokenizer here",
-            where=str(folder),
-            fix=f"a tokenizer folder holds {MODEL} (SentencePiece), {CHARACTERS} or tokenizer.json",
-        )
+    @classmethod
+    def load(cls, folder: Path | str) -> "Tokenizer":
+        """Return the tokenizer in a folder. Raises UserError if there is none."""
+        return cls(folder)
 
-    @property
-    @abstractmethod
-    def vocabulary(self) -> int:
-        """Number of ids, the ten fixed ones included."""
+    def _build(self, state: dict[str, Any]) -> None:
+        try:
+            added = {token["content"]: token for token in state.get("added_tokens", ())}
+            model = state["model"]
+            vocab = model["vocab"]
+            ids = dict(vocab) if isinstance(vocab, dict) else {piece: at for at, (piece, _) in enumerate(vocab)}
+            ids |= {content: token["id"] for content, token in added.items()}
+            controls = {
+                content: ids[content]
+                for content, token in added.items()
+                if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
+            }
+            self._special = frozenset(ids[content] for content in controls if added[content]["special"])
+            self.controls: dict[str, int] = dict(sorted(controls.items(), key=lambda each: each[1]))
+            self._pieces = {id_: piece for piece, id_ in ids.items()}
+            self.vocabulary = 1 + max(ids.values())
+            self.fixed_ids = [self._pieces.get(at) for at in range(10)] == list(FIXED_PIECES)
+            self.kind = "hub" if not self.fixed_ids else "bpe" if model.get("byte_fallback") else "char"
+            self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
+            self._finder = FastTokenizer.from_str(json.dumps(_finder(state, self.controls)))
+            self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"this is not a tokenizer: {error}", where=str(self.folder / FILE)) from error
+        self._found = dict(enumerate(self.controls.values(), 1))  # ids by those of the finder
+        pieces = {piece.replace(_SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
+        self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
 
-    @property
-    def opening(self) -> tuple[int, ...]:
-        """Ids that a text begins with: <s>."""
-        return (self.bos,)
+    def write(self, folder: Path) -> None:
+        """Write the files that make this tokenizer into a folder."""
+        for name in _COPIED:
+            if (self.folder / name).is_file():
+                write_atomically(folder / name, (self.folder / name).read_bytes())
+        if self._grown is not None:
+            write_json(folder / FILE, self._grown)
+        if self._configured_stops and not (folder / _GENERATION).exists():
+            write_json(folder / _GENERATION, {"eos_token_id": list(self._configured_stops)})
 
-    @property
-    def bos(self) -> int:
-        """The id that stands for an empty context."""
-        return BOS
-
-    @property
-    def eos(self) -> int:
-        """The id that ends a text."""
-        return EOS
-
-    @property
-    def pad(self) -> int | None:
-        """The id that fills rows up, if there is one for it."""
-        return PAD
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        """Ids that end what a model says."""
-        ends = () if self.template is None else self.template.ends(self)
-        return tuple(dict.fromkeys((*self._stops, *ends)))
-
-    @property
-    def _stops(self) -> tuple[int, ...]:
-        return (EOS, IM_END)
+    def add_chat_tokens(self) -> tuple[int, ...]:
+        """Give the vocabulary those of ChatML's two tokens that it lacks, after its last id; return their ids."""
+        state = read_object(self.folder / FILE)
+        lacking = [CONTROL_PIECES[at] for at in (IM_START, IM_END) if CONTROL_PIECES[at] not in self.controls]
+        if len(self._pieces) < self.vocabulary and lacking:
+            raise UserError("its ids have gaps, so none can be added", where=str(self.folder / FILE))
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        added = [{"id": self.vocabulary + at, "content": piece, **flags} for at, piece in enumerate(lacking)]
+        if added:
+            self._grown = state | {"added_tokens": [*state.get("added_tokens", ()), *added]}
+            for name in ("marks", "piece_bytes", "opening"):
+                self.__dict__.pop(name, None)
+            self._build(self._grown)
+        return tuple(self.controls[piece] for piece in lacking)
 
     def use_template(self, source: str | None) -> None:
-        """Write conversations in this Jinja template; in ChatML if None. Raises UserError if it is none."""
+        """Write conversations in this Jinja template; in ChatML if None. Raises UserError if it is not one."""
+        from affinage.data.chat import ChatTemplate
+
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Spellings of the tokens that a chat template may name, as of an exported chat model."""
-        named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
-        return {name: CONTROL_PIECES[token] for name, token in named.items()}
+        """Spellings of the tokens that a chat template may name."""
+        if self.fixed_ids:
+            named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
+            return {name: CONTROL_PIECES[token] for name, token in named.items()}
+        return {name: spelled for name in _NAMED if (spelled := self._spelling(name)) is not None}
 
-    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of what a chat template made, and the characters of the text that each stands for.
+    def _spelling(self, name: str) -> str | None:
+        token = self._config.get(name)
+        spelled = token.get("content") if isinstance(token, dict) else token
+        return spelled if isinstance(spelled, str) else None
 
-        What spells a control token is that token, unless it is shielded: see `affinage.data.chat_template.shield`.
-        """
-        controls, shielded = self.controls, {shielded_piece(piece): piece for piece in self.controls}
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        at = 0
-        for part in re.split(self._spelled, text):
-            if part in controls:
-                ids.append(controls[part])
-                offsets.append((at, at + len(part)))
-            elif part:
-                plain, places = _without(part, shielded)
-                found = self.encode(plain)
-                ids += found
-                offsets += [(at + places[a], at + places[b]) for a, b in self._characters(plain, found)]
-            at += len(part)
-        return ids, offsets
+    def _named(self, name: str) -> int | None:
+        spelled = self._spelling(name)
+        return None if spelled is None else self._id_of(spelled)
+
+    def _id_of(self, piece: str) -> int | None:
+        found = self.controls.get(piece)
+        return self._fast.token_to_id(piece) if found is None else found
 
     @cached_property
-    def _spelled(self) -> re.Pattern[str]:
-        pieces = sorted(self.controls, key=len, reverse=True)
-        return re.compile("(" + "|".join(map(re.escape, pieces)) + ")")
+    def opening(self) -> tuple[int, ...]:
+        """Ids that a text begins with: <s>; what another tokenizer itself puts before a text.
 
-    def _characters(self, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """The characters that each id of `encode(text)` stands for; those of one character's bytes have it all."""
-        ends = np.cumsum(self.byte_lengths(text, ids))
-        before = np.cumsum([0, *(len(character.encode("utf-8", "surrogatepass")) for character in text)])
-        starts = np.searchsorted(before, np.concatenate([[0], ends[:-1]]), side="right") - 1
-        return list(zip(starts.tolist(), np.searchsorted(before, ends, side="left").tolist(), strict=True))
+        Its bos_token also where only a chat template of ours says so: tokenizer.json does not, as `encode` adds none.
+        """
+        from affinage.data.chat import opens
+
+        if self.fixed_ids:
+            return (BOS,)
+        plain = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
+        whole = self._fast.encode(_ANCHOR).ids
+        before = tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
+        begin = self._named("bos_token")
+        return (begin,) if not before and begin is not None and opens(template_in(self.folder) or "") else before
 
     @property
+    def bos(self) -> int:
+        """The id that stands for an empty context: that of <s>, or else of the end of a text."""
+        named = BOS if self.fixed_ids else self._named("bos_token")
+        return self.eos if named is None else named
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a text. Raises UserError if the tokenizer names none."""
+        # GPT-2's configuration leaves it to the class.
+        named = EOS if self.fixed_ids else self._id_of(self._spelling("eos_token") or "<|endoftext|>")
+        if named is None:
+            raise UserError("this tokenizer names no eos_token", where=str(self.folder / CONFIG))
+        return named
+
+    @property
+    def pad(self) -> int | None:
+        """The id that fills rows up, if there is one for it."""
+        return PAD if self.fixed_ids else self._named("pad_token")
+
+    @cached_property
+    def _configured_stops(self) -> tuple[int, ...]:
+        """The eos_token_id, one or several, that the model's own files name."""
+        for name in (_GENERATION, "config.json"):
+            if self.fixed_ids or not (self.folder / name).is_file():
+                continue
+            named = read_object(self.folder / name).get("eos_token_id")
+            found = [id_ for id_ in (named if isinstance(named, list) else [named]) if type(id_) is int]
+            if found:
+                return tuple(id_ for id_ in found if 0 <= id_ < self.vocabulary)
+        return ()
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids that end what a model says: ends of texts, of messages, and those that the model's files name."""
+        own = (EOS, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self._id_of(CONTROL_PIECES[IM_END]))
+        ends = () if self.template is None else self.template.ends(self)
+        return tuple(dict.fromkeys(id_ for id_ in (*own, *self._configured_stops, *ends) if id_ is not None))
+
+    @cached_property
     def marks(self) -> Marks:
-        """What rows of its ids are read by."""
-        return MARKS
+        """What rows of its ids are read by.
+
+        A chat model's eos_token may end messages, not documents; then its <|endoftext|> does, or its pad_token.
+        """
+        if self.fixed_ids:
+            return MARKS
+        end: int | None = self.eos
+        if end == self._id_of(CONTROL_PIECES[IM_END]):
+            end = self._id_of("<|endoftext|>")
+            end = self.pad if end is None else end
+        if end is None:
+            raise UserError("this tokenizer has no token that ends a document", where=str(self.folder / CONFIG))
+        begin = self.opening[0] if self.opening and self.opening[0] != end else None
+        return Marks(begin, end, end if self.pad in (None, begin) else int(self.pad or 0))
 
     def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids before and after the text of a document."""
-        return frame(language)
+        """The ids before and after the text of a document; affinage's own put a pair around source code, too."""
+        return frame(language) if self.fixed_ids else (self.opening, (self.marks.end,))
 
     @property
     def chat_ids(self) -> tuple[int, int]:
-        """The ids of ChatML's <|im_start|> and <|im_end|>; UserError where the vocabulary has none."""
-        return (IM_START, IM_END)
-
-    @property
-    def controls(self) -> dict[str, int]:
-        """The ids that raw text never becomes, by their spelling."""
-        return {piece: token for token, piece in enumerate(CONTROL_PIECES)}
-
-    def encode_message(self, role: str, content: str) -> tuple[list[int], int]:
-        """Ids of `{role}\\n{content}`, and how many of them are not the content's."""
-        head = self.encode(role + "\n")
-        return [*head, *self.encode(content)], len(head)
-
-    @property
-    def model_path(self) -> Path | None:
-        """The SentencePiece model file, or None if this tokenizer is not one."""
-        return None
-
-    @abstractmethod
-    def write(self, folder: Path) -> None:
-        """Write the file that `load` reads into `folder`."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Ids of raw text: no <s> or </s> is added, and text that spells a control token stays text."""
-
-    @abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of every text."""
-
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """`encode` of every text, end to end: ids `dtype` [tokens] and where each text ends in them, int64 [texts]."""
-        encoded = self.encode_batch(texts)
-        ends = np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
-        flat = np.fromiter(chain.from_iterable(encoded), self.dtype, int(ends[-1]) if len(ends) else 0)
-        return flat, ends
-
-    @abstractmethod
-    def id_to_piece(self, token: int) -> str:
-        """How the vocabulary spells one id."""
-
-    @property
-    @abstractmethod
-    def piece_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of text that each id stands for, int64 [vocabulary]; 0 for control tokens."""
-
-    @abstractmethod
-    def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes."""
-
-    @abstractmethod
-    def _decode_text(self, ids: list[int]) -> str:
-        """Text of ids among which there is no control token."""
+        """The ids of ChatML's <|im_start|> and <|im_end|>. Raises UserError where the vocabulary lacks one."""
+        start, end = (self._id_of(CONTROL_PIECES[at]) for at in (IM_START, IM_END))
+        if start is None or end is None:
+            raise UserError(
+                "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks",
+                where=str(self.folder),
+                fix="Take them in with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune it; "
+                "or keep the template that it has: `chat_template: tokenizer`.",
+            )
+        return start, end
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
         """The smallest unsigned type that holds every id."""
         return np.uint16 if self.vocabulary < 2**16 else np.uint32
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of raw text: nothing is put before it, and text that spells a control token stays text.
+
+        Half a surrogate pair is read as U+FFFD, and so are the noncharacters U+10FFFE and U+10FFFF.
+        """
+        ids: list[int] = self._fast.encode(_plain(text), add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return `encode` of every text."""
+        if self._fast_bpe is not None and sum(map(len, texts)) >= _WORTH_COMPILING:
+            flat, ends = self.encode_flat(texts)
+            return [part.tolist() for part in np.split(flat, ends[:-1])]
+        return [each.ids for each in self._fast.encode_batch(list(map(_plain, texts)), add_special_tokens=False)]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
+        """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them."""
+        if self._fast_bpe is not None and sum(map(len, texts)) >= _WORTH_COMPILING:
+            return self._fast_bpe.encode([_plain(text).replace(_SPACE, " ") for text in texts])
+        encoded = self.encode_batch(texts)
+        ends = np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
+        return np.fromiter(chain.from_iterable(encoded), self.dtype, int(ends[-1]) if len(ends) else 0), ends
+
+    def encode_message(self, role: str, content: str) -> tuple[list[int], int]:
+        """Return the ids of `{role}\\n{content}`, and how many of them are not the content's."""
+        encoded = self._fast.encode(_plain(f"{role}\n{content}"), add_special_tokens=False)
+        return encoded.ids, sum(end <= len(role) + 1 for _, end in encoded.offsets)
+
+    def control_spans(self, text: str) -> list[tuple[int, int, int]]:
+        """Where the library would find control tokens in a text: (id, first character, end) of each."""
+        found = self._finder.encode(text, add_special_tokens=False)
+        return [(self._found[at], *span) for at, span in zip(found.ids, found.offsets, strict=True) if at]
+
+    def guard(self, text: str, *, assistant: bool = False) -> str:
+        """Return what a message says with a guard in whatever spells a control token; see `encode_rendered`.
+
+        Tags such as <think>, where they are no special tokens, are structure in what an `assistant` says.
+        """
+        text, at, parts = _plain(text), 0, []
+        for id_, start, _ in self.control_spans(text):
+            if assistant and id_ not in self._special and _TAG.fullmatch(self._pieces[id_]):
+                continue
+            parts += [text[at : start + 1], _GUARD]
+            at = start + 1
+        return "".join([*parts, text[at:]])
+
+    def unguard(self, text: str) -> str:
+        """Return a text without the guards of `guard`."""
+        return text.replace(_GUARD, "")
+
+    def encode_rendered(self, text: str) -> tuple[list[int], Int64[np.ndarray, "tokens 2"]]:
+        """Return the ids of what a chat template made, as transformers has them, and the characters of each.
+
+        What spells a control token is that token, unless `guard` has put a guard into it.
+        """
+        text = encodable(text).replace(_MARK, REPLACEMENT)
+        parts: list[str] = []
+        places: list[np.ndarray] = []  # in `text`, of the characters of what is encoded
+        at = 0
+        for id_, start, end in [*self.control_spans(text), (-1, len(text), len(text))]:
+            between = np.array(list(text[at:start]), "U1")
+            places.append(at + np.flatnonzero(between != _GUARD))
+            parts.append(text[at:start].replace(_GUARD, ""))
+            if id_ >= 0:
+                parts.append(_name(id_))
+                places.append(np.full(len(parts[-1]), start))
+            at = end
+        encoded = self._fast.encode("".join(parts), add_special_tokens=False)
+        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        starts = np.concatenate([*places, [len(text)]])
+        return encoded.ids, starts[offsets]
+
+    def id_to_piece(self, token: int) -> str:
+        """Return how the vocabulary spells one id; a space may be U+2581, a byte <0x41>."""
+        return self._pieces.get(token, "")
+
+    @cached_property
+    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
+        controls, alphabet = set(self.controls.values()), frozenset(pre_tokenizers.ByteLevel.alphabet())
+        found = np.zeros(self.vocabulary, np.int64)
+        for token, piece in self._pieces.items():
+            if token in controls:
+                continue
+            if self._byte_level and alphabet.issuperset(piece):  # which spells every byte as a character
+                found[token] = len(piece)
+            else:
+                found[token] = 1 if _BYTE.fullmatch(piece) else len(piece.replace(_SPACE, " ").encode())
+        return found
+
+    def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
+        """Return the UTF-8 bytes that each id of `encode(text)` stands for; they sum to the text's bytes.
+
+        Of tokens that share a character, the first one has all its bytes.
+        """
+        if self.kind == "bpe":
+            return self.piece_bytes[np.asarray(ids, np.int64)]
+        text = _plain(text)
+        ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
+        ends[-1:] = [len(text)] if ends else []
+        bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
+        return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
+
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
-        """Text of ids. Control tokens are left out, or spelled if `keep_special`; what is no text decodes as U+FFFD."""
+        """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.
+
+        What is no text decodes as U+FFFD.
+        """
+        controls = set(self.controls.values())
         parts: list[str] = []
         run: list[int] = []
         for token in map(int, ids):
-            if len(CONTROL_PIECES) <= token < self.vocabulary:
+            if 0 <= token < self.vocabulary and token not in controls:
                 run.append(token)
                 continue
             parts.append(self._decode_text(run))
             run = []
-            if 0 <= token < len(CONTROL_PIECES):
-                parts.append(CONTROL_PIECES[token] if keep_special else REPLACEMENT if token == UNK else "")
-            else:
+            if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
                 parts.append(REPLACEMENT)
+            elif keep_special or token not in self._special:
+                parts.append(self._pieces[token])
         return "".join([*parts, self._decode_text(run)])
 
+    def _decode_text(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        # After another token: some decoders drop the space that the first token of a text begins with.
+        anchor = self._anchor
+        text: str = self._fast.decode([*anchor, *ids], skip_special_tokens=False)
+        return text[len(self._fast.decode(anchor, skip_special_tokens=False)) :]
 
-def _without(text: str, shielded: dict[str, str]) -> tuple[str, list[int]]:
-    """The text without its shields, and where each of its characters, and its end, stand in the text."""
-    places: list[int] = []
-    at = 0
-    for part in re.split("(" + "|".join(map(re.escape, shielded)) + ")", text):
-        places += [at, *range(at + 2, at + len(part))] if part in shielded else range(at, at + len(part))
-        at += len(part)
-    return "".join(text[place] for place in places), [*places, len(text)]
-
-
-def _is_foreign(folder: Path) -> bool:
-    """Whether the SentencePiece model is one of another project's, with a tokenizer.json beside it."""
-    if not (folder / "tokenizer.json").is_file():
-        return False
-    model = read_sentencepiece(folder / MODEL)
-    return [model.id_to_piece(i) for i in range(len(FIXED_PIECES))] != list(FIXED_PIECES)
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.encode(_ANCHOR)
 
 
-def read_sentencepiece(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """The model in a file. Raises UserError if there is none in it."""
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError, TypeError) as error:
-        raise UserError("this is not a model of SentencePiece", where=str(path)) from error
+def template_in(folder: Path) -> str | None:
+    """The chat template of a tokenizer's folder, its default one if it has several; None if it has none."""
+    own_file, config = folder / TEMPLATE, folder / CONFIG
+    if own_file.is_file():
+        try:
+            return own_file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise UserError(f"this is no text: {error}", where=str(own_file)) from error
+    found = read_object(config).get("chat_template") if config.is_file() else None
+    if isinstance(found, list):  # several, by name
+        several = [each for each in found if isinstance(each, dict)]
+        found = next((each.get("template") for each in several if each.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def _plain(text: str) -> str:
+    """The text without what UTF-8 has no form for, and without the two noncharacters that are used here."""
+    if text.isascii():
+        return text
+    return encodable(text).replace(_MARK, REPLACEMENT).replace(_GUARD, REPLACEMENT)
+
+
+def _name(id_: int) -> str:
+    """How a control token is spelled where no text can spell it."""
+    return f"{_MARK}{id_}{_MARK}"
+
+
+def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
+    """The content of tokenizer.json with `_name` for every control token, wherever text could become one."""
+    names = {content: _name(id_) for content, id_ in controls.items()}
+    model = dict(state["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if any(piece in names for piece in (vocab if isinstance(vocab, dict) else ())) and "merges" in model:
+        pairs = (tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in model["merges"])
+        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    # A byte's piece is the model's own affair; "<0x41>" in a text is six characters.
+    added = [token for token in state.get("added_tokens", ()) if not _BYTE.fullmatch(token["content"])]
+    added = [token | {"content": names.get(token["content"], token["content"])} for token in added]
+    return state | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
+
+
+def _finder(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
+    """A tokenizer.json that finds control tokens, ids from 1 on, and nothing else."""
+    known = {token["content"]: token for token in state.get("added_tokens", ())}
+    exact = {"lstrip": False, "rstrip": False}
+    added = [known[content] | exact | {"id": at} for at, content in enumerate(controls, 1)]
+    parts = dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder"))
+    model = {"type": "WordLevel", "vocab": {_MARK: 0}, "unk_token": _MARK}
+    return {"version": "1.0", **parts, "normalizer": state.get("normalizer"), "added_tokens": added, "model": model}

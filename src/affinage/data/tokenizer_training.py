@@ -1,32 +1,35 @@
-"""What a tokenizer is made from: a sample balanced over the languages, SentencePiece's trainer, the characters seen."""
+"""Train a tokenizer: a sample balanced over languages, SentencePiece's trainer, and its result as tokenizer.json."""
 
+import heapq
 import io
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import sentencepiece
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.config.data import TokenizerSettings
 from affinage.data.atomic import write_atomically
-from affinage.data.character_tokenizer import CharacterTokenizer
 from affinage.data.documents import read_documents
 from affinage.data.fertility import measure
 from affinage.data.order import document_keys
-from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES
-from affinage.data.tokenizer import MODEL, Tokenizer
+from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, UNK
+from affinage.data.tokenizer import FILE, Tokenizer
 from affinage.errors import UserError
 
 _OTHER = "other"  # the group of documents in none of the recipe's languages, such as code
 # SentencePiece stores the number of threads in the model file: a constant keeps the file the same on every machine.
 _THREADS = 4
 _UNUSABLE = str.maketrans({"\u2585": " ", "\0": " "})  # the trainer skips whole lines that contain these
+_SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
 
 
 @dataclass(frozen=True)
@@ -56,47 +59,36 @@ def balanced_sample(documents: Path, languages: Sequence[str], budget: int, seed
     """Choose whole documents, `budget` bytes in total, as evenly as there is text over `languages`.
 
     Documents in other languages share one further part. Which ones are chosen, and their order, depends on `seed` and
-    the documents' ids alone. Two passes over `documents`; memory is that of the sample.
+    the documents' ids alone. One pass; memory is `budget` for each language at most.
+    Raises UserError if there is no text.
     """
-    keys, groups, sizes = _index(documents, languages, seed)
-    names = [*languages, _OTHER]
-    totals = [int(sizes[groups == g].sum()) for g in range(len(names))]
-    taken = np.zeros(len(keys), np.int64)  # bytes wanted of each document
-    for group, share in enumerate(fair_shares(totals, budget)):
-        members = np.flatnonzero(groups == group)
-        members = members[np.argsort(keys[members], kind="stable")]
-        before = np.cumsum(sizes[members]) - sizes[members]
-        taken[members] = np.clip(share - before, 0, sizes[members])
-    texts = _collect(documents, taken)
-    order = sorted(texts, key=lambda position: (keys[position], position))
-    counts = {name: int(taken[groups == g].sum()) for g, name in enumerate(names)}
-    return Sample([texts[position] for position in order], {name: n for name, n in counts.items() if n})
-
-
-def _index(documents: Path, languages: Sequence[str], seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Shuffle key, language group and UTF-8 bytes of every document, in the order of the files."""
-    group_of = {language: g for g, language in enumerate(languages)}
-    keys, groups, sizes = [], [], []
+    chosen: dict[str, list[tuple[int, bytes]]] = {name: [] for name in (*languages, _OTHER)}  # heaps, largest key first
+    held, totals = Counter[str](), Counter[str]()
     for batch in read_documents(documents, ("id", "source", "language", "text")):
-        keys.append(document_keys(batch, seed, "tokenizer"))
-        groups.append([group_of.get(language, len(languages)) for language in batch.column("language").to_pylist()])
-        sizes.append(pc.binary_length(batch.column("text").cast(pa.large_binary())).to_numpy())
-    if not keys:
+        keys = document_keys(batch, seed, "tokenizer").tolist()
+        texts = batch.column("text").cast(pa.large_binary())
+        sizes = pc.binary_length(texts).to_pylist()
+        for key, language, size, text in zip(keys, batch.column("language").to_pylist(), sizes, texts, strict=True):
+            name = language if language in languages else _OTHER
+            heap = chosen[name]
+            totals[name] += size
+            if held[name] >= budget and -key <= heap[0][0]:
+                continue
+            heapq.heappush(heap, (-key, text.as_py()))
+            held[name] += size
+            while held[name] - len(heap[0][1]) >= budget:
+                held[name] -= len(heapq.heappop(heap)[1])
+    if not totals:
         raise UserError("there is no text to train a tokenizer on", where=str(documents))
-    return np.concatenate(keys), np.concatenate(groups), np.concatenate(sizes).astype(np.int64)
-
-
-def _collect(documents: Path, taken: np.ndarray) -> dict[int, str]:
-    """The first `taken[i]` bytes of every document i of which any are wanted, by its position."""
-    texts: dict[int, str] = {}
-    start = 0
-    for batch in read_documents(documents, ("text",)):
-        wanted = taken[start : start + len(batch)]
-        for row in np.flatnonzero(wanted):
-            text = batch.column("text")[int(row)].as_py()
-            texts[start + int(row)] = text.encode()[: int(wanted[row])].decode(errors="ignore")
-        start += len(batch)
-    return texts
+    sample: list[tuple[int, str]] = []
+    shares = dict(zip(chosen, fair_shares([totals[name] for name in chosen], budget), strict=True))
+    for name, heap in chosen.items():
+        left = shares[name]
+        for key, text in sorted(heap, reverse=True):
+            if left > 0:
+                sample.append((-key, text[:left].decode(errors="ignore")))
+                left -= len(text)
+    return Sample([text for _, text in sorted(sample)], {name: share for name, share in shares.items() if share})
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
@@ -108,9 +100,9 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
-    """Train SentencePiece BPE with byte fallback and give the content of its .model file.
+    """Train SentencePiece BPE with byte fallback and return the content of its .model file.
 
-    Text is taken as it is: no Unicode normalisation, no added or removed spaces. The same texts give the same bytes.
+    Text is taken as it is: no Unicode normalization, no added or removed spaces. The same texts give the same bytes.
     Raises UserError when the text does not suffice for the vocabulary, or the vocabulary for the text's characters.
     """
     model = io.BytesIO()
@@ -149,10 +141,12 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
 def _explained(message: str, settings: TokenizerSettings) -> Exception:
     """SentencePiece's refusal as advice in terms of the recipe."""
     if match := re.search(r"Vocabulary size too high.*?<= (\d+)", message, re.DOTALL):
+        most = int(match[1])
+        fix = f"Set tokenizer.vocab_size to {most} or less, or give more text."
         return UserError(
             f"the training text is too small for a vocabulary of {settings.vocab_size} pieces",
             where="tokenizer.vocab_size",
-            fix=f"Set tokenizer.vocab_size to {match[1]} or less, or give more text.",
+            fix=fix if most >= 300 else "Give more text, or set tokenizer.kind to char.",  # the recipe's least is 300
         )
     if match := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return UserError(
@@ -164,8 +158,38 @@ def _explained(message: str, settings: TokenizerSettings) -> Exception:
     return RuntimeError(message)
 
 
+def bpe_json(model_proto: bytes) -> bytes:
+    """Return the tokenizer.json of a SentencePiece BPE model with byte fallback."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=model_proto)
+    vocab = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
+    words = {piece: i for piece, i in vocab.items() if i >= len(FIXED_PIECES) and not model.is_byte(i)}
+    # SentencePiece keeps the pieces only, the best first: every way to split a piece into two is a merge.
+    merges = []
+    for piece in words:
+        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        known = [(left, right) for left, right in splits if left in words and right in words]
+        merges += sorted(known, key=lambda pair: (words[pair[0]], words[pair[1]]))
+    fast = FastTokenizer(models.BPE(vocab, merges, unk_token=CONTROL_PIECES[UNK], fuse_unk=True, byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", _SPACE)
+    fast.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return _json(fast)
+
+
+def characters_json(characters: Iterable[str]) -> bytes:
+    """Return the tokenizer.json with an id for each of the characters, after the ten fixed ones."""
+    vocab = {piece: i for i, piece in enumerate((*FIXED_PIECES, *characters))}
+    fast = FastTokenizer(models.BPE(vocab, [], unk_token=CONTROL_PIECES[UNK]))
+    fast.decoder = decoders.Fuse()
+    return _json(fast)
+
+
+def _json(fast: FastTokenizer) -> bytes:
+    fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in CONTROL_PIECES])
+    return fast.to_str(pretty=True).encode()
+
+
 def collect_characters(documents: Path) -> list[str]:
-    """Every character of `documents`, by code point, without those that have a fixed id already."""
+    """Return every character of `documents`, by code point, without those that have a fixed id already."""
     seen: set[str] = set()
     for batch in read_documents(documents, ("text",)):
         for text in batch.column("text"):
@@ -186,22 +210,24 @@ def train_tokenizer(
     """Train a tokenizer on `split_folder`/train and write it into `folder`, with its quality as the summary.
 
     The sample is balanced over `languages` and depends on `seed` and the documents only, not on the order of files.
-    `progress` is told, in words, what is being done. Raises UserError if the text does not suffice for the vocabulary.
+    Raises UserError if the text does not suffice for the vocabulary.
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     train = split_folder / "train"
+    sample: Sample | None = None
     if settings.kind == "char":
         progress("collecting characters")
-        CharacterTokenizer(collect_characters(train)).write(folder)
+        write_atomically(folder / FILE, characters_json(collect_characters(train)))
     else:
         progress("choosing the sample")
         sample = balanced_sample(train, languages, settings.sample_bytes, seed)
         progress(f"training {settings.vocab_size} pieces on {sample.bytes / 1e6:.1f} MB")
-        write_atomically(folder / MODEL, train_bpe(sample.texts, settings))
+        model = train_bpe(sample.texts, settings)
+        write_atomically(folder / "tokenizer.model", model)  # for programs that read SentencePiece's models
+        write_atomically(folder / FILE, bpe_json(model))
     progress("measuring")
     tokenizer = Tokenizer.load(folder)
     summary = {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary}
-    if settings.kind == "bpe":
-        summary["sample"] = sample.by_language
+    summary |= {"sample": sample.by_language} if sample is not None else {}
     return summary | measure(tokenizer, split_folder) | {"seconds": time.monotonic() - started}

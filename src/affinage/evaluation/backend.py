@@ -12,14 +12,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from affinage.data.chat import chat_template, with_system_prompt
-from affinage.data.chat_template import ChatTemplate, shield, unshielded
+from affinage.cluster.processes import Processes
+from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
 from affinage.evaluation.batch_size import shorter_rows_that_fit
 from affinage.evaluation.scoring import Scorer
 from affinage.generation.engine import Generation, generate
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import SamplingParams
-from affinage.hardware.hosts import Hosts
 
 # Seconds that one host may take longer than another to fetch a task's data and to write its questions. Waited for here,
 # where it is known what for: inside a program of all hosts who is early would seem to stand still.
@@ -103,7 +102,7 @@ class JaxLM(TemplateLM):
         self.in_chat_template = True
         own = self.model.tokenizer.template is not None
         told = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
-        messages = shield(told, self.model.tokenizer)
+        messages = guarded(told, self.model.tokenizer)
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -219,11 +218,11 @@ class JaxLM(TemplateLM):
             def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
                 request = requests[indices[place]]
                 texts[indices[place]] = generation.text
-                done[indices[place]] = Answer(unshielded(request.args[0], self.model.tokenizer), generation)
+                done[indices[place]] = Answer(self.model.tokenizer.unguard(request.args[0]), generation)
                 self.cache_hook.add_partial("generate_until", request.args, generation.text)
                 self._progress(f"generated {len(done):,} of {len(requests):,} texts")
 
-            Hosts.at_work().meet("the questions of a task", seconds=_APART)
+            Processes.at_work().barrier("the questions of a task", seconds=_APART)
             longest = max(map(len, prompts)) + wanted.max_new_tokens
             batch = shorter_rows_that_fit(self._batch, longest, self.model)
             generate(self.model, prompts, wanted, keep, max_num_seqs=batch)
@@ -255,7 +254,7 @@ class JaxLM(TemplateLM):
         what: str,
         answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
     ) -> list[tuple[float, bool]]:
-        Hosts.at_work().meet("the questions of a task", seconds=_APART)
+        Processes.at_work().barrier("the questions of a task", seconds=_APART)
         started, scored = time.monotonic(), 0
 
         def count(index: int, answer: tuple[float, bool]) -> None:

@@ -30,10 +30,10 @@ from lm_eval.config.task import TaskConfig
 from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 
+from affinage.cluster.processes import Processes
 from affinage.data.hub_answers import is_of_the_network, limit_requests
 from affinage.errors import UserError, did_you_mean, first_line
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, POCKET_TASKS
-from affinage.hardware.hosts import Hosts
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 _SHARED_AT_ONCE = 1000  # answers in a message to the other hosts
@@ -265,17 +265,17 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     The file holds JSON, not the pickles that the harness would write. Of hosts that evaluate together the first has the
     file and shares what is in it: all of them must ask the devices the same questions.
     """
-    hosts = Hosts.at_work()
-    path = path if hosts.first else path.with_name(f".{path.name}.{os.getpid()}")
+    processes = Processes.at_work()
+    path = path if processes.first else path.with_name(f".{path.name}.{os.getpid()}")
     if path.is_file() and path.read_bytes()[:6] != b"SQLite":
         path.unlink()  # of another version
     answers = SqliteDict(str(path), encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
     if answers.get("model") != model:
         answers.clear()
         answers["model"] = model
-    known = list(answers.items()) if hosts.count > 1 and hosts.first else []
-    for start in range(0, hosts.share("how many answers are known", len(known), seconds=None), _SHARED_AT_ONCE):
-        answers.update(hosts.share("known answers", known[start : start + _SHARED_AT_ONCE], seconds=None))
+    known = list(answers.items()) if processes.count > 1 and processes.first else []
+    for start in range(0, processes.broadcast("how many answers are known", len(known), seconds=None), _SHARED_AT_ONCE):
+        answers.update(processes.broadcast("known answers", known[start : start + _SHARED_AT_ONCE], seconds=None))
     answers.commit(blocking=True)
     caching = CachingLM(lm, str(path))
     caching.dbdict.close()

@@ -1,8 +1,10 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
+import contextlib
+import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +15,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 
 from affinage import __version__
+from affinage.cluster.processes import Processes
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.contamination import Contamination
 from affinage.errors import UserError
@@ -26,8 +29,6 @@ from affinage.evaluation.item_lines import finite, label, line_of, of_item
 from affinage.evaluation.result_folder import STATE, fingerprint, identity, write_results
 from affinage.evaluation.tasks import ChatTemplateUse, find_tasks, items_of
 from affinage.generation.model import LoadedModel
-from affinage.hardware.collector import collected_seldom
-from affinage.hardware.hosts import Hosts
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
@@ -90,7 +91,7 @@ def evaluate(
     if apply_chat_template is True and not has_chat_template(model, chat):
         fix = "Ask a model that was trained to chat, or say `auto` or `false`."
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
-    started, contamination, hosts = time.monotonic(), None, Hosts.at_work()
+    started, contamination, processes = time.monotonic(), None, Processes.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
     weights = fingerprint(model) if keep is not None or folder is not None else ""
     rows = rows_that_fit(model) if batch_size == "auto" else batch_size
@@ -100,7 +101,7 @@ def evaluate(
     items: dict[str, list[dict[str, Any]]] = {}
     loaded: dict[str, Task] = {}
     try:
-        with reachable_data(found.fetched), quiet(), collected_seldom():
+        with reachable_data(found.fetched), quiet(), _rare_collections():
             for chosen, templated in found.rounds(chat, apply_chat_template):
                 if chosen:
                     lm.in_chat_template = templated
@@ -112,8 +113,8 @@ def evaluate(
                     items |= raw["samples"]
             if seen is not None:
                 progress("searching the training text for the items")
-                contamination = _look(seen, loaded, task_folders or {}) if hosts.first else None
-                hosts.share("the end of the search", None, seconds=None)
+                contamination = _look(seen, loaded, task_folders or {}) if processes.first else None
+                processes.broadcast("the end of the search", None, seconds=None)
     finally:
         if keeping is not None:
             keeping.dbdict.close()
@@ -138,9 +139,9 @@ def evaluate(
     if texts:
         progress("measuring bits per byte")
         bits = {name: {"model": model_bits_per_byte(lm, some)} for name, some in texts.items()}
-        for name, some in texts.items() if compressors and hosts.first else ():
+        for name, some in texts.items() if compressors and processes.first else ():
             bits[name] |= compressor_bits_per_byte(some)
-        hosts.share("the end of the compression", None, seconds=None)
+        processes.broadcast("the end of the compression", None, seconds=None)
         results["bits_per_byte"] = bits
     if answered is not None:
         for name, of_task in items.items():
@@ -186,6 +187,17 @@ def drawn_places(task: str, items: int, count: int, seed: int) -> list[int]:
     """The places of `count` of a task's items that a seed draws, ascending."""
     random = np.random.default_rng([seed, *task.encode()])
     return sorted(map(int, random.choice(items, min(count, items), replace=False)))
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Inside, Python collects garbage with every 100,000th new object: millions of requests and answers live on."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _run(

@@ -68,27 +68,29 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         size = {"data": {"sources": {"max_bytes": texts.pocket_bytes(recipe)}}}
         steps.append(Step("synthesize", texts.world, {**_part(recipe, "seed"), **size}))
     if data is None:  # an imported model is only fine-tuned
-        return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun)]
+        return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun, version=2)]
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
-    steps.append(Step("ingest", texts.collect, {"data": _ingested(data)}, world, files=files, resumable=True))
-    steps.append(Step("filter", texts.clean, {"data": _json(data, "clean", "languages")}, ("ingest",), resumable=True))
+    config = {"data": _ingested(data)}
+    steps.append(Step("ingest", texts.ingest, config, world, version=2, files=files, resumable=True))
+    config = {"data": _json(data, "clean", "languages")}
+    steps.append(Step("filter", texts.clean, config, ("ingest",), version=2, resumable=True))
     if data.dedup is not None:
-        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",)))
+        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",), version=2))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    steps.append(Step("split", texts.split, config, (steps[-1].name,)))
+    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=2))
     if begun:
-        steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun))
+        steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
         settings = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
         config = {"data": _json(data, "languages"), "tokenizer": settings, **_part(recipe, "seed")}
-        steps.append(Step("train-tokenizer", texts.tokenizer, config, ("split",)))
+        steps.append(Step("train-tokenizer", texts.tokenizer, config, ("split",), version=2))
     if recipe.tokenizer.compare:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "train-tokenizer")
-        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files))
+        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files, version=2))
     steps.append(
         Step("tokenize", texts.rows, _part(recipe, "packing", "seed"), ("split", "train-tokenizer"), resumable=True)
     )
@@ -102,7 +104,7 @@ def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], las
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    return Step("decontaminate", texts.decontaminate, config, (last,), files=tuple(files), resumable=True)
+    return Step("decontaminate", texts.decontaminate, config, (last,), version=2, files=tuple(files), resumable=True)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def _result_steps(recipe: Recipe) -> list[Step]:
     if recipe.export is not None:
         inputs = (*_if(recipe.data is not None, "split"), "train-tokenizer", *trained)
         inputs += tuple(step.name for step in steps)  # the card has their scores
-        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs))
+        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs, version=2))
     return steps
 
 

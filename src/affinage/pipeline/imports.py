@@ -67,7 +67,6 @@ def import_model(
     """
     import jax
 
-    from affinage.data.hub_tokenizer import HubTokenizer
     from affinage.hub.read import read_hub_folder
     from affinage.hub.vocabulary import with_ids
 
@@ -78,7 +77,7 @@ def import_model(
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
     digest = model.digest()
     added: tuple[int, ...] = ()
-    if chat_tokens and isinstance(tokenizer, HubTokenizer):
+    if chat_tokens and not tokenizer.fixed_ids:
         added = tokenizer.add_chat_tokens()
         graph, params = with_ids(model.graph, model.params, added)
         model = replace(model, graph=graph, params=params)
@@ -152,7 +151,7 @@ def _digest(folder: Path) -> str:
 def system_prompt_of(source: Path) -> str | None:
     """What a chat model of ours is told by default; None of any other model."""
     from affinage.data.chat import system_prompt_in
-    from affinage.data.hub_tokenizer import template_in
+    from affinage.data.tokenizer import template_in
 
     template = template_in(source)
     return None if template is None else system_prompt_in(template)
@@ -160,7 +159,7 @@ def system_prompt_of(source: Path) -> str | None:
 
 def own_template_of(source: Path) -> str | None:
     """The chat template of a model that is none of ours, but talks."""
-    from affinage.data.hub_tokenizer import template_in
+    from affinage.data.tokenizer import template_in
 
     return template_in(source) if system_prompt_of(source) is None else None
 

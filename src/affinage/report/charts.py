@@ -107,7 +107,7 @@ def line_chart(
     across["axis"] = _axis(x, 8 if width > 600 else 4) | {"titleAnchor": "end", "grid": False}
     up = {"field": "y", "type": "quantitative", "scale": {"zero": False, **_kind(y)}}
     if y.log and (reach := [row[end] for of_one in rows for row in of_one for end in ("low", "high")]):
-        up["scale"] |= {"domain": [min(reach) * 0.95, max(reach) * 1.05], "nice": False}  # whole decades would be empty
+        up["scale"] = {"type": "log", "domain": [min(reach) * 0.95, max(reach) * 1.05], "nice": False}
     up["axis"] = _axis(y, 5 if height > 220 else 4) | {
         **{"titleAngle": 0, "titleAnchor": "start", "titleAlign": "left", "titleX": -pad["left"], "titleY": -16},
         **{"domain": False, "ticks": False},

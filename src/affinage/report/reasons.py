@@ -3,48 +3,8 @@
 import re
 from collections.abc import Callable
 
-_FRENCH = {
-    "too short": "trop court",
-    "too long": "trop long",
-    "too large": "trop gros",
-    "not enough letters": "trop peu de lettres",
-    "other language": "autre langue",
-    "language unclear": "langue incertaine",
-    "in a benchmark": "dans une épreuve",
-    "near copy of a validation document": "quasi-copie d’un document de validation",
-    "duplicate lines": "lignes répétées",
-    "duplicate paragraphs": "paragraphes répétés",
-    "characters in duplicate lines": "caractères en lignes répétées",
-    "characters in duplicate paragraphs": "caractères en paragraphes répétés",
-    "bullet lines": "lignes à puce",
-    "lines that end in an ellipsis": "lignes finies par des points de suspension",
-    "few lines end a sentence": "peu de lignes finissent une phrase",
-    "lorem ipsum": "lorem ipsum",
-    "curly bracket": "accolade",
-    "code: a long line": "code : une ligne longue",
-    "code: long lines": "code : lignes longues",
-    "code: not enough letters": "code : trop peu de lettres",
-    "exact duplicate": "doublon exact",
-    "near duplicate": "quasi-doublon",
-    "empty": "vide",
-    "binary": "binaire",
-    "redirect": "redirection",
-    "licence": "licence",
-    "under copyright": "sous droit d’auteur",
-    "not found": "introuvable",
-    "not asked for": "non demandé",
-    "not UTF-8": "pas en UTF-8",
-    "not HTML": "pas du HTML",
-    "unknown compression": "compression inconnue",
-    "not XML": "pas du XML",
-    "not JSON": "pas du JSON",
-    "not a JSON object": "pas un objet JSON",
-    "no text key": "pas de clé de texte",
-    "text is not a string": "le texte n’est pas une chaîne",
-    "wikitext cannot be parsed": "wikitexte illisible",
-    "unknown kind of file": "genre de fichier inconnu",
-    "damaged file": "fichier abîmé",
-}
+from affinage.report.strings import reasons
+
 _OF_WHAT = {"characters": "caractères", "lines": "lignes", "paragraphs": "paragraphes"}
 _Said = tuple[tuple[str, Callable[[re.Match[str]], str]], ...]
 _DETAILS: _Said = (
@@ -80,7 +40,7 @@ def reason_name(reason: str, language: str) -> str:
     of_ngrams = re.fullmatch(r"(top|duplicate) (\d+)-grams?", reason)
     if of_ngrams:
         return f"{of_ngrams[2]}-gramme{' dominant' if of_ngrams[1] == 'top' else 's répétés'}"
-    return _FRENCH.get(reason, reason).replace(" :", "\u00a0:")
+    return reasons(language).get(reason, reason)
 
 
 def detail_in(detail: str, language: str) -> str:
