@@ -14,6 +14,7 @@ from affinage.generation.sampling import SamplingParams
 from affinage.paths import from_home
 
 Language = Literal["en", "fr"]
+_SHORTEST = 1024  # tokens of the first cache
 _STREAMED_STEPS = 4  # tokens per dispatch when someone reads along
 
 HELP = """\
@@ -75,8 +76,7 @@ class ChatSession:
 
     def __init__(self, model: LoadedModel, params: SamplingParams) -> None:
         self._model, self._params = model, params
-        # What the model was shown of the conversation is kept: each turn computes what is new.
-        self._engine = Engine(model, max_num_seqs=1, steps=_STREAMED_STEPS, enable_prefix_caching=True)
+        self._engine: Engine | None = None
         self._system_prompt = model.system_prompt
         self.messages: list[dict[str, str]] = []
         self._first = 0  # of the messages that the model is still shown
@@ -110,11 +110,20 @@ class ChatSession:
         prompt, first = self._fit(messages)
         answer = ""
         try:
-            for piece in self._engine.stream(prompt, self._params):
+            for piece in self._engine_for(prompt).stream(prompt, self._params):
                 answer += piece
                 yield piece
         finally:
             self.messages, self._first = [*messages, {"role": "assistant", "content": answer}], first
+
+    def _engine_for(self, prompt: list[int]) -> Engine:
+        """An engine with room for the answer. It keeps what the model was shown: each turn computes what is new."""
+        needed = min(len(prompt) + self._params.max_new_tokens, self._model.context)
+        if self._engine is None or self._engine.length < needed:
+            length = max(_SHORTEST, 2 * needed)  # not all of a context that may be far longer than any conversation
+            settings = {"max_num_seqs": 1, "max_model_len": length, "steps": _STREAMED_STEPS}
+            self._engine = Engine(self._model, **settings, enable_prefix_caching=True)
+        return self._engine
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
         """The prompt of the latest messages that leave room for an answer, and the first of those messages."""
