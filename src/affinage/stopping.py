@@ -35,6 +35,7 @@ class StopSignals:
     """
 
     current: ClassVar["StopSignals | None"] = None
+    pending: ClassVar[str] = ""  # a signal that came too late for the training that heard it
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
@@ -49,7 +50,7 @@ class StopSignals:
             for number in heeded():
                 self._before[number] = signal.signal(number, self._in_main_thread)  # type: ignore[assignment]
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
-            StopSignals.current = self
+            StopSignals.current, StopSignals.pending = self, ""
         return self
 
     def __exit__(
@@ -66,6 +67,13 @@ class StopSignals:
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
         if self._raised.is_set() and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
             raise Preempted(str(error)) from error  # a library has made another error of it
+
+    @staticmethod
+    def raise_pending() -> None:
+        """Raise Preempted before something begins, if a signal came while the last thing ended."""
+        name, StopSignals.pending = StopSignals.pending, ""
+        if name:
+            raise Preempted(f"{name} when a step was done")
 
     @contextlib.contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:

@@ -24,6 +24,7 @@ from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import Request, Store, link, versions, write_json
 from affinage.results import RESULTS, Result, read_result
+from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
@@ -158,6 +159,7 @@ class PipelineRunner:
                     continue
                 with self._making(planned.request) as missing:
                     if missing:
+                        StopSignals.raise_pending()
                         self._fetch(planned.step.inputs, requests, small=bool(planned.step.artifact))
                         self._note(steps)
                         self._make(planned, listener)
