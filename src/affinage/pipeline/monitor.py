@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from affinage.training.state import TrainState
 
 POINTS = "monitor.json"
-ANSWERS = "benchmarks.jsonl"  # of the scores that are being computed
+ANSWERS = "benchmarks.db"  # of the scores that are being computed
 _BINARY = ("acc_norm", "acc", "exact_match")  # metrics that are 0 or 1 for an item
 
 Answers = Mapping[str, list[int]]  # task -> 1 for every item with a right answer, 0 for the others
