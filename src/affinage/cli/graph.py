@@ -152,11 +152,12 @@ def _batch_size(recipe: "Recipe") -> int:
 
 def _vocabulary(recipe: "Recipe", run: Path) -> int:
     """The size that `vocab: auto` stands for."""
-    from affinage.pipeline.store import read_manifest
+    from affinage.results import TokenizerResult, read_result
 
     if recipe.tokenizer.kind == "bpe":
         return recipe.tokenizer.vocab_size
-    trained = (read_manifest(run / "train-tokenizer") or {}).get("summary", {}).get("vocabulary")
+    result = read_result(run / "train-tokenizer", TokenizerResult)
+    trained = result.vocabulary if result else None
     if trained is None:
         warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
     return trained or _UNKNOWN_CHARACTERS

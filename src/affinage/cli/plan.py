@@ -147,9 +147,9 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     from affinage.config.load import load_recipe, load_saved
     from affinage.data.preferences import documents_in_a_row
     from affinage.pipeline.names import RECIPE, resolve, run_folder
-    from affinage.pipeline.store import read_manifest
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
+    from affinage.results import ChatDataResult, TokenizeResult, TokenizerResult, read_result
     from affinage.training.optimizer import check_choices
 
     target = resolve(name, runs)
@@ -162,18 +162,14 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
 
-    def summary(step: str) -> dict[str, Any]:
-        """What a data step of this recipe's run found out, if it has run."""
-        found: dict[str, Any] = (read_manifest(run / step) or {}).get("summary", {})
-        return found
-
-    packed = summary(_DATA[section])
+    kind: type[TokenizeResult | ChatDataResult] = TokenizeResult if section == "pretrain" else ChatDataResult
+    packed, tokenizer = read_result(run / _DATA[section], kind), read_result(run / "train-tokenizer", TokenizerResult)
     characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
-    counted = Counted(summary("train-tokenizer").get("vocabulary") if characters else None, documents)
-    data = packed.get("train", {})
-    graph = planned_graph(loaded, counted)
-    return _Planned(name, file, overrides, loaded, section, graph, counted, data.get("tokens"), data.get("rows"))
+    counted = Counted(tokenizer.vocabulary if tokenizer and characters else None, documents)
+    graph, train = planned_graph(loaded, counted), packed.train if packed else None
+    facts = (train.tokens, train.rows) if train else (None, None)
+    return _Planned(name, file, overrides, loaded, section, graph, counted, *facts)
 
 
 def _which(planned: _Planned, as_json: bool) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from affinage.cluster.processes import Processes
 from affinage.generation.model import LoadedModel, logits_of
-from affinage.hardware.hosts import Hosts
 from affinage.planning.liveness import measure, trace
 from affinage.planning.settle import present
 
@@ -24,7 +24,7 @@ def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
     what fits on each of them.
     """
     # A host knows the memory of its own devices alone.
-    fitting = Hosts.at_work().least("rows that fit", _fitting_here(model, beside))
+    fitting = Processes.at_work().all_min("rows that fit", _fitting_here(model, beside))
     return model.row_multiple * (2 ** int(math.log2(min(MOST, fitting))) if fitting > 1 else 1)
 
 

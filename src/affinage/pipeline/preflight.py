@@ -17,7 +17,7 @@ from affinage.pipeline.build import local_tasks
 from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.plugins import load_plugins
-from affinage.tracking.choice import check_trackers
+from affinage.tracking import check_trackers
 
 _VERIFY = ("transformers", "torch")  # packages
 

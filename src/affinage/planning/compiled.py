@@ -19,7 +19,7 @@ from typing import Any
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.described import NO_AUTOTUNING, Described, check_compiler
+from affinage.hardware.described import NO_AUTOTUNING, DescribedDevices, check_compiler
 from affinage.hardware.slices import Slice, find_slice
 from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
 from affinage.plugins import load_plugins
@@ -177,7 +177,7 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Count
     name, settings, context = training_settings(loaded.recipe)
     graph = planned_graph(loaded, counted)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
-    hardware = Described(where)
+    hardware = DescribedDevices(where)
     mesh = make_mesh(sizes, hardware.acquire())
     shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), context)
     batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import PrecisionSettings, TrainSettings
-from affinage.hardware.allocator import close_holes
 from affinage.hardware.chips import Chip, chip
 from affinage.hardware.devices import acquire
 from affinage.model import Call, Declared, Graph, apply, decayed, init_params, matrices
@@ -152,9 +151,7 @@ class Program:
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
         step = step_of(self.held, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
-        compiled = self.strategy.compile_training(step, self.abstract, self._like(self.batch))
-        close_holes()  # what the compiler has left
-        return compiled
+        return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
     def pass_over(self, state: TrainState) -> TrainState:
         """Leave a batch out: the step is counted, and nothing else changes."""
