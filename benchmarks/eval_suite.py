@@ -49,7 +49,7 @@ def model_like(recipe: str, tokenizer, *, drawn: bool):
     from affinage.hardware.chips import chip
     from affinage.model import abstract_params, init_params, parse
     from affinage.pipeline.trainings import with_vocabulary
-    from affinage.training.program import compute_dtype
+    from affinage.training.trainer import compute_dtype
 
     settings = load_recipe(recipe).recipe
     graph = parse(with_vocabulary(settings.model, tokenizer.vocabulary))

@@ -20,7 +20,7 @@ from affinage.planning.forecast import forecast
 from affinage.planning.plan import planned_graph
 from affinage.plugins import load_plugins
 from affinage.training.job import rows_per_step
-from affinage.training.program import program_of, synthetic_batch
+from affinage.training.trainer import program_of, synthetic_batch
 
 BAR = 40  # characters of the longest
 

@@ -81,7 +81,7 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
     from affinage.model import parse
     from affinage.parallel import make_mesh
     from affinage.training.job import TrainJob
-    from affinage.training.program import Program
+    from affinage.training.trainer import Trainer
 
     # On a GPU `auto` is no kernel, PyTorch's is one; cuDNN's takes 16 bits only.
     on_cuda = "cuda" in jax.extend.backend.get_backend().platform_version.lower()
@@ -109,7 +109,7 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
         feed=_Same(batch),
         folder=Path("unused"),
     )
-    program = Program(job, make_mesh({"data": 1}, acquire()[:1]), batch)
+    program = Trainer(job, make_mesh({"data": 1}, acquire()[:1]), batch)
     began = time.perf_counter()
     compiled = program.compile_training()
     compiling = time.perf_counter() - began

@@ -85,7 +85,7 @@ def _measure(recipe: str, overrides: Sequence[str], mesh: Mesh, steps: int) -> M
 
     from affinage.parallel import Pipeline
     from affinage.training.job import rows_per_step
-    from affinage.training.program import program_of, synthetic_batch
+    from affinage.training.trainer import program_of, synthetic_batch
 
     # In bfloat16 XLA:CPU 0.10 aborts at a pipeline's sums ("Invalid binary instruction opcode copy").
     float32 = "pretrain.precision.compute=float32"

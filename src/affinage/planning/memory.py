@@ -17,8 +17,8 @@ from affinage.planning.liveness import Peak, Traced, measure, trace
 from affinage.planning.local import Split, state_bytes
 from affinage.planning.part import Part, part_of
 from affinage.training.frozen import frozen_of
-from affinage.training.program import optimizer_of, step_of
 from affinage.training.state import TrainState, abstract_state
+from affinage.training.trainer import optimizer_of, step_of
 
 
 @dataclass(frozen=True)

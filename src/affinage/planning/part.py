@@ -16,7 +16,7 @@ from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.planning.device import DeviceLayout
 from affinage.planning.experts import of_one_owner
 from affinage.planning.local import Split
-from affinage.training.program import compute_dtype
+from affinage.training.trainer import compute_dtype
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from affinage.planning.memory import Memory, step_memory
 from affinage.planning.remedy import remedy
 from affinage.planning.roofline import StepTime, step_time
 from affinage.planning.settle import Choice, choose_remat
-from affinage.training.program import compute_dtype
+from affinage.training.trainer import compute_dtype
 
 Training = Literal["pretrain", "sft", "dpo"]
 TRAININGS = get_args(Training)

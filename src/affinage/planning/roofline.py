@@ -36,7 +36,7 @@ from affinage.planning.memory import Memory, call_of
 from affinage.planning.part import Part, part_of
 from affinage.planning.wires import wires
 from affinage.training.frozen import Frozen, frozen_of
-from affinage.training.program import compute_dtype
+from affinage.training.trainer import compute_dtype
 
 MEMORY_ACHIEVABLE = 0.8
 HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)

@@ -25,8 +25,8 @@ from affinage.planning.roofline import least_time, time_of_nodes
 from affinage.planning.wires import wires
 from affinage.training.frozen import frozen_of
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
-from affinage.training.program import optimizer_of
 from affinage.training.state import abstract_state
+from affinage.training.trainer import optimizer_of
 
 REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
 MOMENTS = ("float32", "bfloat16")

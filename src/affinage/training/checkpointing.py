@@ -231,7 +231,9 @@ def check_facts(meta: Mapping[str, Any]) -> None:
         TypeAdapter(_Facts).validate_python(meta)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"its facts are not of a training: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(
+            f"its facts are not of a training: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
 
 
 def _check_past_mixture(meta: Mapping[str, Any], now: Mapping[str, Any], step: int, name: str) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -50,8 +50,8 @@ class MetricLogger:
       for recomputation) over the datasheet's dense bfloat16 peak of all devices; null where that is unknown;
     - `step_time`, and `data_time`, for which the loop waited for the next batch: seconds, means since the line before;
     - `goodput`: see `GoodputTimer`; `seconds` of the steps since the beginning;
-    - `memory_gigabytes`: the most that a device has held (of a CPU, the resident memory of this process), `memory_share`
-      of what it has, and of a CPU `device_utilization`, this process's share of all cores.
+    - `memory_gigabytes`: the most that a device has held (of a CPU, the resident memory of this process),
+      `memory_share` of what it has, and of a CPU `device_utilization`, this process's share of all cores.
 
     Other lines have `step` and `validation: {name: {loss, bits_per_byte}}`, or `evaluation` with scores of benchmarks.
     No step appears twice: lines after the step that a run resumes from are dropped. What is not finite is null.
@@ -333,5 +333,3 @@ def _besides_loss(score: Mapping[str, float]) -> str:
 
 def _or_not_finite(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
-
-
