@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -88,19 +88,18 @@ def _memory(model: "Graph", batch: int, context: int, remat: "RematChoice") -> d
     """Bytes in bfloat16: the cache of one sequence, and what a step keeps for its backward pass on all devices."""
     import jax.numpy as jnp
 
-    from affinage.model.activations import POLICIES, activations
+    from affinage.config.parallel import RematPreset
     from affinage.model.analysis import cache_bytes
+    from affinage.planning.estimate import activations
 
-    settings: dict[str, Remat] = dict(zip(POLICIES, POLICIES, strict=True))
+    settings: dict[str, Remat] = {policy: policy for policy in get_args(RematPreset)}
     if not isinstance(remat, str):
         settings["by name"] = remat
-    nodes = {policy: activations(model, batch, context, setting) for policy, setting in settings.items()}
+    found = {policy: activations(model, batch, context, setting) for policy, setting in settings.items()}
     return {
         "cache_of_a_row": cache_bytes(model, 1, context, jnp.bfloat16),
-        "activations": {policy: sum(node.kept for node in found) for policy, found in nodes.items()},
-        "activations_by_node": {policy: {n.name: n.kept for n in found} for policy, found in nodes.items()},
-        "offloaded": {policy: sum(node.offloaded for node in found) for policy, found in nodes.items()},
-        "recomputed_at_once": {policy: max(node.recomputed for node in found) for policy, found in nodes.items()},
+        "activations": {policy: kept for policy, (kept, _) in found.items()},
+        "offloaded": {policy: offloaded for policy, (_, offloaded) in found.items()},
     }
 
 

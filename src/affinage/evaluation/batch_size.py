@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from affinage.cluster.processes import Processes
 from affinage.generation.model import LoadedModel, logits_of
-from affinage.planning.liveness import measure, trace
-from affinage.planning.settle import present
+from affinage.planning.auto_remat import present
+from affinage.planning.trace import peak_memory
 
 MOST = 64  # rows, for each device that rows are split over
 ROOM = 0.45  # of the memory beside the weights: XLA keeps up to twice the estimate on processors
@@ -60,7 +60,7 @@ def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
         lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention="xla")
         return lazy.hidden
 
-    return measure(trace(hidden, params, shape, shape), {}, platform).total / _TRACED
+    return peak_memory(hidden, params, shape, shape, platform=platform) / _TRACED
 
 
 def bytes_on_a_device(leaf: jax.Array) -> int:

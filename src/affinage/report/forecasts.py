@@ -21,8 +21,7 @@ def predicted(name: str, folder: Path, result: TrainingResult, recipe: Mapping[s
         return {}
     from affinage.config.recipe import Recipe
     from affinage.model import parse
-    from affinage.planning.forecast import forecast
-    from affinage.planning.plan import preferring
+    from affinage.planning.plan import forecast, preferring
 
     try:
         read = Recipe.model_validate(dict(recipe))
@@ -45,12 +44,13 @@ def predicted(name: str, folder: Path, result: TrainingResult, recipe: Mapping[s
     )
     if found is None:
         return {}
-    step = found.time.seconds
+    memory, time = found
+    step = time.seconds
     return {
         "step_seconds": step,
         "seconds": step * steps,
         "tokens_per_second": tokens / steps / step,
-        "memory": float(found.memory.total),
+        "memory": float(memory.total),
     }
 
 

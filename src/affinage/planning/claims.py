@@ -1,0 +1,201 @@
+"""What the figures of a recipe come to, and which claims about it cannot be true."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from affinage.config.claims import Claims
+from affinage.config.training import TrainSettings
+from affinage.hardware.slices import find_slice
+from affinage.model import Graph
+from affinage.model.analysis import parameters
+from affinage.training.frozen import frozen_of
+
+COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
+_CLOSE = 0.015  # relative difference that rounding explains
+_ROUGHLY = 0.1  # the same for what is computed by rules of thumb
+_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What follows from a recipe.
+
+    Attributes:
+        steps: updates.
+        rows: sequences of a step.
+        context: tokens of a sequence.
+        parameters: learned numbers.
+        active: of these, what one token uses.
+        warmup: steps.
+        flops: of the whole training, counted node by node (see `affinage.model.analysis`).
+        data_tokens: of the training data, None if they are not known.
+    """
+
+    steps: int
+    rows: int
+    context: int
+    parameters: int
+    active: int
+    warmup: int
+    flops: int
+    data_tokens: int | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model is trained on."""
+        return self.steps * self.rows * self.context
+
+    @property
+    def flops_by_rule(self) -> int:
+        """6 N D (Kaplan et al., 2020), with the active parameters."""
+        return 6 * self.active * self.tokens
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Of the active parameters."""
+        return self.tokens / self.active
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data."""
+        return self.tokens / self.data_tokens if self.data_tokens else None
+
+
+def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, data_tokens: int | None = None) -> Facts:
+    """The figures of a training with `rows` sequences of `context` tokens in a step."""
+    count = parameters(graph)
+    return Facts(
+        steps=settings.steps,
+        rows=rows,
+        context=context,
+        parameters=count.total,
+        active=count.active,
+        warmup=settings.schedule.warmup(settings.steps),
+        flops=frozen_of(graph, settings).step_flops(rows, context) * settings.steps,
+        data_tokens=data_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A claim that cannot be true: its key under `claims`, the figures, and what would make it true."""
+
+    claim: str
+    what: str
+    reading: str = ""
+
+
+def contradictions(facts: Facts, claims: Claims) -> list[Contradiction]:
+    """Every claim that the recipe, or another claim, contradicts."""
+    return [Contradiction(*found) for found in (*_of_size(facts, claims), *_of_data(facts, claims), *_of_sft(claims))]
+
+
+def _of_size(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
+    """Tokens, parameters, FLOPs, and the time that these take."""
+    where = find_slice(claims.slice) if claims.slice else None
+    tokens, size = claims.tokens or facts.tokens, claims.parameters or facts.active
+    if not _close(facts.tokens, tokens):
+        rows = _claimed_rows(facts, claims)
+        share = f": {rows // where.devices} on each of the {where.devices} devices of a {where.name}" if where else ""
+        yield (
+            "tokens",
+            f"{facts.steps:,} steps × {facts.rows:,} sequences × {facts.context:,} tokens is {_count(facts.tokens)} "
+            f"tokens, not {_count(tokens)}",
+            f"{_count(facts.steps * rows * facts.context)} would be {rows:,} sequences a step{share}",
+        )
+    if claims.parameters is not None and not _close(facts.parameters, claims.parameters):
+        yield "parameters", f"the model has {facts.parameters:,} parameters, not {_count(claims.parameters)}"
+    flops = 6 * size * tokens
+    written = f"6 × {_count(size)} × {_count(tokens)} = {flops:.2g} FLOP"
+    if claims.flops is not None and not _close(flops, claims.flops, _ROUGHLY):
+        yield "flops", f"6·N·D = {written}, not {claims.flops:.2g}"
+    if where is None or claims.days is None or where.chip.bfloat16_flops is None:
+        return
+    peak = where.chip.bfloat16_flops * where.chips
+    implied = flops / (claims.days * _DAY * peak)
+    if claims.mfu is not None and not _close(implied, claims.mfu, _ROUGHLY):
+        other = 6 * size * facts.tokens / (claims.days * _DAY * peak)
+        also = (
+            "" if _close(facts.tokens, tokens, _ROUGHLY) else f", or of {other:.0%} for {_count(facts.tokens)} tokens"
+        )
+        yield (
+            "days",
+            f"{written} at an MFU of {claims.mfu:.0%} take {flops / (claims.mfu * peak) / _DAY:.2f} days of a "
+            f"{where.name}, not {claims.days:g}",
+            f"{claims.days:g} days would be an MFU of {implied:.1%}{also}",
+        )
+    hours = claims.days * 24 * where.chips
+    if claims.device_hours is not None and not _close(hours, claims.device_hours):
+        what = f"{claims.days:g} days of {where.chips} chips are {hours:,.0f} chip-hours"
+        yield "device_hours", f"{what}, not {claims.device_hours:,.0f}"
+
+
+def _of_data(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
+    """Sources, epochs, tokens a parameter, and the tokens of checkpoints."""
+    tokens, total = claims.tokens or facts.tokens, sum(claims.sources.values())
+    if total and claims.tokens is not None and not claims.epochs and not _close(total, tokens):
+        reading = f"{_count(tokens)} would be {tokens / total:.2f} epochs over them"
+        yield "sources", f"the sources sum to {_count(total)} tokens, not {_count(tokens)}", reading
+    data = total or facts.data_tokens
+    if claims.epochs is not None and data and not _close(tokens / data, claims.epochs):
+        what = f"{_count(tokens)} tokens are {tokens / data:.2f} epochs over {_count(data)}"
+        yield "epochs", f"{what}, not {claims.epochs:g}"
+    ratio = tokens / (claims.parameters or facts.active)
+    true = "over" if ratio > COMPUTE_OPTIMAL else "under"
+    for claimed in claims.compute_optimal:
+        if claimed != true:
+            what = f"{ratio:.0f} tokens a parameter are {true} the compute-optimal {COMPUTE_OPTIMAL}"
+            yield "compute_optimal", f"{what}, not {claimed}"
+    rows = _claimed_rows(facts, claims)
+    of_step = rows * facts.context
+    wrong = [point for point in claims.checkpoints if not _close(point.tokens / of_step, point.step, _ROUGHLY)]
+    if wrong:
+        reached = wrong[0].tokens
+        claimed = " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
+        yield (
+            "checkpoints",
+            f"{_count(reached)} tokens are said to be reached at {claimed}; "
+            f"{rows:,} × {facts.context:,} tokens a step reach them at step {reached / of_step:,.0f}",
+        )
+
+
+def _of_sft(claims: Claims) -> Iterator[tuple[str, ...]]:
+    """Sources and steps of fine-tuning."""
+    sft = claims.sft
+    if sft.examples is None:
+        return
+    total = sum(sft.sources.values())
+    if total and not _close(total, sft.examples):
+        yield "sft.sources", f"the sources sum to {_count(total)} examples, not {_count(sft.examples)}"
+    if sft.batch_size is None or sft.steps_per_epoch is None:
+        return
+    steps = math.ceil(sft.examples / sft.batch_size)
+    if not _close(steps, sft.steps_per_epoch):
+        packed = steps / sft.steps_per_epoch
+        yield (
+            "sft.steps_per_epoch",
+            f"{_count(sft.examples)} examples at batch {sft.batch_size} are {steps:,} steps an epoch, "
+            f"not {sft.steps_per_epoch:,}",
+            f"packing {packed:.1f} conversations to a row makes both true" if packed > 1 else "",
+        )
+
+
+def _claimed_rows(facts: Facts, claims: Claims) -> int:
+    """Sequences of a step that give the claimed tokens: equally many on every device."""
+    exact = (claims.tokens or facts.tokens) / facts.steps / facts.context
+    devices = find_slice(claims.slice).devices if claims.slice else 1
+    unit = devices if exact >= devices else 1
+    return max(1, round(exact / unit)) * unit
+
+
+def _close(one: float, other: float, tolerance: float = _CLOSE) -> bool:
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+
+
+def _count(number: float) -> str:
+    """629.1B, 600M: as people write such numbers."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return f"{number:,.0f}"
