@@ -176,6 +176,40 @@ def drop_unread_output() -> None:
                 os.close(nowhere)
 
 
+class _WithoutReaders:
+    """A stream whose lines are dropped once nobody reads them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            return len(text)
+        drop_unread_output()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+            return
+        drop_unread_output()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def without_readers() -> Iterator[None]:
+    """Inside, work goes on when the program that reads its output has ended, as in `affinage run RECIPE | head`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_WithoutReaders, before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when the launcher that $AFFINAGE_PARENT names ends. On Linux only."""
     parent = os.environ.get(PARENT)
