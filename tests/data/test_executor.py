@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
-from affinage.config.data import CleanSettings, DataSettings, DecontaminateSettings, DedupSettings, SplitSettings
+from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
 from affinage.data import executor as executors
 from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.clean import clean
 from affinage.data.decontaminate import decontaminate
 from affinage.data.deduplicate import deduplicate
 from affinage.data.executor import Executor, open_executor
+from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
@@ -95,7 +95,7 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Execu
     collected, cleaned, unique, clear, out = (folder / step for step in steps)
     summaries = [
         ingest(DataSettings(sources=[source]), collected, executor=executor),
-        clean(collected, cleaned, CleanSettings(), ("en",), executor=executor),
+        filter_documents(collected, cleaned, FilterSettings(), ("en",), executor=executor),
         deduplicate(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
         decontaminate(unique, clear, DecontaminateSettings(), items, executor=executor),
         split(clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),

@@ -154,8 +154,9 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary.get("validation_documents"):
         few = summary["validation_documents"] < _FEW_HELD_OUT
         yield f"{summary['validation_documents']:,} held out" + (f" {_TOO_FEW}" if few else "")
-    for what in ("masked", "benchmarks"):
-        yield from _found(what, summary.get(what))
+    if formatted := summary.get("formatted"):
+        yield f"{counted(formatted, 'text')} with personal data replaced"
+    yield from _found(summary.get("benchmarks"))
     yield from _odd(summary)
     if isinstance(summary.get("vocabulary"), int):
         yield f"{summary['vocabulary']:,} pieces"
@@ -223,20 +224,16 @@ def _reasons(removed: Any) -> str:
     return f" ({', '.join([*shown, f'{rest:,} for other reasons'] if rest else shown)})"
 
 
-def _found(what: str, facts: Any) -> Iterator[str]:
+def _found(facts: Any) -> Iterator[str]:
+    """What decontamination found, by benchmark."""
     if not isinstance(facts, Mapping) or not facts:
         return
-    if what == "masked":
-        yield "masked " + ", ".join(f"{count:,} {kind}" for kind, count in facts.items())
-    else:
-        found = [
-            f"{one['found']:,} of {counted(one['items'], 'item')} of {name}"
-            for name, one in facts.items()
-            if one["found"]
-        ]
-        clean = [name for name, one in facts.items() if not one["found"]]
-        told = [f"found {listed(found, REASONS)}"] if found else []
-        yield "; ".join([*told, *([f"found no item of {listed(clean, NAMES)}"] if clean else [])])
+    found = [
+        f"{one['found']:,} of {counted(one['items'], 'item')} of {name}" for name, one in facts.items() if one["found"]
+    ]
+    clean = [name for name, one in facts.items() if not one["found"]]
+    told = [f"found {listed(found, REASONS)}"] if found else []
+    yield "; ".join([*told, *([f"found no item of {listed(clean, NAMES)}"] if clean else [])])
 
 
 def _odd(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -73,8 +73,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
     config = {"data": _ingested(data)}
     steps.append(Step("ingest", texts.ingest, config, world, version=2, files=files, resumable=True))
-    config = {"data": _json(data, "clean", "languages")}
-    steps.append(Step("filter", texts.clean, config, ("ingest",), version=2, resumable=True))
+    config = {"data": _json(data, "filters", "languages")}
+    steps.append(Step("filter", texts.filter_documents, config, ("ingest",), version=3, resumable=True))
     if data.dedup is not None:
         steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",), version=2))
     if targets := contamination_targets(recipe):

@@ -34,17 +34,17 @@ def ingest(context: StepContext) -> Summary:
         )
 
 
-def clean(context: StepContext) -> Summary:
+def filter_documents(context: StepContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
-    from affinage.data.clean import clean
     from affinage.data.executor import open_executor
+    from affinage.data.filters import filter_documents
 
     settings = _data(context)
     with open_executor(settings) as executor:
-        return clean(
+        return filter_documents(
             context.inputs["ingest"],
             context.folder,
-            settings.clean,
+            settings.filters,
             settings.languages,
             executor=executor,
             progress=_share(context),

@@ -73,7 +73,7 @@ def read_thresholds(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """What step `filter` records about thresholds; None if language id was off or nothing depended on it."""
     found = mapping(summary.get("thresholds"))
     grid = tuple(value for value in map(number, listing(found.get("grid"))) if value is not None)
-    asked = mapping(mapping(settings.get("data")).get("clean"))
+    asked = mapping(mapping(settings.get("data")).get("filters"))
     asked_threshold = asked.get("language_threshold")
     of_each = asked_threshold if isinstance(asked_threshold, Mapping) else {"default": asked_threshold}
     costs = []
