@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.metadata import COMMIT, METADATA, Metadata
 from affinage.checkpoint.store import remove_incomplete
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
-from hosts_in_memory import Coordinator, HostInMemory
+from processes_in_memory import in_memory
 from waiting import until
 
 
@@ -317,17 +317,19 @@ def test_no_code_that_a_checkpoint_names_is_run(
     assert not (tmp_path / "sprung").exists()
 
 
-def test_hosts_go_on_from_one_step_though_another_one_cannot_read_the_newest(
+def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     saved(store, 1, 2)
-    words = {"affinage/share/checkpoints/1": json.dumps([[1, ""], [2, ""]])}
-    words["affinage/least/metadata of 2/1/0"] = "1"
-    words["affinage/least/restore of 2/1/0"] = "0"
-    words |= {f"affinage/least/{name} of 1/1/0": "1" for name in ("metadata", "restore", "checksums")}
-    host = HostInMemory(1, 2, coordinator=Coordinator(words))
-    monkeypatch.setattr(Hosts, "current", host)
-    with host.all_at_work():
+    first, process = in_memory(2)
+    values = first.service.values  # with what the first process has announced
+    values["affinage/broadcast/checkpoints/1"] = json.dumps([[1, ""], [2, ""]])
+    values["affinage/gather/metadata of 2/1/0"] = "1"
+    values["affinage/gather/restore of 2/1/0"] = "0"
+    values |= {f"affinage/gather/{name} of 1/1/0": "1" for name in ("metadata", "restore", "checksums")}
+    monkeypatch.setattr(first.service, "wait_at_barrier", lambda name, milliseconds: None)
+    monkeypatch.setattr(Processes, "current", process)
+    with process.all_at_work():
         assert newest(store) == 1
 
 

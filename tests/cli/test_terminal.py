@@ -17,7 +17,7 @@ from rich.console import Console
 from affinage.cli import completion
 from affinage.cli.working import Working, share_in
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
-from affinage.hardware.present import accelerator_is_here
+from affinage.hardware.devices import accelerator_is_here
 
 PROGRAM = [sys.executable, "-m", "affinage"]
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")

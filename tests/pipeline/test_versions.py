@@ -26,6 +26,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.store import read_manifest
+from affinage.results import read_json
 
 # step: (version, hash of all that is exact, mean of the numbers that a processor may round in its own way)
 RESULTS: dict[str, tuple[int, str, float]] = {
@@ -54,7 +55,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
 }
 
 # What says how a result was made, or is read by nothing that comes after; checkpoints are judged by what they score.
-_LEFT_OUT = re.compile(r"(manifest|request|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
+_LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
     "seconds", "tokens_per_second", "images_per_second", "mfu", "data_wait", "memory_gigabytes", "utilisation",
     "devices", "device", "items_per_second", "fingerprint", "url",
@@ -105,7 +106,7 @@ def made(folder: Path) -> tuple[str, float]:
     files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
     found = {name: split(contents(files[name]), numbers) for name in sorted(files) if not _LEFT_OUT.fullmatch(name)}
     if not found:  # the step makes nothing but what it tells
-        found = {"summary": split(read_manifest(folder)["summary"], numbers)}
+        found = {"summary": split(read_json(folder / "result.json"), numbers)}
     exact = hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return exact, float(f"{np.mean(np.arcsinh(numbers)):.5g}") if numbers else 0.0  # large ones do not hide small ones
 

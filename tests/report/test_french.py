@@ -63,7 +63,7 @@ def test_why_a_training_ended_is_said_in_french(run: Path, change):
     assert ending_in(some, "en") == some
     assert ending_in(some, "fr") == "les lignes de a, b c ont été vues aussi souvent que `num_epochs: 1.5` le permet"
     assert ending_in(f"{worse}; {worse}", "fr") == f"{moins_bon}\u00a0; {moins_bon}"
-    with change(run / "sft" / "summary.json") as summary:
+    with change(run / "sft" / "result.json") as summary:
         summary["ended"] = every
     page = render(collect_facts(run), "fr")
     assert "ses lignes ont été vues aussi souvent que `num_epochs: 1.5` le permet." in page and every not in page

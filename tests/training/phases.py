@@ -20,14 +20,14 @@ def in_phase(
     from tiny import RandomFeed
 
     from affinage.checkpoint import CheckpointStore
-    from affinage.hardware.devices import Present
+    from affinage.hardware.devices import LocalDevices
     from affinage.training import examination
     from affinage.training.program import Program
     from affinage.training.reporter import Reporter
 
     place, name = {
         "joining": (jax.distributed, "initialize"),
-        "start": (Present, "acquire"),
+        "start": (LocalDevices, "acquire"),
         "first batch": (RandomFeed, "batch"),
         "compilation": (Program, "compile_training"),
         "restore": (CheckpointStore, "restore_newest"),

@@ -17,7 +17,7 @@ from affinage.training import TrainJob, train
 from affinage.training.extension import begin_extended
 from affinage.training.job import Extension
 from affinage.training.metrics import curve
-from affinage.training.schedule import learning_rate
+from affinage.training.optimizer import learning_rate
 
 BORDER, STEPS = 10, 16
 FIRST = {"name": "constant", "peak_lr": 1e-2, "min_lr": 0.0, "warmup_steps": 4}

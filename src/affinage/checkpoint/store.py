@@ -21,8 +21,8 @@ from orbax.checkpoint.experimental import v1 as ocp
 
 from affinage.checkpoint.checksums import checksums, leaves_by_path
 from affinage.checkpoint.metadata import COMMIT, METADATA, CorruptedError, Metadata, read_metadata
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError, UserWarned, errno_of, first_line, raise_of_network
-from affinage.hardware.hosts import Hosts
 
 if TYPE_CHECKING:
     from affinage.checkpoint.uploader import Uploader
@@ -133,15 +133,15 @@ class CheckpointStore:
             OSError: see `wait`.
         """
         self.wait()
-        hosts, path = Hosts.at_work(), self.folder / str(step)
-        if jax.process_count() > 1 and hosts.count == 1:
-            fix = "Run this step by itself before the run on several hosts."
+        processes, path = Processes.at_work(), self.folder / str(step)
+        if jax.process_count() > 1 and processes.count == 1:
+            fix = "Run this step by itself before the run in several processes."
             raise UserError("one process of several cannot save arrays alone", where=str(path), fix=fix)
-        exists = hosts.first and step in self.steps() and step not in self._corrupted
-        if hosts.first and not exists:
+        exists = processes.first and step in self.steps() and step not in self._corrupted
+        if processes.first and not exists:
             self.folder.mkdir(parents=True, exist_ok=True)
             _remove(path)  # what a killed save left, or a corrupted step
-        if hosts.share("a save", exists, seconds=seconds_at_most(state)):
+        if processes.broadcast("a save", exists, seconds=seconds_at_most(state)):
             return
         self._corrupted.discard(step)
         metadata = Metadata(step, dict(meta), checksums(state))
@@ -153,7 +153,7 @@ class CheckpointStore:
     def _committed(self, step: int, finished: threading.Event, _: None) -> None:
         """Remove older steps, on the first host, in Orbax's thread."""
         try:
-            if Hosts.at_work().first:
+            if Processes.at_work().first:
                 if self._uploader is not None:
                     self._uploader.saved()
                 self._prune(step)
@@ -206,7 +206,7 @@ class CheckpointStore:
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
-        if Hosts.at_work().first:
+        if Processes.at_work().first:
             for later, path in self.entries():
                 if later > step:
                     _remove(path)
@@ -238,7 +238,7 @@ class CheckpointStore:
             UserError: there is no checkpoint, or it is corrupted.
         """
         if step is None:
-            steps = Hosts.at_work().share("checkpoints", self.steps(), seconds=seconds_at_most(abstract))
+            steps = Processes.at_work().broadcast("checkpoints", self.steps(), seconds=seconds_at_most(abstract))
             if not steps:
                 raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
             step = int(steps[-1])
@@ -264,16 +264,16 @@ class CheckpointStore:
             UserError: there are steps but none can be restored; starting from nothing would hide that.
             OSError: the network of the disk failed, which says nothing about the steps.
         """
-        hosts = Hosts.at_work()
+        processes = Processes.at_work()
         found = [[step, whats_missing(path)] for step, path in self.entries()]
-        found = hosts.share("checkpoints", found, seconds=seconds_at_most(abstract))
+        found = processes.broadcast("checkpoints", found, seconds=seconds_at_most(abstract))
         wanted = max((step for step, _ in found), default=0) if at_most is None else at_most
         reason = ""
         for step, missing in sorted(found, key=lambda each: (each[0] > wanted, abs(each[0] - wanted))):
             restored, reason = (None, missing) if missing else self._read(step, abstract, accept)
             if restored is not None:
                 return step, *restored
-            if hosts.first:
+            if processes.first:
                 warnings.warn(f"checkpoint {step} is passed over: {reason}", CheckpointWarning, stacklevel=2)
             if not missing:
                 self._corrupted.add(step)
@@ -315,7 +315,7 @@ class CheckpointStore:
             return None, reason
         loaded: dict[str, PyTree] = {}
         try:
-            with _quiet(), self._context_for(Hosts.at_work()):
+            with _quiet(), self._context_for(Processes.at_work()):
                 as_saved = _with_dtypes(metadata, abstract)
                 loaded = dict(ocp.load_checkpointables(self.folder / str(step), as_saved))
         except (MemoryError, jax.errors.JaxRuntimeError):
@@ -329,9 +329,9 @@ class CheckpointStore:
             return None, reason
         return (_converted(loaded, abstract), metadata.facts), ""
 
-    def _context_for(self, hosts: Hosts) -> ocp.Context:
+    def _context_for(self, processes: Processes) -> ocp.Context:
         """Restores of one process of several must not wait for the others."""
-        if jax.process_count() == 1 or hosts.count > 1:
+        if jax.process_count() == 1 or processes.count > 1:
             return self._context
         context = ocp.Context(self._context)
         context.multiprocessing.primary_host = jax.process_index()
@@ -445,8 +445,8 @@ def _difference(metadata: Metadata, loaded: Mapping[str, PyTree]) -> str:
 
 def _agreed(what: str, reason: str, seconds: float) -> str:
     """The reason of this process; that another one has a reason, if this one has none; "" if nobody has one."""
-    fine = Hosts.at_work().least(what, int(not reason), seconds=seconds)
-    return "" if fine else reason or "another host cannot read it"
+    fine = Processes.at_work().all_min(what, int(not reason), seconds=seconds)
+    return "" if fine else reason or "another process cannot read it"
 
 
 def _reason(error: BaseException) -> str:

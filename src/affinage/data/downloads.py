@@ -23,7 +23,6 @@ import fsspec
 
 from affinage.data.atomic import write_json
 from affinage.errors import TransientError, UserError, first_line
-from affinage.hardware.movement import waits_for_others
 from affinage.paths import from_home
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
@@ -308,6 +307,5 @@ def _refuse_hash(url: str, path: Path, expected: str, found: str) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        with waits_for_others():
-            fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

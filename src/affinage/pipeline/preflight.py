@@ -17,7 +17,7 @@ from affinage.pipeline.build import local_tasks
 from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.plugins import load_plugins
-from affinage.tracking.choice import check_trackers
+from affinage.tracking import check_trackers
 
 _VERIFY = ("transformers", "torch")  # packages
 
@@ -203,9 +203,9 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.parallel.used_axes import check_axes_used
     from affinage.training import rows_per_step
-    from affinage.training.choices import check_choices
     from affinage.training.frozen import frozen_of
     from affinage.training.layerwise import check_remat, check_update
+    from affinage.training.optimizer import check_choices
 
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocab_size

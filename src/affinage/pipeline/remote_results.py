@@ -15,7 +15,6 @@ from typing import Any
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
 from affinage.checkpoint.uploader import CHECKPOINTS, has_hash
 from affinage.errors import UserError
-from affinage.hardware.movement import waits_for_others
 from affinage.pipeline.store import MANIFEST, Request, Store, read_manifest
 
 # What only the next stage reads whole; of these others want to know what they were made from, and how much there was.
@@ -122,11 +121,10 @@ class RemoteResults:
     def wait(self) -> str:
         """Until all are there, as long as files come to their end; "" if they are, else why not."""
         files, since = self._files, time.monotonic()
-        with waits_for_others():
-            while self._done < self._asked and time.monotonic() - since < _STUCK:
-                time.sleep(0.05)
-                if self._files != files:
-                    files, since = self._files, time.monotonic()
+        while self._done < self._asked and time.monotonic() - since < _STUCK:
+            time.sleep(0.05)
+            if self._files != files:
+                files, since = self._files, time.monotonic()
         stuck = f"no file has arrived there for {_STUCK:.0f} s" if self._done < self._asked else ""
         return self._failure or stuck
 

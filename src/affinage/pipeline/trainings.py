@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
+from affinage.cluster.processes import Processes
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.config.tuning import TuningSettings
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.pipeline.base_models import (
     BEGUN_WITH,
     MODEL,
@@ -93,7 +93,7 @@ def sft(context: StepContext) -> Summary:
     assert asked is not None
     tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
     graph = graph_of(context, tokenizer)
-    if Hosts.current.first:
+    if Processes.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
         for _, example in show_examples(context.inputs["sft-data"], tokenizer, 1):
             rich.get_console().print(example, markup=False, highlight=False)
@@ -197,7 +197,7 @@ def token_rows(
     feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
     # How to find the rows of a step again; the number of devices may have a part in the batch.
     told = {"rows": rows.name, "seed": context.recipe.seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
-    if Hosts.current.first:
+    if Processes.current.first:
         write_json(context.folder / FEED, told)
     # A micro-batch is what fits in memory.
     held_out = validation_sets(
@@ -226,7 +226,7 @@ def parallel_of(context: StepContext, graph: "Graph", settings: TrainSettings, t
         return parallel
     from affinage.hardware.devices import acquire
     from affinage.parallel import MeshLayout, make_mesh, table_with
-    from affinage.planning.settle import remat_for_devices
+    from affinage.planning.auto_remat import remat_for_devices
     from affinage.training import rows_per_step
 
     mesh = make_mesh(mesh_of(context), acquire())
@@ -337,9 +337,9 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
     told = {"graph": graph.to_dict(), **facts, **_begun_with(context)}
     told |= {"lora": lora.model_dump(mode="json")} if lora else {}
-    if Hosts.current.first:
+    if Processes.current.first:
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     summary = train(job)
-    if Hosts.current.first:
+    if Processes.current.first:
         remove_incomplete(context.folder / CHECKPOINTS)  # they are no part of the result
     return summary

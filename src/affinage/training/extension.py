@@ -8,8 +8,8 @@ from typing import Any
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.compatibility import IDENTITY, check_compatible
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.training.frozen import kept_frozen
 from affinage.training.job import Extension
 from affinage.training.program import Program
@@ -49,7 +49,7 @@ def begin_extended(program: Program, extension: Extension) -> tuple[int, TrainSt
     frozen = kept_frozen(extension.training, program.abstract.frozen)
     state = TrainState(**store.restore(extension.step, program.abstract.named()), frozen=frozen)
     lines, own = extension.training / "metrics.jsonl", job.folder / "metrics.jsonl"
-    if Hosts.current.first and lines.is_file() and not own.exists():
+    if Processes.current.first and lines.is_file() and not own.exists():
         part = own.with_suffix(".part")
         shutil.copyfile(lines, part)
         part.replace(own)

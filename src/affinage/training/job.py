@@ -11,15 +11,14 @@ from affinage.checkpoint.uploader import Uploader
 from affinage.config.parallel import ParallelSettings
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import TrainSettings
-from affinage.hardware.acquisition import Hardware
-from affinage.hardware.devices import Present
+from affinage.hardware.devices import Hardware, LocalDevices
 from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.tracking import Tracker
 from affinage.training.state import TrainState
 
 if TYPE_CHECKING:
-    import jax
+    pass
 
 PyTree = Any
 HostBatch = Mapping[str, np.ndarray]
@@ -213,7 +212,7 @@ class TrainJob:
     extends: Extension | None = None
     uploader: Uploader | None = None
     store: Checkpoints | None = None
-    hardware: Hardware["jax.Device"] = field(default_factory=Present)
+    hardware: Hardware = field(default_factory=LocalDevices)
     strategy: Strategy | None = None
 
 
