@@ -92,7 +92,7 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     )
     assert [row["id"] for row in rows] == ["d0", "d2", "d4"]
     assert summary["removed"] == {"in a benchmark": 2} and summary["documents_out"] == 3
-    matches = pq.read_table(tmp_path / "out" / "matches" / "matches.parquet").to_pylist()
+    matches = pq.read_table(tmp_path / "out" / "matches.parquet").to_pylist()
     found = [(m["document"], m["benchmark"], m["item"]) for m in matches]
     assert found == [("d1", "quiz", "7"), ("d3", "quiz", "7"), ("d3", "qui", "8")]
     assert matches[0]["text"] == quoted[: len(quoted) - 1] and matches[0]["url"] == "http://x/1"

@@ -14,7 +14,7 @@ from affinage.config.data import DataSettings, DecontaminateSettings, DedupSetti
 from affinage.data import executor as executors
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.decontaminate import decontaminate
-from affinage.data.deduplicate import deduplicate
+from affinage.data.dedup import dedup
 from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
@@ -96,11 +96,11 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Execu
     summaries = [
         ingest(DataSettings(sources=[source]), collected, executor=executor),
         filter_documents(collected, cleaned, FilterSettings(), ("en",), executor=executor),
-        deduplicate(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
+        dedup(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
         decontaminate(unique, clear, DecontaminateSettings(), items, executor=executor),
         split(clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),
     ]
-    clusters = pq.read_table(unique / "clusters" / "clusters.parquet").to_pylist()
+    clusters = pq.read_table(unique / "removed.parquet").to_pylist()
     documents = [rows_of(out / part) for part in ("train", "validation")]
     return [documents, clusters, *(summary | {"seconds": 0} for summary in summaries)]
 

@@ -62,6 +62,8 @@ class DedupSettings(Settings):
     """16 buckets of 6 hashes find a pair at exactly J = 0.8 with a probability of 0.992."""
     hashes_per_bucket: int = Field(default=6, ge=1)
     """More hashes find fewer pairs below `threshold`."""
+    against: str = ""
+    """A run, or a folder of Parquet files, whose documents were released before: copies of them are removed, too."""
 
 
 class DecontaminateSettings(Settings):

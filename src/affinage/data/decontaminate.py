@@ -20,7 +20,7 @@ from affinage.data.overlap import Hits, Items, Scanner, index_items
 from affinage.data.stats import SAMPLE_CHARACTERS, Stats
 
 CONTAMINATED = "in a benchmark"  # the reason in the stats
-MATCHES = "matches.parquet"  # in the folder `matches`, for it holds no documents
+MATCHES = "matches.parquet"
 MATCH_SCHEMA = pa.schema(
     [
         ("document", pa.string()),
@@ -61,7 +61,7 @@ def decontaminate(
     executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Copy the documents that hold no item to `folder`, write `matches/matches.parquet`, and return the summary.
+    """Copy the documents that hold no item to `folder`, write `matches.parquet`, and return the summary.
 
     A match is a run of `settings.n_grams` words of an item, or a shorter item whole (see `overlap`). Runs that more
     than `settings.boilerplate` items of a benchmark, or documents, have in common are no match. Removed documents count
@@ -88,14 +88,15 @@ def decontaminate(
     work = [(path, _without(one.hits, common)) for path, one in zip(paths, found)]
 
     def cut(task: tuple[Path, Hits]) -> _Cut:
-        return _copy(*task, folder, index, cut=settings.action == "cut")
+        place = folder / task[0].parent.relative_to(documents_folder)
+        return _copy(*task, place, index, cut=settings.action == "cut")
 
     total = _Cut()
     for part in executor.map(cut, work, threads=True):
         total.stats.merge(part.stats)
         total.matches += part.matches
         total.cut += part.cut
-    _write_matches(folder / "matches", total.matches)
+    _write_matches(folder, total.matches)
     clear_completions(folder)
     return total.stats.summary(time.perf_counter() - start) | {
         "benchmarks": _by_benchmark(index, total.matches),
