@@ -145,7 +145,7 @@ def main() -> None:
     kept, candidates, compared = duplicates(part)
     recall, precision = quality(texts, pairs, kept)
     ours = count / seconds(lambda: duplicates(part), 5)
-    megabytes = part.table["text"].nbytes / 1e6
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
     print(f"{count} documents, {megabytes:.1f} MB; candidates {candidates}, pairs compared {compared}")
     print(f"recall {recall:.4f} over pairs with J >= {SETTINGS.threshold}, precision {precision:.4f}")
     print(f"ours: {ours:,.0f} documents/s, {ours * megabytes / count:.0f} MB/s")
