@@ -118,6 +118,7 @@ class BenchmarkMatches(Result):
     too_short: int = 0
     found: int = 0
     documents: int = 0
+    common: int = 0  # items that are in too many documents to be removed for them
 
 
 class Match(Result):

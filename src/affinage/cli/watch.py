@@ -203,6 +203,8 @@ def _documents(result: DocumentsResult) -> Iterator[str]:
         matches = [f"{one.found:,} of {counted(one.items, 'item')} of {name}" for name, one in found.items()]
         lines = [f"found {listed(matches, REASONS)}"] if matches else []
         lines += [f"found no item of {listed(clean, NAMES)}"] if clean else []
+        copied = [f"{counted(one.common, 'item')} of {name}" for name, one in result.benchmarks.items() if one.common]
+        lines += [f"left {listed(copied, REASONS)}, copied to too many documents (boilerplate)"] if copied else []
         yield from filter(None, ["; ".join(lines)])
     if isinstance(result, SplitResult):
         if held_out := result.validation_documents:
