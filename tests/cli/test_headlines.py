@@ -23,7 +23,7 @@ THEIRS = {"name": "gpt2_vocab.bpe", "languages": {"en": {"bytes_per_token": 4.04
             {"documents_in": 5000, "documents_out": 3760, "removed": MANY, "formatted": 3},
             [
                 "5,000 → 3,760 documents (1,200 too short, 30 other language, 7 binary, 3 for other reasons)",
-                "3 texts with personal data replaced",
+                "3 texts changed by a formatter",
             ],
         ),
         (

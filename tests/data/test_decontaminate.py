@@ -97,7 +97,7 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     assert matches[0]["text"] == quoted[: len(quoted) - 1] and matches[0]["url"] == "http://x/1"
     assert matches[2]["text"] == FRENCH[:-2] and matches[2]["words"] == 18
     assert summary["matches"] == matches
-    assert summary["benchmarks"]["quiz"] == {"items": 1, "too_short": 0, "found": 1, "documents": 2}
+    assert summary["benchmarks"]["quiz"] == {"items": 1, "too_short": 0, "found": 1, "documents": 2, "common": 0}
     assert summary["samples"]["in a benchmark"][0]["detail"].startswith("quiz 7: WHICH\nOF")
 
 
@@ -107,7 +107,7 @@ def test_short_items_are_looked_for_whole_but_not_the_shortest(tmp_path):
     texts = ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == ["d1"]
-    assert summary["benchmarks"]["b"] == {"items": 2, "too_short": 1, "found": 1, "documents": 1}
+    assert summary["benchmarks"]["b"] == {"items": 2, "too_short": 1, "found": 1, "documents": 1, "common": 0}
 
 
 def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):

@@ -90,7 +90,7 @@ def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkey
 
 def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor) -> list:
     """The documents, the clusters and the summaries of all stages."""
-    source = {"path": str(lines), "language": "en", "name": "s"}
+    source = {"path": str(lines), "language": "en", "trust_language": True, "name": "s"}
     steps = ("collected", "clean", "unique", "clear", "split")
     collected, cleaned, unique, clear, out = (folder / step for step in steps)
     summaries = [
