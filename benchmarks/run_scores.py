@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.data.dataloader import ValidationRows
 from affinage.data.lineage import spans_of_rows
-from affinage.data.validation_rows import ValidationRows
+from affinage.data.token_shards import open_shards
 from affinage.evaluation.compare import Answers, compare
 from affinage.pipeline.watching import LOOKS, worse
 
@@ -52,7 +53,7 @@ def pairs(run: Path) -> dict[str, Share]:
 def _pairs_in(folder: Path, limit: int) -> int:
     """How many pairs the rows hold that the validation reads."""
     rows = ValidationRows(folder, batch=limit, limit=limit).rows_of(0).tolist()
-    return sum(map(len, spans_of_rows(folder, rows).values()))
+    return sum(map(len, spans_of_rows(open_shards(folder), rows).values()))
 
 
 def differences(run: Path, before: str, after: str) -> list[dict[str, Any]]:

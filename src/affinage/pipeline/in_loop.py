@@ -9,7 +9,7 @@ from affinage.pipeline.models import made_from
 from affinage.pipeline.step import StepContext
 
 if TYPE_CHECKING:
-    from affinage.data.validation_rows import ValidationRows
+    from affinage.data.dataloader import ValidationRows
     from affinage.model import Graph
     from affinage.training.state import TrainState
 

@@ -24,7 +24,7 @@ from affinage.pipeline.step import StepContext
 from affinage.pipeline.store import write_json
 
 if TYPE_CHECKING:
-    from affinage.data.feed import RowFeed
+    from affinage.data.dataloader import DataLoader
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
     from affinage.training.state import TrainState
@@ -137,7 +137,7 @@ def scores(answers: Answers) -> dict[str, dict[str, float]]:
     return found
 
 
-def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
+def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
     """The settings with no more steps than `num_epochs` allows, at the last of which the schedule ends, too.
 
     A warm-up that is longer than they are becomes a tenth of them. Fewer steps are told of before the training begins.
@@ -163,7 +163,7 @@ def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
 
 
-def seen_enough(feed: "RowFeed", last_step: int, epochs: float) -> str:
+def seen_enough(feed: "DataLoader", last_step: int, epochs: float) -> str:
     """Why a training ends at its last step, in words: which rows one step more would see more often than `epochs`."""
     seen = feed.epochs(last_step + 1)
     spent = [name for name, times in seen.items() if times > epochs]
@@ -172,7 +172,7 @@ def seen_enough(feed: "RowFeed", last_step: int, epochs: float) -> str:
 
 
 def judge_of(
-    context: StepContext, settings: TuningSettings, asked: int, graph: "Graph", feed: "RowFeed", system_prompt: str
+    context: StepContext, settings: TuningSettings, asked: int, graph: "Graph", feed: "DataLoader", system_prompt: str
 ) -> Watch | None:
     """The judge that a tuning's settings ask for; None if it goes on to its last step in any case.
 
@@ -212,7 +212,7 @@ def _whole_model(graph: "Graph", settings: TuningSettings, state: "TrainState") 
     return jax.jit(frozen_of(graph, settings).merged, out_shardings=like)(state.params, state.frozen)
 
 
-def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:
+def _last_step(feed: "DataLoader", steps: int, epochs: float) -> int:
     """The last step, at least 1, after which no source was seen more often than `epochs` times."""
     low, high = 1, steps
     while low < high:
