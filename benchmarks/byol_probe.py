@@ -27,7 +27,7 @@ def run(runs: Path, seed: int, quick: bool) -> dict:
     command = [sys.executable, "-c", "from affinage.cli import main; main()", "run", "byol-digits", "--runs", str(runs)]
     command += [word for setting in settings for word in ("--set", setting)]
     subprocess.run(command, check=True, stdout=sys.stderr, env={"JAX_PLATFORMS": "cpu", **os.environ})
-    found = json.loads((runs / name / "probe" / "manifest.json").read_text())["summary"]["probe"]
+    found = json.loads((runs / name / "probe" / "result.json").read_text())["probe"]
     return {one["labels_per_class"]: one["scores"] for one in found}
 
 

@@ -100,10 +100,10 @@ def measure(kills: int, width: int) -> tuple[Costs, dict[str, float]]:
 
 
 def _durable(checkpoints: Path) -> float:
-    """From the first file of the newest save to its seal, by the clock of the file system."""
+    """From the first file of the newest save to its commit, by the clock of the file system."""
     newest = max((path for path in checkpoints.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-    seal = (newest / "SHA256SUMS").stat().st_mtime
-    return seal - min(path.stat().st_mtime for path in newest.rglob("*") if path.is_file())
+    committed = (newest / "commit_success.txt").stat().st_mtime
+    return committed - min(path.stat().st_mtime for path in newest.rglob("*") if path.is_file())
 
 
 def replay(costs: Costs, *, mtbf: float, every: float, days: float, seed: int) -> dict[str, float]:

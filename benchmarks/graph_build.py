@@ -13,8 +13,8 @@ from statistics import median
 
 from affinage.config.load import load_recipe
 from affinage.model import parse
-from affinage.model.activations import POLICIES, activations
 from affinage.model.analysis import analyse, parameters
+from affinage.planning.estimate import activations
 
 LIMIT = 2.0  # seconds
 CONTEXT = 2048
@@ -27,7 +27,7 @@ def seconds(recipe: str) -> tuple[float, int]:
     graph = parse(loaded.recipe.model, loaded.locate)
     count = parameters(graph).total
     analyse(graph, 1, CONTEXT)
-    for policy in POLICIES:
+    for policy in ("none", "dots", "block", "full"):
         activations(graph, 1, CONTEXT, policy)
     return time.process_time() - start, count
 

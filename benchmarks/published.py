@@ -1,158 +1,176 @@
-"""The planner beside what others published: a step on two kinds of chips, whole trainings, layouts of a model.
+"""The planner's step beside steps that others published, with nothing fitted to them.
 
-    python benchmarks/published.py [chips|trainings|layouts ...] [--repetitions 5] [--json]
+    python benchmarks/published.py            # a minute
+    python benchmarks/published.py --quick    # one of them
+    python benchmarks/published.py --json
 
-`chips` plans the step of FAX's figure 4 for TPU v3 and v4; `trainings` plans GPT-2's on a TPU v3-8 and a v6e-8;
-`layouts` sets tensor against pipeline parallelism, planned for a slice and measured on CPU devices with a small model.
+`ratio` is planned / published seconds. What a publication leaves open is assumed, and said.
 """
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from affinage.cli.output import Table, emit
+from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice
-from affinage.planning import published
-from affinage.planning.layouts import DEVICES, idle_share, measured, planned
-from affinage.planning.phases import phases
+from affinage.planning.plan import Plan, make_plan, planned_graph
 
-# A model of the same kind of a width at which a CPU runs 8 devices.
-SMALL = (
-    "model.nodes.embed.vocab=8192",
-    "model.nodes.positions.length=128",
-    "model.nodes.embed.width=128",
-    "model.nodes.blocks.repeat=8",
-    "model.nodes.blocks.attention.heads=4",
-    "model.nodes.blocks.ffn.width=512",
-    "packing.seq_len=128",
-)
-SMALL_LAYOUTS = ({"data": 8}, {"data": 2, "tensor": 4}, {"data": 2, "pipeline": 4})
+CUDNN = "pretrain.attention=cudnn"
 
 
-def chips() -> dict[str, Any]:
-    found = [
-        {"attention": each.attention, "speed_up": each.ratios}
-        | {
-            name: phases(plan.time, plan.split.graph.loss)
-            for name, plan in ((published.OLD, each.old), (published.NEW, each.new))
-        }
-        for each in published.speed_ups()
-    ]
-    return {"old": published.OLD, "new": published.NEW, "published": published.SPEED_UPS, "planned": found}
+@dataclass(frozen=True)
+class Published:
+    """A step that somebody measured.
+
+    Attributes:
+        name: whose.
+        recipe: of a model of its shape.
+        slice: that it ran on.
+        seconds: of a step.
+        source: where it is published, how `seconds` follow from it, and what is assumed.
+        overrides: of the recipe.
+    """
+
+    name: str
+    recipe: str
+    slice: str
+    seconds: float
+    source: str
+    overrides: tuple[str, ...] = ()
 
 
-def chips_view(facts: dict[str, Any]) -> Iterator[str | Table]:
-    yield "The same step by the planner, 32 rows of 2,048 tokens, against FAX's figure 4"
-    both, rows = (facts["old"], facts["new"]), []
-    columns = [f"{title}, {each['attention']}" for each in facts["planned"] for title in (*both, "faster")]
-    for name in (*facts["planned"][0][facts["old"]], "step"):
-        cells: list[str | None] = []
-        for each in facts["planned"]:
-            seconds = (sum(each[where].values()) if name == "step" else each[where][name] for where in both)
-            cells += [*(f"{one:.4f}" for one in seconds), f"{each['speed_up'][name]:.2f}x"]
-        known = facts["published"].get(name)
-        rows.append((name, *cells, f"{known}x" if known else None))
-    yield Table(("seconds", *columns, "published"), rows)
-    yield "kernel: attention by Splash; plain: by products that keep all pairs\n"
-
-
-def trainings() -> list[dict[str, Any]]:
-    return [
-        {
-            "recipe": plan.recipe,
-            "slice": plan.where.name,
-            "attention": attention,
-            "tokens": plan.facts.tokens,
-            "step_seconds": plan.time.seconds,
-            "mfu": plan.mfu,
-            "hours": plan.seconds / 3600,
-            "published_hours": hours,
-        }
-        for plan, attention, hours in published.trainings()
-    ]
-
-
-def trainings_view(facts: list[dict[str, Any]]) -> Iterator[str | Table]:
-    columns = ("trainings", "slice", "attention", "tokens", "MFU", "hours", "published, about")
-    rows = [
-        (
-            *(each[name] for name in ("recipe", "slice", "attention")),
-            f"{each['tokens'] / 1e9:.2f}B",
-            f"{each['mfu']:.0%}",
-            f"{each['hours']:.1f}",
-            f"{each['published_hours']:g}",
-        )
-        for each in facts
-    ]
-    yield Table(columns, rows, left=(0, 1, 2))
-
-
-def layouts(repetitions: int) -> dict[str, Any]:
-    plans = planned(published.LAYOUT_RECIPE, [published.PADDED], published.LAYOUTS, find_slice(published.LAYOUT_SLICE))
-    on_slice = []
-    for plan in plans:
-        stages, parts = plan.split.sizes["pipeline"], plan.split.pipeline_parts * plan.split.parallel.pipeline_rounds
-        facts = {
-            "mesh": {axis: size for axis, size in plan.split.sizes.items() if size > 1},
-            "pipeline_micro_batches": parts,
-            "step_seconds": plan.time.seconds,
-            "links_waited_for": sum(node.exposed for node in plan.time.nodes),
-            "bubble_seconds": plan.time.bubble,
-            "idle_share_of_layers": idle_share(stages, parts) if stages > 1 else 0.0,
-            "mfu": plan.mfu,
-            "gibibytes": plan.memory.total / 2**30,
-        }
-        on_slice.append(facts)
-    found = measured(published.LAYOUT_RECIPE, SMALL, SMALL_LAYOUTS, repetitions)
-    means = [sum(each.cpu_seconds) / len(each.cpu_seconds) for each in found]
-    here = [
-        {
-            "mesh": each.mesh,
-            "pipeline_micro_batches": each.micro_batches,
-            "cpu_seconds": list(each.cpu_seconds),
-            "ratio": mean / means[0],
-            "idle_share_of_layers": each.bubble,
-        }
-        for each, mean in zip(found, means)
-    ]
-    where = {"recipe": published.LAYOUT_RECIPE, "slice": published.LAYOUT_SLICE}
-    return {**where, "planned": on_slice, "devices": DEVICES, "measured": here}
-
-
-def layouts_view(facts: dict[str, Any]) -> Iterator[str | Table]:
-    yield f"Tensor against pipeline: {facts['recipe']} on {facts['slice']}, planned"
-    rows = []
-    for each in facts["planned"]:
-        idle = each["idle_share_of_layers"]
-        seconds = (f"{each[name]:.4f} s" for name in ("step_seconds", "links_waited_for", "bubble_seconds"))
-        of_pipeline = (each["pipeline_micro_batches"], f"{idle:.0%}") if idle else (None, None)
-        rows.append((mesh(each), *seconds, *of_pipeline, f"{each['mfu']:.0%}", f"{each['gibibytes']:.1f} GiB"))
-    columns = ("mesh", "step", "waiting for links", "bubble", "M", "(P-1)/(M+P-1)", "MFU", "memory")
-    yield Table(columns, rows)
-    yield f"\nThe same kind of model, 8 layers of width 128, on {facts['devices']} CPU devices, measured"
-    rows = [
-        (mesh(each), f"{sum(each['cpu_seconds']) / len(each['cpu_seconds']):.3f}", f"{each['ratio']:.2f}x")
-        for each in facts["measured"]
-    ]
-    yield Table(("mesh", "CPU s a step", "ratio"), rows)
-    yield (
-        "\nP stages work on M micro-batches in M + P - 1 ticks, and each waits in P - 1 of them: (P-1)/(M+P-1) of the "
-        "layers' time is idle."
+def _llama(
+    width: int, layers: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, rows: int, length: int
+) -> tuple[str, ...]:
+    """Overrides of llama3-1b for another model of its kind, with heads of 128 and an unembedding of its own."""
+    blocks = "model.nodes.blocks"
+    return (
+        f"model.nodes.embed.width={width}",
+        f"model.nodes.embed.vocab={vocabulary}",
+        f"model.nodes.logits={{kind: unembed, in: norm, vocab: {vocabulary}}}",
+        f"{blocks}.repeat={layers}",
+        f"{blocks}.attention={{heads: {heads}, kv_heads: {kv_heads}, head_dim: 128}}",
+        f"{blocks}.ffn.width={ffn}",
+        f"packing.seq_len={length}",
+        f"pretrain.batch_size={rows}",
+        "pretrain.gradient_accumulation_steps=1",
     )
 
 
-def mesh(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
+def _tflops(per_second: float, parameters: float, layers: int, width: int, rows: int, length: int) -> float:
+    """Seconds of a step at MaxText's TFLOP/s of a chip: 6 FLOPs a parameter and token, and all pairs of attention."""
+    flops = 6 * parameters * rows * length + 12 * layers * width * length**2 * rows
+    return flops / (per_second * 1e12)
 
 
-VIEWS = {"chips": chips_view, "trainings": trainings_view, "layouts": layouts_view}
+# MaxText's models by `global_parameter_scale`, from its scripts configs/v5p/32b.sh and configs/v5e/16b.sh; parameters
+# are those that are multiplied with.
+_32B = (31.4e9, 32, 8192, 7, 2048)
+_16B = (15.7e9, 32, 8192, 6, 2048)  # its attention is twice as wide as the residual stream
+_7B = (6.6e9, 32, 4096, 4, 4096)
+
+CASES = (
+    Published(
+        "MaxText 32B",
+        "llama3-1b",
+        "v5p-128",
+        _tflops(328, *_32B),
+        "328 TFLOP/s a chip, configs/tpu/v5p/README.md",
+        (*_llama(8192, 32, 64, 64, 28672, 32000, 7 * 64, 2048), "mesh={fsdp: 16, tensor: 4}", "parallel.remat=dots"),
+    ),
+    Published(
+        "MaxText 16B",
+        "llama3-1b",
+        "v5e-256",
+        _tflops(120.4, *_16B),
+        "61.1 % of 197 TFLOP/s a chip, configs/tpu/v5e/README.md",
+        (*_llama(4096, 32, 64, 64, 28672, 32000, 6 * 256, 2048), "mesh={fsdp: 256}", "parallel.remat=block"),
+    ),
+    Published(
+        "MaxText Llama 3.1 8B",
+        "llama3-1b",
+        "v6e-256",
+        3 * 8192 / 7207,
+        "7,207 tokens/s a chip, docs/reference/models/tiering.md; 3 rows a chip and `block` are assumed",
+        (*_llama(4096, 32, 32, 8, 14336, 128256, 3 * 256, 8192), "mesh={fsdp: 256}", "parallel.remat=block"),
+    ),
+    Published(
+        "MaxText Llama 2 7B",
+        "llama3-1b",
+        "h100x8",
+        _tflops(492, *_7B),
+        "492 TFLOP/s a GPU, configs/gpu/a3/llama_2_7b/README.md",
+        (*_llama(4096, 32, 32, 32, 11008, 32000, 4 * 8, 4096), "mesh={fsdp: 8}", "parallel.remat=dots", CUDNN),
+    ),
+    Published("FAX 13.7B", "fax-5120", "v4-16", 0.87, "Yoo et al., 2022, table 1; the recipe says what is assumed"),
+    Published("FAX 86.6B", "fax-10240", "v4-128", 1.52, "the same"),
+    Published("FAX 340B", "fax-16384", "v4-512", 6.21, "the same"),
+    Published(
+        "nanochat d24 in JAX",
+        "llama3-1b",
+        "v6e-8",
+        1.41,
+        "1.39 to 1.44 s a step of 524,288 tokens; fsdp and `block` are assumed",
+        (
+            *_llama(1536, 24, 12, 12, 6144, 65536, 256, 2048),
+            "model.nodes.blocks.ffn.kind=gelu",
+            "mesh={fsdp: 8}",
+            "parallel.remat=block",
+        ),
+    ),
+    Published(
+        "nanoGPT 124M",
+        "gpt2-124m",
+        "a100-40gbx8",
+        480 * 1024 / (8 * 107e3),
+        "600,000 steps in about 4 days, README; 12 rows at a time",
+        ("pretrain.gradient_accumulation_steps=5", "mesh={data: 8}", CUDNN),
+    ),
+)
+
+
+def plan_of(case: Published) -> Plan:
+    loaded = load_recipe(case.recipe, case.overrides)
+    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(case.slice))
+
+
+def measure(case: Published) -> dict[str, Any]:
+    plan = plan_of(case)
+    return {
+        "name": case.name,
+        "slice": case.slice,
+        "ours": plan.time.seconds,
+        "peer": case.seconds,
+        "unit": "s",
+        "ratio": plan.time.seconds / case.seconds,
+        "mfu": plan.mfu,
+        "bound": plan.time.bound,
+        "source": case.source,
+    }
+
+
+def view(found: list[dict[str, Any]]) -> Iterator[str | Table]:
+    rows = [
+        (
+            *(each[name] for name in ("name", "slice")),
+            f"{each['ours']:.3g} s",
+            f"{each['peer']:.3g} s",
+            f"{each['ratio']:.2f}",
+            f"{each['mfu']:.0%}",
+            *(each[name] for name in ("bound", "source")),
+        )
+        for each in found
+    ]
+    columns = ("step", "slice", "planned", "published", "ratio", "planned MFU", "bound by", "source")
+    yield Table(columns, rows, left=(0, 1, 6, 7))
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*VIEWS, []], help="all of them by default")
-    parser.add_argument("--repetitions", type=int, default=5, help="of the measured layouts")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    made = {"chips": chips, "trainings": trainings, "layouts": lambda: layouts(given.repetitions)}
-    found = {part: made[part]() for part in given.parts or VIEWS}
-    emit(found, given.json, (each for part in found for each in VIEWS[part](found[part])))
+    results = [measure(case) for case in CASES[-1 if given.quick else 0 :]]
+    emit({"benchmark": "published", "results": results}, given.json, view(results))

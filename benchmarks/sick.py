@@ -1,13 +1,21 @@
-"""Sick numbers and spikes, in any layer and at any step of small trainings; for `chaos.py --parts sick`."""
+"""NaN, Inf and spikes in any layer and at any step of small trainings: each is left out, or gone back from.
 
+python benchmarks/sick.py [--quick] [--injections 300]
+"""
+
+import argparse
 import json
 import math
+import os
 import random
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
@@ -137,3 +145,17 @@ def _drawn(draw: random.Random, found: Counter[str], policy: str, step: int) -> 
     if kind == "spike":
         return SPIKE + draw.randrange(SITES)
     return 1 + draw.choice([number for number, (_, _, name) in enumerate(INJECTIONS) if kind in name])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20 injections")
+    parser.add_argument("--injections", type=int, default=300)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="affinage-bench-") as folder:
+        found = inject(Path(folder), 20 if asked.quick else asked.injections)
+    print(json.dumps({"benchmark": "sick", "results": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,14 +11,15 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from breakdown import STEP, measure
+
 from affinage.cli.output import Table, counted, emit
 from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire
-from affinage.planning.forecast import forecast
-from affinage.planning.plan import planned_graph
+from affinage.planning.plan import forecast, planned_graph
 from affinage.plugins import load_plugins
-from affinage.training.breakdown import STEP, measure, program_of, synthetic_batch
 from affinage.training.job import rows_per_step
+from affinage.training.program import program_of, synthetic_batch
 
 BAR = 40  # characters of the longest
 
@@ -61,7 +62,7 @@ def measured(
         "repetitions": steps,
         "seconds": {name: {"mean": timing.mean, "deviation": timing.deviation} for name, timing in found.items()},
         "cpu_seconds": {name: statistics.fmean(timing.processor) for name, timing in found.items()} if cpu else None,
-        "planned_seconds": planned and planned.phases | {STEP: planned.time.seconds},
+        "planned_seconds": planned and planned[1].phases(graph.loss) | {STEP: planned[1].seconds},
         "tokens_per_second": rows * length / found[STEP].mean,
         "flops_per_second": program.flops_per_step / found[STEP].mean,
     }

@@ -41,11 +41,9 @@ import jax
 import pytest
 from hypothesis import settings
 
-from affinage.hardware.allocator import give_back_freed_memory
-from affinage.hardware.kept_programs import keep_only_what_reads_back_whole
+from affinage.hardware.devices import give_back_freed_memory
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-keep_only_what_reads_back_whole()
 
 # Two slow cores run these tests: a deadline would only measure the machine, and CI must be repeatable.
 settings.register_profile("affinage", deadline=None, derandomize=True, max_examples=50)

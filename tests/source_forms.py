@@ -1,4 +1,4 @@
-"""Small sources of every form, written by the tests themselves, and what collecting them gives."""
+"""Small sources of every form, written by the tests themselves, and what ingesting them gives."""
 
 import bz2
 import io
@@ -9,9 +9,9 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from affinage.config.data import DataSettings
-from affinage.data.collect import collect
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.executor import Executor
+from affinage.data.ingest import ingest
 
 WORDS = {
     "en": "the old bridge crosses a slow river where seven children sing about winter bread and cheese in the evening",
@@ -108,7 +108,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def collected(folder: Path, *sources, world=None, workers=None, **settings) -> tuple[dict, list[dict]]:
-    """The summary and the documents of collecting the sources into `folder`."""
-    summary = collect(DataSettings(sources=sources, **settings), folder, world, executor=Executor(workers))
+    """The summary and the documents of ingesting the sources into `folder`."""
+    summary = ingest(DataSettings(sources=sources, **settings), folder, world, executor=Executor(workers))
     json.dumps(summary, ensure_ascii=False).encode()  # as it is written into the manifest
     return summary, rows_of(folder)

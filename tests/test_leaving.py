@@ -60,8 +60,8 @@ def test_what_is_registered_is_done_and_nothing_after_it(end: str, status: int, 
 
 def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
     process = begun(
-        "import sys, threading; from affinage.stopping import OwnProcess; told = threading.Event()\n"
-        "with OwnProcess() as process, process.listen(lambda number: told.set()):\n"
+        "import sys, threading; from affinage.stopping import StopSignals; told = threading.Event()\n"
+        "with StopSignals() as process, process.listen(lambda number: told.set()):\n"
         "    print('ready', flush=True); told.wait()\n"
         "    for _ in range(3): print('saving', flush=True)\n"
         "    sys.exit(75)\n"
@@ -87,23 +87,14 @@ def test_a_thread_leaves_though_nobody_reads_why(before: str):
     assert process.wait(timeout=300) == 75
 
 
-def test_without_standard_error_it_is_left_all_the_same_and_no_file_gets_its_number(tmp_path: Path):
-    assert python("from affinage.stopping import leave; leave('no reason')", before="2>&-").returncode == 75
-    program = (
-        "import os; from affinage.stopping import open_standard_streams; open_standard_streams()\n"
-        "print(os.readlink('/proc/self/fd/2'), open('file', 'w').fileno() > 2)"
-    )
-    assert python(program, before="2>&-", cwd=tmp_path).stdout == "/dev/null True\n"
-
-
 @pytest.mark.parametrize("heard", [True, False], ids=["at the end of a session", "with nohup"])
 def test_the_end_of_a_session_stops_it_unless_that_is_ignored(heard: bool):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL if heard else signal.SIG_IGN)  # a child inherits it
     try:
         process = begun(
-            "import threading; from affinage.stopping import OwnProcess; end = threading.Event()\n"
+            "import threading; from affinage.stopping import StopSignals; end = threading.Event()\n"
             "def listener(number): print(number.name, flush=True); number.name == 'SIGTERM' and end.set()\n"
-            "with OwnProcess() as process, process.listen(listener): print('ready', flush=True); end.wait()\n"
+            "with StopSignals() as process, process.listen(listener): print('ready', flush=True); end.wait()\n"
         )
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -165,12 +156,6 @@ except Exception: pass
 time.sleep(600)
 """
 SOMEBODY_LISTENS_LATER = "with process.listen(lambda number: os._exit(75)): time.sleep(600)"
-IN_A_FINALIZER = """
-class Freed:
-    def __del__(self): tell()
-Freed()
-time.sleep(600)
-"""
 
 
 @pytest.mark.parametrize(
@@ -179,15 +164,14 @@ time.sleep(600)
         pytest.param(MADE_AN_ERROR, id="made an error"),
         pytest.param(SWALLOWED.replace("{then}", SOMEBODY_LISTENS_LATER), id="swallowed, and somebody listens later"),
         pytest.param(SWALLOWED.replace("{then}", ""), id="swallowed", marks=pytest.mark.full),  # which takes a while
-        pytest.param(IN_A_FINALIZER, id="in a finalizer"),
     ],
 )
 def test_a_word_to_stop_is_heard_whatever_a_library_makes_of_it(where: str):
     ran = python(
         "import os, signal, sys, time\n"
-        "from affinage.errors import Preempted, TransientError\nfrom affinage.stopping import OwnProcess\n"
+        "from affinage.errors import Preempted, TransientError\nfrom affinage.stopping import StopSignals\n"
         "def tell(): os.kill(os.getpid(), signal.SIGTERM); sum(range(100))\n"
-        f"try:\n    with OwnProcess() as process: exec({where!r})\n"
+        f"try:\n    with StopSignals() as process: exec({where!r})\n"
         "except Preempted as told: print(told, file=sys.stderr); sys.exit(75)\n"
     )
     assert ran.returncode == 75 and "Traceback" not in ran.stderr, ran.stderr

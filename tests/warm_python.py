@@ -26,6 +26,19 @@ import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+_MODULES = (
+    "jax",
+    "jax.experimental.multihost_utils",
+    "orbax.checkpoint.experimental.v1",
+    "affinage.cli.program",
+    "affinage.api",
+    "affinage.pipeline.runner",
+    "affinage.pipeline.trainings",
+    "affinage.training",
+    "affinage.evaluation.run",
+    "numba",
+    "tokenizers",
+)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -108,13 +121,12 @@ def _watch_over(asked: socket.socket) -> dict:
 
 def _run(order: dict, imported: dict[str, str]) -> None:
     """What Python does with these words, in this process."""
-    from affinage.stopping import PARENT, PARENT_SIGNAL, die_with_parent
+    from affinage.stopping import PARENT, die_with_parent
 
     os.environ.clear()
-    os.environ.update(order["environment"] | imported)
-    os.environ |= {PARENT: str(order["watcher"]), PARENT_SIGNAL: str(int(signal.SIGKILL))}
+    os.environ.update(order["environment"] | imported | {PARENT: str(order["watcher"])})
     die_with_parent()
-    del os.environ[PARENT], os.environ[PARENT_SIGNAL]
+    del os.environ[PARENT]
     os.chdir(order["folder"])
     more = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path[1:]]
     kind, what, *words = order["words"]
@@ -129,13 +141,10 @@ def _run(order: dict, imported: dict[str, str]) -> None:
 
 def _main(at: str) -> None:
     from affinage.hardware.devices import prepare
-    from affinage.launch.forked import OF_A_HOST
-    from affinage.stopping import reserve_last_word
 
-    reserve_last_word()
     before = dict(os.environ)
     prepare()
-    for name in (*OF_A_HOST, "affinage.evaluation.run"):  # none of them starts a thread or asks for a device
+    for name in _MODULES:  # none of them starts a thread or asks for a device
         importlib.import_module(name)
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.freeze()  # so that the memory stays shared with those that are forked

@@ -12,7 +12,7 @@ from pathlib import Path
 from typer.main import get_command
 
 import affinage.model.kinds  # noqa: F401  the kinds register themselves
-from affinage.cli.gallery import head
+from affinage.cli.config import head
 from affinage.cli.program import app
 from affinage.cli.reference import Section, sections
 from affinage.config.layers import packaged_recipes

@@ -18,17 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import prepare
-from affinage.hardware.hosts import Hosts
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
     from affinage.pipeline.plan import PlannedStep
     from affinage.pipeline.step import StepContext, Summary
+    from affinage.results import Result
 
 Row = Mapping[str, Any]
 
@@ -121,7 +122,6 @@ def run(
         Preempted: it was interrupted and has saved what was done; the same call goes on.
         UserError: for a mistake in the recipe or its files.
     """
-    from affinage.hardware.standstill import Standstill
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.preflight import check
     from affinage.pipeline.runner import PipelineRunner, Runs
@@ -129,10 +129,9 @@ def run(
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
     runner = PipelineRunner(loaded, Runs(Path(runs)), build_steps(loaded, write_report), until=wanted)
-    with Standstill(loaded.recipe.name, runner.folder, loaded.recipe.runtime):
-        with Hosts.current.all_at_work():
-            check(loaded, [step.name for step in runner.plan() if not step.complete])
-        runner.run(_Lines(on_metrics or (lambda row: None)))
+    with Processes.current.all_at_work():
+        check(loaded, [step.name for step in runner.plan() if not step.complete])
+    runner.run(_Lines(on_metrics or (lambda row: None)))
     return Run(loaded.recipe.name, Path(runs))
 
 
@@ -181,8 +180,8 @@ class _Lines:
 
     def on_progress(self, what: str) -> None: ...
 
-    def on_end(self, planned: "PlannedStep", manifest: dict[str, Any]) -> None:
-        print(f"{planned.name:<14}{duration(manifest['seconds'])}", flush=True)
+    def on_end(self, planned: "PlannedStep", result: "Result", seconds: float) -> None:
+        print(f"{planned.name:<14}{duration(seconds)}", flush=True)
 
 
 def write_report(context: "StepContext") -> "Summary":

@@ -1,4 +1,4 @@
-"""How a process ends: told by a signal, at any moment, also while it is in native code; or when it is done."""
+"""How a process ends: on a signal, at any moment, also while it is in native code; or when its work is done."""
 
 import atexit
 import contextlib
@@ -12,163 +12,104 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, TransientError, UserError
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError
 
-# SIGHUP, which Windows has not, is sent by the end of an ssh session.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-STOPPED = "Stopped: "  # before the reason for which a process is left
-ONE_PRESS = 1.0  # seconds: signals closer than this are one wish, told by a shell and a launcher, or by quick keys
-PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
-PARENT_SIGNAL = "AFFINAGE_PARENT_SIGNAL"  # number of the signal that it then gets; default: SIGKILL
+PARENT = "AFFINAGE_PARENT"  # the process id of the launcher; a process ends with it
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_PATIENCE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
-_UNWINDS = 15.0  # seconds for what was under way to end after Preempted
+_TO_RAISE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
+_TO_UNWIND = 15.0  # seconds for the `finally` blocks after Preempted was raised
 
 Listener = Callable[[signal.Signals], None]
-_farewells: list[Callable[[bool], None]] = []
-_around_stops: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 
 
-class GivenUp(Preempted):
-    """A signal came where nobody listens: what was under way is given up, and the other hosts are to do likewise."""
+class StopSignals:
+    """While entered, a thread of this process hears SIGTERM, SIGINT and SIGHUP at once.
 
-
-class OwnProcess:
-    """While entered, this process is a run's own, and may be left at any moment: what is on disk is whole anyway.
-
-    Python runs signal handlers between two bytecodes of the main thread, so one that compiles for a minute hears of a
-    signal a minute later. Here a thread hears of it at once. As long as nobody listens, see `listen`, the main thread
-    raises Preempted, and if it does not come to that within three seconds the process is left. It is left at once where
-    Python has nobody to raise it to, later where it goes on all the same, as a library has swallowed that; or whoever
-    listens next is told. Outside the main thread,
-    where Python allows no handlers, it does nothing.
-
-    Ctrl-Z stops it as any other, once the thread has heard of it: see `around_stops`.
+    Python runs signal handlers in the main thread between two bytecodes, so a process that compiles for a minute would
+    hear of a signal a minute later. Without a listener, see `listen`, the main thread raises Preempted, and the process
+    is left with status 75 where that takes too long: what is on disk is complete at any moment. Outside of the main
+    thread, where Python allows no signal handlers, this does nothing.
     """
 
-    current: ClassVar["OwnProcess | None"] = None
+    current: ClassVar["StopSignals | None"] = None
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
-        self._raised = threading.Event()
-        self._heeded = threading.Event()  # it has come through, or somebody listens
-        self._why = ""  # Preempted was raised
+        self._raised, self._done = threading.Event(), threading.Event()
         self._before: dict[int, signal.Handlers | int | None] = {}
 
-    def __enter__(self) -> "OwnProcess":
-        if threading.current_thread() is threading.main_thread() and OwnProcess.current is None:
-            self._ear, self._mouth = socket.socketpair()
-            self._mouth.setblocking(False)
-            self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._unraisable
-            self._fd_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread() and StopSignals.current is None:
+            self._reader, self._writer = socket.socketpair()
+            self._writer.setblocking(False)
+            self._fd_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             for number in heeded():
-                self._before[number] = signal.signal(number, self._in_main)  # type: ignore[assignment]
-            # Only Linux tells whether somebody could have it go on.
-            if platform.system() == "Linux" and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-                self._before[signal.SIGTSTP] = signal.SIG_DFL
-                signal.signal(signal.SIGTSTP, lambda number, frame: None)
+                self._before[number] = signal.signal(number, self._in_main_thread)  # type: ignore[assignment]
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
-            OwnProcess.current = self
+            StopSignals.current = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if OwnProcess.current is self:
-            OwnProcess.current = None
-            self._heeded.set()
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._fd_before)
-            sys.unraisablehook = self._unraisable_before
-            self._mouth.close()
-            mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
-            if self._why and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
-                raise GivenUp(self._why) from error  # a library, or who waits for it, has made an error of it
-
-    @property
-    def listened_to(self) -> bool:
-        """Whether somebody is told of signals."""
-        return self._listener is not None
+        if StopSignals.current is not self:
+            return
+        StopSignals.current = None
+        self._done.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._fd_before)
+        self._writer.close()
+        mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
+        if self._raised.is_set() and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
+            raise Preempted(str(error)) from error  # a library has made another error of it
 
     @contextlib.contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
-        """Inside, `listener` is told of every signal, in a thread of its own, and nothing is raised."""
+        """Inside, `listener` is called for every signal, in the thread, and nothing is raised."""
         self._listener = listener
-        self._heeded.set()
+        self._done.set()
         try:
             yield
         finally:
             self._listener = None
-            self._heeded.clear()
+            self._done.clear()
 
     def _hear(self) -> None:
-        with self._ear:
-            while numbers := self._ear.recv(16):
+        with self._reader:
+            while numbers := self._reader.recv(16):
                 for number in numbers:
                     if number in SIGNALS:
-                        self._tell(signal.Signals(number))
-                    elif number == signal.SIGTSTP and OwnProcess.current is self and _may_be_stopped():
-                        _stop()
+                        self._heard(signal.Signals(number))
 
-    def _tell(self, number: signal.Signals) -> None:
-        drop_what_nobody_reads()
-        if self._listener is None and self._raised.wait(_PATIENCE):
-            self._heeded.wait(_UNWINDS)
+    def _heard(self, number: signal.Signals) -> None:
+        drop_unread_output()
+        if self._listener is None and self._raised.wait(_TO_RAISE):
+            self._done.wait(_TO_UNWIND)
         if self._listener is not None:
             self._listener(number)
-        elif OwnProcess.current is self:
-            leave(f"{number.name}; the stage that was running begins anew", told=True)
+        elif StopSignals.current is self:
+            leave(f"{number.name}; the step that was running starts from its beginning")
 
-    def _in_main(self, number: int, frame: FrameType | None) -> None:
+    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
         if self._listener is None and not self._raised.is_set():
-            self._why = f"{signal.Signals(number).name}; the stage that was running begins anew"
             self._raised.set()
-            raise GivenUp(self._why)
-
-    def _unraisable(self, lost: Any) -> None:
-        """Hear of an error that Python cannot raise, as in a finalizer or a callback of its garbage collection."""
-        if isinstance(lost.exc_value, Preempted):
-            self._heeded.set()  # nobody comes through with it, so that the process is left
-        else:
-            self._unraisable_before(lost)
+            raise Preempted(f"{signal.Signals(number).name}; the step that was running starts from its beginning")
 
 
-def around_stops(held: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Have Ctrl-Z enter this before it stops a run's own process, and leave it when that goes on."""
-    _around_stops.append(held)
-
-
-def _stop() -> None:
-    with contextlib.ExitStack() as held:
-        for each in _around_stops:
-            held.enter_context(each())
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # all threads, this one before it comes back
-
-
-def _may_be_stopped() -> bool:
-    """Whether Ctrl-Z may stop this process: not where no shell could have it go on, as the kernel has it by itself.
-
-    Its group must have a parent of another group in this session (POSIX calls one without "orphaned").
-    """
-    group, session, pid = os.getpgrp(), os.getsid(0), os.getppid()
-    with contextlib.suppress(OSError, ValueError, IndexError):  # one has ended
-        while pid > 0:
-            if os.getpgid(pid) != group:
-                return os.getsid(pid) == session
-            with open(f"/proc/{pid}/stat", errors="replace") as file:
-                pid = int(file.read().rpartition(")")[2].split()[1])
-    return False
+def heeded() -> list[signal.Signals]:
+    """Those of SIGNALS that this process reacts to: not SIGHUP where nohup has it ignored."""
+    return [each for each in SIGNALS if each.name != "SIGHUP" or signal.getsignal(each) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def nothing_to_lose(after_interrupt: int = EXIT_INTERRUPTED) -> Iterator[None]:
-    """Inside, where nothing has begun, a signal ends this process at once, without a traceback.
+    """Inside, while nothing has begun, a signal ends this process at once, without a traceback.
 
-    Not for native code that takes long: Python would hear of the signal after it. The status is that of a run that has
-    stopped (75), after SIGINT `after_interrupt`.
+    The exit status is that of a preempted run (75), after SIGINT `after_interrupt`.
     """
 
     def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
@@ -182,111 +123,74 @@ def nothing_to_lose(after_interrupt: int = EXIT_INTERRUPTED) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def heeded() -> list[signal.Signals]:
-    """Those of SIGNALS that this process is to hear of: not SIGHUP where nohup has it ignored."""
-    return [each for each in SIGNALS if each.name != "SIGHUP" or signal.getsignal(each) != signal.SIG_IGN]
-
-
-def drop_what_nobody_reads() -> None:
-    """Whoever read this process's output may be what ended; a line that nobody takes must not keep it from saving."""
+def drop_unread_output() -> None:
+    """Send this process's output nowhere where its reader is gone, so that printing does not keep it from saving."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            asked = select.poll()
-            asked.register(stream.fileno(), 0)
-            if any(event & select.POLLERR for _, event in asked.poll(0)):
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if any(event & select.POLLERR for _, event in poll.poll(0)):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
 
 
-def open_standard_streams() -> None:
-    """Open those that this process was started without (`2>&-`), onto nothing.
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the launcher that $AFFINAGE_PARENT names ends. On Linux only."""
+    parent = os.environ.get(PARENT)
+    if parent is not None and platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(parent):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    The next file to be opened, such as one of a checkpoint, would get their number, and what libraries write to it.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere == number:
-                setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
-            else:  # somebody has that number already
-                os.close(nowhere)
+
+def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
+    """Print one line and end this process now, whatever its threads do."""
+    drop_unread_output()
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard error
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}. Run the same command to resume.\n".encode())
+    os._exit(status)
+
+
+class _Exit:
+    """What `left_when_done` knows of the end of this process."""
+
+    status = 1
+    skip_handlers = False
+
+
+def skip_exit_handlers() -> None:
+    """Have `left_when_done` end this process without exit handlers, of which JAX's waits for the other processes."""
+    _Exit.skip_handlers = True
 
 
 @contextlib.contextmanager
 def left_when_done() -> Iterator[None]:
-    """Inside is all that this process does. Then it is left, once its threads and exit handlers are done.
+    """Inside is all that this process does. At the end it is left once its threads and exit handlers are done.
 
-    Python's own way out would go on to take down threads of libraries (daemons) that are in native code, which now and
-    then aborts the process: one that had done everything would end like one that failed, and be started again.
+    Python's own way out would go on to take down daemon threads that are in native code, which now and then aborts the
+    process: one that had done everything would look like one that failed, and be started again.
     """
-    _LastWord.of = os.getpid()
-    reserve_last_word()
+    pid = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == pid:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(_Exit.status)
+
+    atexit.register(end)  # what is registered first is called last
     try:
         yield
-        _LastWord.status = 0
+        _Exit.status = 0
     except SystemExit as ended:
-        _LastWord.status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        _Exit.status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         raise
     except KeyboardInterrupt:
-        _LastWord.status = EXIT_INTERRUPTED
+        _Exit.status = EXIT_INTERRUPTED
         raise
-
-
-class _LastWord:
-    """What `left_when_done` has to say at the end."""
-
-    reserved = False
-    of: ClassVar[int | None] = None  # the process that is to be left
-    status: ClassVar[int] = 1
-
-    @staticmethod
-    def say() -> None:
-        if os.getpid() == _LastWord.of:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more
-                    stream.flush()
-            os._exit(_LastWord.status)
-
-
-def reserve_last_word() -> None:
-    """Make `left_when_done` leave after the exit handlers of all that is imported from now on.
-
-    For a process that imports what others, forked from it, are to leave with; else it is soon enough by itself.
-    """
-    if not _LastWord.reserved:
-        _LastWord.reserved = True
-        atexit.register(_LastWord.say)  # what is registered first is called last
-
-
-def die_with_parent() -> None:
-    """Get a signal when the process that started this one, and is named in AFFINAGE_PARENT, ends. On Linux only."""
-    parent, number = os.environ.get(PARENT), int(os.environ.get(PARENT_SIGNAL, signal.SIGKILL))
-    if parent is None or platform.system() != "Linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != int(parent):
-        os.kill(os.getpid(), number)
-
-
-@contextlib.contextmanager
-def at_leaving(farewell: Callable[[bool], None]) -> Iterator[None]:
-    """Inside, `leave` calls this first, with its `told`, where the process is to be started again; for some seconds."""
-    _farewells.append(farewell)
-    try:
-        yield
     finally:
-        _farewells.remove(farewell)
-
-
-def leave(why: str, status: int = EXIT_PREEMPTED, *, told: bool = False) -> NoReturn:
-    """End this process now, whatever its threads do; `told`: for a signal that a host got where nobody listens."""
-    if status == EXIT_PREEMPTED:
-        for farewell in list(_farewells):
-            farewell(told)
-    drop_what_nobody_reads()
-    then = "" if status == EXIT_USER_ERROR else " Run the same command to go on."
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard error
-        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-        os.write(sys.stderr.fileno(), f"{show_cursor}\n{STOPPED}{why}.{then}\n".encode())
-    os._exit(status)
+        if _Exit.skip_handlers:
+            end()

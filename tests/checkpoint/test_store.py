@@ -1,11 +1,11 @@
-"""What a checkpoint folder promises: whole steps only, the newest that can be read, on any mesh."""
+"""What a checkpoint folder promises: complete steps only, the newest that is intact, on any mesh."""
 
 import errno
 import json
 import os
+import random
 import resource
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint import store as store_module
-from affinage.checkpoint.steps import drop_remains
+from affinage.checkpoint.metadata import COMMIT, METADATA, Metadata
+from affinage.checkpoint.store import remove_incomplete
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
-from hosts_in_memory import Coordinator, HostInMemory
+from processes_in_memory import in_memory
 from waiting import until
 
 
@@ -34,15 +34,12 @@ ONE, EIGHT = sharding("fsdp", 1), sharding("fsdp", 8)
 
 def state(value: float, where: NamedSharding) -> dict:
     w = jax.device_put(jnp.arange(16, dtype=jnp.float32).reshape(8, 2) + value, where)
-    return {"step": jnp.int32(value), "params": {"w": w, "b": w.astype(jnp.bfloat16)}, "opt_state": (w * 2,)}
+    step = jax.device_put(np.int32(value), NamedSharding(where.mesh, PartitionSpec()))
+    return {"step": step, "params": {"w": w, "b": w.astype(jnp.bfloat16)}, "opt_state": (w * 2,)}
 
 
 def abstract(where: NamedSharding) -> dict:
-    def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
-        placed = where if x.ndim else NamedSharding(where.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
-
-    return jax.tree.map(leaf, state(0, where))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0, where))
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -81,63 +78,55 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis
     assert_same(got, state(1, where))
 
 
-def test_parameters_come_back_alone_and_never_those_of_an_older_step(store: CheckpointStore):
-    assert store.restore_newest(abstract(ONE)) is None
+def test_looking_at_a_folder_does_not_make_it(store: CheckpointStore):
+    assert store.steps() == [] and store.restore_newest(abstract(ONE)) is None
+    assert not Path(store.folder).exists()
+
+
+def test_parameters_come_back_alone_in_any_dtype_and_never_those_of_an_older_step(store: CheckpointStore):
     with pytest.raises(UserError, match="no checkpoint"):
         store.restore_params(None, {})
     saved(store, 1, 2)
     assert_same(store.restore_params(None, abstract(EIGHT)["params"]), state(2, EIGHT)["params"])
-    assert_same(store.restore_params(1, abstract(EIGHT)["params"]), state(1, EIGHT)["params"])
-    part = next((store.folder / "2" / "params").rglob("d/*"))
-    part.write_bytes(part.read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match="step 2") as told:
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=ONE), abstract(ONE)["params"])
+    w = state(1, ONE)["params"]["w"].astype(jnp.bfloat16)
+    assert_same(store.restore_params(1, half), {"w": w, "b": w})
+    flip(store.folder / "2" / "params")
+    with pytest.raises(UserError, match="checkpoint 2") as refused:
         store.restore_params(None, abstract(ONE)["params"])
-    assert "@1" in told.value.fix
+    assert "@1" in refused.value.fix
 
 
 def test_the_newest_and_every_nth_stay_and_a_step_that_is_there_is_not_written_again(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=4)
     saved(store, *range(1, 10))
-    assert store.steps() == [4, 8, 9]
     assert sorted(os.listdir(tmp_path)) == ["4", "8", "9"]
     store.save(9, state(5, EIGHT), {})
     store.wait()
     assert store.meta(9) == {"at": 9}
 
 
-def test_a_save_that_was_cut_off_does_not_count_and_is_replaced(store: CheckpointStore):
+def test_a_save_that_was_cut_off_does_not_count_and_is_replaced_or_removed(store: CheckpointStore):
     saved(store, 1, 2)
-    (store.folder / "2" / "commit_success.txt").unlink()
-    (store.folder / "3").mkdir()
-    (store.folder / "notes").mkdir()
-    (store.folder / "4").symlink_to(store.folder / "1")
-    assert store.steps() == [1]
-    with pytest.warns(CheckpointWarning) as told:
-        assert newest(store) == 1
-    assert [str(each.message).split()[1] for each in told] == ["4", "3", "2"]
-    saved(store, 2, 3)
-    assert store.steps() == [1, 2, 3]
-    assert_same(store.restore(3, abstract(ONE)), state(3, ONE))
-
-
-def test_what_a_kill_has_cut_off_goes_when_a_newer_step_is_there(store: CheckpointStore, tmp_path: Path):
-    saved(store, 2)
-    for name in ("1", ".4.part", "9", "elsewhere"):
+    (store.folder / "2" / COMMIT).unlink()
+    for name in ("3", "notes"):
         (store.folder / name).mkdir()
-        (store.folder / name / "some").write_text("bytes")
-    (store.folder / "3").symlink_to(tmp_path)
-    saved(store, 5)
-    assert sorted(path.name for path in store.folder.iterdir()) == ["2", "3", "5", "9", "elsewhere"]
-    drop_remains(store.folder)
-    assert sorted(path.name for path in store.folder.iterdir()) == ["2", "3", "5", "elsewhere"]
-    assert store.steps() == [2, 5]
+    os.symlink(store.folder / "1", store.folder / "4")
+    assert store.steps() == [1]
+    with pytest.warns(CheckpointWarning) as warned:
+        assert newest(store) == 1
+    assert [str(each.message).split()[1] for each in warned] == ["4", "3", "2"]
+    saved(store, 3)
+    assert sorted(os.listdir(store.folder)) == ["1", "3", "4", "notes"]
+    (store.folder / "9").mkdir()
+    remove_incomplete(store.folder)
+    assert sorted(os.listdir(store.folder)) == ["1", "3", "4", "notes"]
 
 
-def test_a_damaged_newest_step_is_passed_over_by_name_replaced_and_never_one_to_keep(tmp_path: Path):
+def test_a_corrupted_newest_step_is_passed_over_by_name_replaced_and_never_one_to_keep(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep_last=2)
     saved(store, 1, 2)
-    for data in (tmp_path / "2" / "params").rglob("d/*"):
-        os.truncate(data, data.stat().st_size // 2)
+    flip(tmp_path / "2")
     with pytest.warns(CheckpointWarning, match="checkpoint 2"):
         assert newest(store) == 1
     saved(store, 3)
@@ -164,18 +153,11 @@ def test_the_newest_up_to_a_step_comes_back_or_the_first_after_it(tmp_path: Path
     assert [step for step, _ in store.entries()] == [2]
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["held", "copied, as on an accelerator"])
-def test_arrays_may_be_donated_while_they_are_saved(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, held: bool
-):
-    if not held:
-        monkeypatch.setattr(store_module, "can_be_held", lambda state: False)
-        monkeypatch.setattr(store_module, "hold", lambda state: None)
+def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
     change = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     everywhere = NamedSharding(EIGHT.mesh, PartitionSpec())  # of which every device saves a part
     current = state(1, EIGHT) | {"large": jax.device_put(np.arange(2**19, dtype=np.float32), everywhere)}
     like = {"large": jax.ShapeDtypeStruct((2**19,), "float32", sharding=everywhere)}
-    store.prepare(current)
     store.save(1, current, {})
     for _ in range(20):
         current = change(current)
@@ -185,24 +167,7 @@ def test_arrays_may_be_donated_while_they_are_saved(
     np.testing.assert_array_equal(store.restore(1, like)["large"], np.arange(2**19, dtype=np.float32))
 
 
-def test_a_save_that_failed_is_told_before_the_next_one(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
-    go_on = threading.Event()
-
-    def seal_without_room(target: Path, key: bytes | None) -> None:
-        assert go_on.wait(60)
-        raise OSError(errno.ENOSPC, "No space left on device", str(target))
-
-    monkeypatch.setattr(store_module, "seal", seal_without_room)
-    store.save(1, state(1, EIGHT), {})
-    assert store.in_flight() < store.in_flight()  # not known yet, and nothing is waited for
-    go_on.set()
-    with pytest.raises(OSError, match="No space left"):
-        until(lambda: store.in_flight() < 0)
-    assert store.in_flight() == 0.0
-    store.wait()  # once is enough
-
-
-def test_a_full_disk_is_an_error_of_the_disk_and_what_was_saved_before_stays_whole(store: CheckpointStore):
+def test_a_full_disk_is_an_error_of_the_disk_also_of_a_save_in_flight(store: CheckpointStore):
     large = {"params": {"w": jnp.ones((1000, 1000))}}
     store.save(1, large, {})
     store.wait()
@@ -211,129 +176,167 @@ def test_a_full_disk_is_an_error_of_the_disk_and_what_was_saved_before_stays_who
     try:
         with pytest.raises(OSError) as full:
             store.save(2, large, {})
-            store.wait()
+            until(lambda: store.in_flight() < 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert full.value.errno == errno.EFBIG
-    assert CheckpointStore(store.folder).steps() == [1] and not store.damage(1)
+    store.wait()  # it was raised once
+    assert store.in_flight() == 0.0
+    assert CheckpointStore(store.folder).steps() == [1] and not store.verify(1)
 
 
-def _fails(monkeypatch: pytest.MonkeyPatch, path: Path, number: int) -> None:
-    """Have a file that is opened, or read, fail with an error of the disk."""
-    opened, read = open, Path.read_bytes
-
-    def fail(at: Any) -> None:
-        if isinstance(at, str | Path) and Path(at) == path:
-            raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr("builtins.open", lambda file, *more, **named: (fail(file), opened(file, *more, **named))[1])
-    monkeypatch.setattr(Path, "read_bytes", lambda self: (fail(self), read(self))[1])
-
-
-@pytest.mark.parametrize("file", ["SHA256SUMS", "params/_METADATA"])
-def test_a_network_that_fails_is_no_damage_and_a_file_that_cannot_be_read_is(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, file: str
+@pytest.mark.parametrize(("number", "is_corruption"), [(errno.ESTALE, False), (errno.EIO, True)])
+def test_a_network_that_fails_is_no_corruption_and_a_file_that_cannot_be_read_is(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, number: int, is_corruption: bool
 ):
     saved(store, 1, 2)
-    for ask in (newest, lambda store: store.restore(2, abstract(ONE))):
-        with monkeypatch.context() as patch:
-            _fails(patch, store.folder / "2" / file, errno.ESTALE)
-            with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-                ask(store)
-    assert newest(store) == 2
-    _fails(monkeypatch, store.folder / "2" / file, errno.EIO)
-    with pytest.warns(CheckpointWarning, match="checkpoint 2"):
-        assert newest(store) == 1
+    opened = Path.open
+
+    def fails(path: Path, *given: Any, **named: Any) -> Any:
+        if path == store.folder / "2" / METADATA:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *given, **named)
+
+    monkeypatch.setattr(Path, "open", fails)
+    if is_corruption:
+        with pytest.warns(CheckpointWarning, match="checkpoint 2"):
+            assert newest(store) == 1
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            newest(store)
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
-    store = CheckpointStore(tmp_path_factory.mktemp("sound"))
+def intact(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
+    store = CheckpointStore(tmp_path_factory.mktemp("intact"))
     saved(store, 1, 2)
     return store
 
 
-def a_file(step: Path, ends: str = "") -> Path:
-    """A file of the arrays, or one whose path ends so."""
-    return next(path for path in sorted(step.rglob("*")) if path.is_file() and (ends or "/d/") in f"{path}/")
+def files(step: Path) -> list[Path]:
+    """The files of arrays and what describes them, in order; Orbax reads others not at all."""
+    return sorted(path for path in step.rglob("*") if path.is_file())
 
 
 def flip(step: Path) -> None:
-    contents = bytearray(a_file(step).read_bytes())
+    path = next(path for path in files(Path(step)) if path.parent.name == "d")
+    contents = bytearray(path.read_bytes())
     contents[len(contents) // 2] ^= 16
-    a_file(step).write_bytes(contents)
+    path.write_bytes(contents)
 
 
-def from_the_older_step(step: Path) -> None:
+def swap(step: Path) -> None:
     shutil.rmtree(step / "params")
     shutil.copytree(step.parent / "1" / "params", step / "params")
 
 
-def link_to_the_older_step(step: Path) -> None:
+def link(step: Path) -> None:
     shutil.rmtree(step / "params")
     (step / "params").symlink_to(step.parent / "1" / "params")
 
 
-def marks_around_nothing(step: Path) -> None:
-    for path in step.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.write_bytes(path.read_bytes()[:-1])
+def metadata(change: Any) -> Any:
+    def act(step: Path) -> None:
+        found = json.loads((step / METADATA).read_text())
+        changed = change(found)
+        (step / METADATA).write_text(changed if isinstance(changed, str) else json.dumps(found))
+
+    return act
 
 
-DAMAGE = {
+CORRUPTION = {
     "a bit of the arrays": flip,
-    "the end of a file": lambda step: os.truncate(a_file(step), 5),
-    "a file of zeros": lambda step: a_file(step, "_METADATA").write_bytes(bytes(99)),
-    "a file more": lambda step: (step / "params" / "more").write_text("more"),
-    "a file less": lambda step: a_file(step).unlink(),
-    "a tree of the older step": from_the_older_step,
-    "a link to the older step": link_to_the_older_step,
-    "marks of a finished save around nothing": marks_around_nothing,
+    "an empty file": lambda step: metadata(lambda found: "")(step),
+    "a missing tree": lambda step: shutil.rmtree(step / "params"),
+    "a tree of the older step": swap,
+    "a link to the older step": link,
+    "all of the older step": lambda step: (shutil.rmtree(step), shutil.copytree(step.parent / "1", step)),
+    "another fact": metadata(lambda found: found["custom_metadata"]["affinage"]["facts"].update(at=3)),
+    "no facts": metadata(lambda found: found.update(custom_metadata={})),
+    "100,000 levels": metadata(lambda found: json.dumps(found).replace('{"at": 2}', "[" * 100_000 + "]" * 100_000)),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_no_damage_is_loaded(sound: CheckpointStore, tmp_path: Path, kind: str):
-    store = CheckpointStore(shutil.copytree(sound.folder, tmp_path / "steps"))
-    DAMAGE[kind](store.folder / "2")
-    assert 2 not in store.steps() or store.damage(2)
+@pytest.mark.parametrize("kind", CORRUPTION)
+def test_no_corruption_is_restored(intact: CheckpointStore, tmp_path: Path, kind: str):
+    store = CheckpointStore(shutil.copytree(intact.folder, tmp_path / "steps"))
+    CORRUPTION[kind](tmp_path / "steps" / "2")
+    assert store.verify(2)
     with pytest.warns(CheckpointWarning, match="checkpoint 2 "):
         step, got, meta = store.restore_newest(abstract(ONE))
     assert step == 1 and meta == {"at": 1}
     assert_same(got, state(1, ONE))
-    with pytest.raises(UserError, match="step 2 "):
+    with pytest.raises(UserError, match="checkpoint 2 "):
         store.restore(2, abstract(ONE))
 
 
-def test_a_copy_elsewhere_is_the_same_checkpoint_with_hidden_files_too(sound: CheckpointStore, tmp_path: Path):
-    shutil.copytree(sound.folder, tmp_path / "copy")
-    (tmp_path / "copy" / "2" / ".DS_Store").write_text("")
-    store = CheckpointStore(tmp_path / "copy")
-    assert not store.damage(2)
-    assert store.seal_hash(2) == sound.seal_hash(2) != store.seal_hash(1)
-    for path in (store.folder / "2" / "step").rglob("d/*"):
-        path.write_bytes(b"")
-    assert store.damage(2)  # which does not matter for what is asked for
-    assert_same(store.restore_params(2, abstract(ONE)["params"]), state(2, ONE)["params"])
+@pytest.mark.parametrize("count", [5, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.filterwarnings("ignore")
+def test_files_that_are_flipped_cut_swapped_or_deleted_are_never_restored_as_something_else(
+    intact: CheckpointStore, tmp_path: Path, count: int
+):
+    draw, expected = random.Random(0), {step: state(step, ONE) for step in (1, 2)}
+    for turn in range(count):
+        store = CheckpointStore(shutil.copytree(intact.folder, tmp_path / str(turn)))
+        path, other = draw.sample(files(tmp_path / str(turn) / "2"), 2)
+        contents = path.read_bytes()
+        match turn % 4:
+            case 0 if contents:
+                at = draw.randrange(len(contents))
+                path.write_bytes(contents[:at] + bytes([contents[at] ^ 1 << draw.randrange(8)]) + contents[at + 1 :])
+            case 1:
+                path.write_bytes(contents[: draw.randrange(len(contents) + 1)])
+            case 2:
+                path.write_bytes(other.read_bytes())
+                other.write_bytes(contents)
+            case _:
+                path.unlink()
+        step, got, meta = store.restore_newest(abstract(ONE))
+        assert meta == {"at": step}, path
+        assert_same(got, expected[step])
 
 
-def test_hosts_go_on_from_one_step_though_another_one_cannot_read_the_newest(
+def test_a_checkpoint_of_the_first_edition_is_restored_with_a_warning(intact: CheckpointStore, tmp_path: Path):
+    store = CheckpointStore(shutil.copytree(intact.folder, tmp_path / "steps"))
+    before = metadata(lambda found: found.update(custom_metadata={"step": 2, "facts": {"at": 2}}))
+    before(tmp_path / "steps" / "2")
+    with pytest.warns(CheckpointWarning, match="without checksums"):
+        assert newest(store) == 2
+
+
+def test_no_code_that_a_checkpoint_names_is_run(
+    intact: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nTrap = int\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    store = CheckpointStore(shutil.copytree(intact.folder, tmp_path / "steps"))
+    named = dict.fromkeys(("params", "step", "opt_state"), "trap.Trap")
+    metadata(lambda found: found.update(item_handlers=named))(tmp_path / "steps" / "2")
+    with pytest.warns(CheckpointWarning) if store.verify(2) else pytest.MonkeyPatch.context():
+        newest(store)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     saved(store, 1, 2)
-    shared = {"checkpoints/1": "[1, 2]", "what is called like one/1": "[1, 2]", "damage/1": '""', "damage/2": '""'}
-    words = {f"affinage/share/{name}": value for name, value in shared.items()}
-    words |= {f"affinage/least/whether it was read/{turn}/0": str(int(turn == 2)) for turn in (1, 2)}
-    host = HostInMemory(1, 2, coordinator=Coordinator(words))
-    monkeypatch.setattr(Hosts, "current", host)
-    with host.all_at_work():
+    first, process = in_memory(2)
+    values = first.service.values  # with what the first process has announced
+    values["affinage/broadcast/checkpoints/1"] = json.dumps([[1, ""], [2, ""]])
+    values["affinage/gather/metadata of 2/1/0"] = "1"
+    values["affinage/gather/restore of 2/1/0"] = "0"
+    values |= {f"affinage/gather/{name} of 1/1/0": "1" for name in ("metadata", "restore", "checksums")}
+    monkeypatch.setattr(first.service, "wait_at_barrier", lambda name, milliseconds: None)
+    monkeypatch.setattr(Processes, "current", process)
+    with process.all_at_work():
         assert newest(store) == 1
-    assert [words[f"affinage/least/whether it was read/{turn}/1"] for turn in (1, 2)] == ["1", "1"]
 
 
-def test_hosts_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    words = {"affinage/share/a save/1": json.dumps([False, "/elsewhere"])}
-    host = HostInMemory(1, 2, coordinator=Coordinator(words))
-    monkeypatch.setattr(Hosts, "current", host)
-    with host.all_at_work(), pytest.raises(UserError, match="/elsewhere") as refused:
-        CheckpointStore(tmp_path).save(1, state(1, ONE), {})
-    assert refused.value.fix
+def test_the_metadata_of_a_checkpoint_hash_to_its_fingerprint(intact: CheckpointStore, tmp_path: Path):
+    store = CheckpointStore(tmp_path / "other")
+    store.save(2, state(2, ONE), {"by": "another run"})
+    store.wait()
+    found = [each.metadata(step) for each, step in ((intact, 1), (intact, 2), (store, 2))]
+    assert all(isinstance(each, Metadata) for each in found)
+    assert found[0].fingerprint != found[1].fingerprint == found[2].fingerprint

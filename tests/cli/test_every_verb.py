@@ -100,7 +100,7 @@ READ = [
     (["data", "stats", "tiny"], "bytes/token"),
     (["checkpoint", "ls", "tiny/pretrain"], " 20 "),
     (["checkpoint", "verify", "tiny"], "4"),
-    (["checkpoint", "show", "tiny", "--arrays"], "fingerprint"),
+    (["checkpoint", "show", "tiny"], "fingerprint"),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4", "--arrays"], "lora"),
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),

@@ -130,10 +130,12 @@ def test_each_ending_has_its_status(error, status, held, not_held, affinage, mon
 
 def test_launch_starts_what_its_help_says_and_what_may_be_meant(affinage, monkeypatch):
     started: list[list[str]] = []
-    monkeypatch.setattr("affinage.launch.supervise", lambda launcher, words, *_, **__: started.append(words) or 0)
+    monkeypatch.setattr(
+        "affinage.cluster.launch.supervise", lambda launcher, words, *_, **__: started.append(words) or 0
+    )
     [example] = re.findall(r"Example: affinage launch (quickstart.*)", launch.__doc__ or "")
-    one_host, no_training = "quickstart --hosts 1 --devices 4", "quickstart --hosts 2 --devices 4 --until tokenize"
-    for words in (example, one_host, no_training, "quickstart --hosts 2"):
+    one, no_training = "quickstart --processes 1 --devices 4", "quickstart --processes 2 --devices 4 --until tokenize"
+    for words in (example, one, no_training, "quickstart --processes 2"):
         assert affinage("launch", *shlex.split(words))[0] == 0
     assert len(started) == 4 and all(words[0] == "run" for words in started)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.gallery import FACTS, facts
+from affinage.cli.config import FACTS, facts
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
 from affinage.durations import duration

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from affinage.cli import completion
-from affinage.cli.working import Left, Working
+from affinage.cli.working import Working, share_in
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
-from affinage.hardware.present import accelerator_is_here
+from affinage.hardware.devices import accelerator_is_here
 
 PROGRAM = [sys.executable, "-m", "affinage"]
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
@@ -118,12 +118,11 @@ def test_arrow_keys_edit_a_line_of_a_chat_and_bring_back_those_before_it(tmp_pat
     assert read.read_text() == "['bonjour', 'salut', 'bonjour !']"
 
 
-def test_what_is_left_follows_from_what_was_done():
-    left = Left()
-    told = [("0%", 100), ("10%", 101), ("25%", 110), ("50%", 120), ("reading", 121), ("1 of 10", 130), ("4 of 10", 136)]
-    found = [left.after(what, float(now)) for what, now in [*told, ("0 of 5", 140)]]
-    # Nothing is done yet; it is too early to tell; then from what was done, until something new begins.
-    assert found == [None, None, pytest.approx(30), pytest.approx(20), None, None, pytest.approx(12), None]
+@pytest.mark.parametrize(
+    ("words", "share"), [("30 of 90 choices", 1 / 3), ("1,000 of 4,000", 0.25), ("45%", 0.45), ("reading", None)]
+)
+def test_the_share_that_is_done_is_read_from_words(words: str, share: float | None):
+    assert share_in(words) == (share if share is None else pytest.approx(share))
 
 
 def test_work_is_shown_on_a_terminal_as_lines_if_asked_and_else_not_at_all(capsys):

@@ -66,7 +66,7 @@ def test_long_documents_can_be_split_at_paragraphs(tmp_path):
     text = "\n\n".join([FRENCH] * 40)
     settings = CleanSettings(max_characters=1_000, long_documents="split")
     summary, rows = run(tmp_path, [ENGLISH, text], settings)
-    assert [row["id"] for row in rows] == ["d0"] + [f"d1~{k}" for k in range(len(rows) - 1)]
+    assert [(row["id"], row["chunk"]) for row in rows] == [("d0", 0)] + [("d1", k) for k in range(len(rows) - 1)]
     assert "".join(row["text"] for row in rows[1:]) == text
     assert all(row["text"].startswith("Le comité") for row in rows[1:])
     assert summary["split"] == {"documents": 1, "parts": len(rows) - 1}

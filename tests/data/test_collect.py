@@ -17,11 +17,10 @@ import zstandard
 
 from affinage.config.data import DataSettings
 from affinage.config.sources import SourceSettings
-from affinage.data import collect as collecting
-from affinage.data import records
-from affinage.data.collect import collect
+from affinage.data import ingest as ingesting
+from affinage.data import readers
+from affinage.data.ingest import ingest, resolve
 from affinage.data.places import location
-from affinage.data.sources import resolve
 from affinage.errors import UserError
 from affinage.pipeline.sources import fingerprints
 from source_forms import collected, rows_of, write_lines
@@ -62,7 +61,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
         (folder / name).write_text(f"text of {name}\n")
     summary, rows = run(tmp_path, str(folder) + "/")
     assert [row["id"] for row in rows] == ["a.txt", "b.md", "sub/c.txt"]
-    empty = {"language": "", "url": "", "licence": ""}
+    empty = {"chunk": 0, "language": "", "language_score": None, "url": "", "license": ""}
     assert rows[0] == {"id": "a.txt", "source": "my_texts", **empty, "text": "text of a.txt\n"}
     assert summary["removed"] == {"unknown kind of file": 1}
     assert summary["samples"]["unknown kind of file"][0]["id"] == "picture.png"
@@ -102,7 +101,7 @@ def test_parquet_with_a_text_key(tmp_path):
     table = pa.table({"content": ["eins", None, "drei"], "url": ["u1", "u2", "u3"], "score": [1, 2, 3]})
     pq.write_table(table, tmp_path / "t.parquet")
     summary, rows = run(tmp_path, {"path": str(tmp_path / "t.parquet"), "text_key": "content", "license": "CC0"})
-    found = [(row["id"], row["text"], row["url"], row["licence"]) for row in rows]
+    found = [(row["id"], row["text"], row["url"], row["license"]) for row in rows]
     assert found == [("t.parquet#1", "eins", "u1", "CC0"), ("t.parquet#3", "drei", "u3", "CC0")]
     assert summary["removed"] == {"text is not a string": 1}
     for damaged in ("raise", "skip"):
@@ -127,7 +126,8 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
     record = {"text": "t", "id": 7, "lang": "en", "url": "http://x", "license": "MIT", "source": "a/b"}
     write_lines(tmp_path / "a.jsonl", [record])
     _, (row,) = run(tmp_path, str(tmp_path / "a.jsonl"))
-    assert row == {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "licence": "MIT", "text": "t"}
+    facts = {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "license": "MIT", "text": "t"}
+    assert row == facts | {"chunk": 0, "language_score": None}
     _, (row,) = run(tmp_path, {"path": str(tmp_path / "a.jsonl"), "name": "mine", "language": "fr"})
     assert (row["source"], row["language"]) == ("mine", "fr")
 
@@ -153,7 +153,7 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["", ".bz2", ".zst"])
 def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000_000)
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1_000_000)
     long = b'{"text": "before"}\n{"text": "' + b"x" * 30_000_000 + b'"}\n{"text": "after"}\n'
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(COMPRESS[suffix](long))
@@ -214,6 +214,24 @@ def test_a_damaged_file_can_be_kept_up_to_the_damage(tmp_path):
     assert 100 < len(rows) < 5_000 and summary["removed"]["damaged file"] == 1
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix):
+    few = jsonl([{"text": f"text {i}"} for i in range(5)])
+    whole = COMPRESS[suffix](few + b" " * 40)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[: -8 if suffix == ".gz" else -4])
+    summary, rows = run(tmp_path, str(tmp_path / f"a.jsonl{suffix}"), on_error="skip")
+    assert len(rows) == 5 and summary["removed"]["damaged file"] == 1
+
+
+def test_a_table_of_bytes_is_read_and_replaced_surrogates_are_counted(tmp_path):
+    pq.write_table(pa.table({"text": [b"fen\xc3\xaatre", b"caf\xe9"]}), tmp_path / "t.parquet")
+    (tmp_path / "t.jsonl").write_bytes(b'{"text": "lone \\ud800 half", "id": "a\\u001b[2Jb"}\n{"text": "whole"}\n')
+    summary, rows = run(tmp_path, str(tmp_path / "t.parquet"), str(tmp_path / "t.jsonl"))
+    assert [row["text"] for row in rows] == ["fenêtre", "lone \ufffd half", "whole"]
+    assert summary["removed"] == {"not UTF-8": 1} and summary["lone_surrogates"] == 1
+    assert rows[1]["id"] == "a\\x1b[2Jb", "nothing that a terminal would obey"
+
+
 def numbered(first, count):
     return [{"id": str(i), "text": f"text {i:04d} " + "x" * 90} for i in range(first, first + count)]
 
@@ -221,17 +239,36 @@ def numbered(first, count):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Three files, each a task of its own."""
-    monkeypatch.setattr(collecting, "TASK_BYTES", 1_000)
+    monkeypatch.setattr(ingesting, "TASK_BYTES", 10_000)
     for k in range(3):
         write_lines(tmp_path / "texts" / f"{k}.jsonl", numbered(100 * k, 50))
     return tmp_path / "texts"
 
 
-def test_a_limit_takes_the_beginning_of_every_part(folder, tmp_path):
-    source = {"path": str(folder), "max_bytes": 3050}
+def test_a_limit_is_met_from_as_many_files_as_it_is_worth(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(ingesting, "WAVE_BYTES", 1_000)
+    source = {"path": str(folder), "max_bytes": 3_020}
     summary, rows = run(tmp_path, source)
-    assert [row["id"] for row in rows] == [str(100 * k + i) for k in range(3) for i in range(10)]
-    assert summary["bytes_out"] == 3_000
+    assert Counter(int(row["id"]) // 100 for row in rows) == {0: 10, 1: 10, 2: 10}
+    monkeypatch.setattr(ingesting, "WAVE_BYTES", 3_000)
+    summary, rows = run(tmp_path, source)
+    assert summary["bytes_out"] == 3_000 and len({int(row["id"]) // 100 for row in rows}) == 1
+    monkeypatch.setattr(ingesting, "WAVE", 2)
+    assert run(tmp_path, {"path": str(folder), "max_bytes": 14_000})[0]["bytes_out"] == 14_000, "the next file, too"
+
+
+@pytest.mark.parametrize("name", ["big.jsonl", "big.parquet"])
+def test_a_large_file_is_read_in_parts_that_lose_nothing(tmp_path, monkeypatch, name):
+    rows = [{"text": f"text {i} " + "é" * (i % 50)} for i in range(300)]
+    write_lines(tmp_path / "big.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "big.parquet", row_group_size=20)
+    whole = run(tmp_path, str(tmp_path / name))[1]
+    for size in (700, 1_009, 5_000):
+        monkeypatch.setattr(ingesting, "TASK_BYTES", size)
+        found = run(tmp_path, str(tmp_path / name))[1]
+        assert [row["text"] for row in found] == [row["text"] for row in whole] == [row["text"] for row in rows]
+        assert len({row["id"] for row in found}) == 300
+        assert name == "big.jsonl" or found == whole, "rows are numbered in the file"
 
 
 def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
@@ -251,7 +288,7 @@ def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
 def test_a_stage_that_failed_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch):
     whole = run(tmp_path, str(folder))[1]
     read = []
-    reading = collecting.read_records
+    reading = ingesting.read_records
 
     def dying(file, how):
         read.append(file.name)
@@ -259,14 +296,14 @@ def test_a_stage_that_failed_goes_on_with_what_is_missing(folder, tmp_path, monk
             raise KeyboardInterrupt
         return reading(file, how)
 
-    monkeypatch.setattr(collecting, "read_records", dying)
+    monkeypatch.setattr(ingesting, "read_records", dying)
     settings = DataSettings(sources=[str(folder)])
     with pytest.raises(KeyboardInterrupt):
-        collect(settings, tmp_path / "out")
-    assert collect(settings, tmp_path / "out")["documents_out"] == 150
+        ingest(settings, tmp_path / "out")
+    assert ingest(settings, tmp_path / "out")["documents_out"] == 150
     assert read == ["0.jsonl", "1.jsonl", "2.jsonl", "2.jsonl"] and rows_of(tmp_path / "out") == whole
-    left = [path.name for path in sorted((tmp_path / "out").iterdir())]
-    assert left == [f"documents-0000{k}-00000.parquet" for k in range(3)]
+    left = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*"))
+    assert left == [f"texts/texts-0000{k}-00000.parquet" for k in range(3)]
 
 
 def test_notes_of_other_work_are_not_believed(folder, tmp_path):

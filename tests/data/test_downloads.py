@@ -93,14 +93,10 @@ def test_what_the_server_refuses(server, status, tmp_path):
         collected(tmp_path / "one", url_of(server))
 
 
-def test_from_an_object_store():
+def test_a_bucket_is_read_in_place(tmp_path):
     fsspec.filesystem("memory").pipe("/bucket/a.jsonl", CONTENT)
-    path = cached_path("memory://bucket/a.jsonl")
-    path.parent.mkdir(parents=True)
-    path.with_name("a.jsonl.part").write_bytes(CONTENT[:1_000])
-    path.with_name("a.jsonl.json").write_text(json.dumps({"version": version_of("memory://bucket/a.jsonl")}))
-    assert cached("memory://bucket/a.jsonl", SHA).read_bytes() == CONTENT
-    assert "memory://bucket/b.jsonl" in refused("memory://bucket/b.jsonl").what
+    assert len(collected(tmp_path / "out", "memory://bucket/a.jsonl")[1]) == 3_000
+    assert version_of("memory://bucket/a.jsonl") and not (tmp_path / "cache" / "downloads").exists()
 
 
 def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):

@@ -14,10 +14,10 @@ from affinage.config.data import CleanSettings, DataSettings, DecontaminateSetti
 from affinage.data import executor as executors
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.clean import clean
-from affinage.data.collect import collect
 from affinage.data.decontaminate import decontaminate
 from affinage.data.deduplicate import deduplicate
 from affinage.data.executor import Executor, open_executor
+from affinage.data.ingest import ingest
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
 from source_forms import rows_of, write_lines
@@ -94,7 +94,7 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Execu
     steps = ("collected", "clean", "unique", "clear", "split")
     collected, cleaned, unique, clear, out = (folder / step for step in steps)
     summaries = [
-        collect(DataSettings(sources=[source]), collected, executor=executor),
+        ingest(DataSettings(sources=[source]), collected, executor=executor),
         clean(collected, cleaned, CleanSettings(), ("en",), executor=executor),
         deduplicate(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
         decontaminate(unique, clear, DecontaminateSettings(), items, executor=executor),
@@ -123,7 +123,7 @@ def by_one(tmp_path_factory) -> tuple:
 
 @pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.full)], indirect=True)
 def test_every_stage_gives_what_one_process_gives(executor, by_one, tmp_path, monkeypatch):
-    monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 10_000)
+    monkeypatch.setattr("affinage.data.ingest.TASK_BYTES", 10_000)
     lines, items, expected = by_one
     documents, clusters, *summaries = chain(lines, tmp_path, items, executor)
     assert [documents, clusters, *summaries] == expected

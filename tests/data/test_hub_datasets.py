@@ -7,8 +7,8 @@ import pytest
 
 import hub_server
 from affinage.config.data import SourceSettings
-from affinage.data import collect as collecting
 from affinage.data import documents
+from affinage.data import ingest as ingesting
 from affinage.data.hub_datasets import at_commit
 from affinage.errors import UserError
 from hub_server import Fault
@@ -38,7 +38,8 @@ EXPECTED = [f"text {file}-{row} of the dataset" for file in range(3) for row in 
 def test_a_folder_of_parquet(tables, tmp_path):
     summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "license": "odc-by"})
     assert [row["text"] for row in rows] == EXPECTED and summary["documents_out"] == 120
-    facts = {"source": "tables", "language": "en?", "licence": "odc-by", "text": EXPECTED[41]}
+    facts = {"source": "tables", "language": "en?", "license": "odc-by", "text": EXPECTED[41]}
+    facts |= {"chunk": 0, "language_score": None}
     assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
     summary, rows = collected(tmp_path / "fr", {"dataset": str(tables), "filter": {"lang": "fr"}})
     assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}
@@ -64,17 +65,17 @@ def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
-    def dying(part, settings, stream=collecting.stream):
+    def dying(part, settings, stream=ingesting.stream):
         for record in stream(part, settings):
             read.append(record.text)
             if len(read) == 70:
                 raise Killed
             yield record
 
-    monkeypatch.setattr(collecting, "stream", dying)
+    monkeypatch.setattr(ingesting, "stream", dying)
     with pytest.raises(Killed):
         collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
-    assert len(list((tmp_path / "out").glob("completions/*.json"))) == 1
+    assert len(list((tmp_path / "out").rglob("completions/*.json"))) == 1
     _, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
     assert rows == whole
     assert len(read) == 70 + 80, "the file that was complete is not read again"

@@ -11,10 +11,9 @@ import zstandard
 
 from affinage.config.data import SourceSettings
 from affinage.data import wikipedia
-from affinage.data.gutenberg import split_chapters, strip_licence
-from affinage.data.opening import SourceFile
-from affinage.data.readers import read_records
-from affinage.data.records import BadRecord, DamagedFile
+from affinage.data.files import DamagedFile, SourceFile
+from affinage.data.gutenberg import split_chapters, strip_license
+from affinage.data.readers import BadRecord, read_records
 from affinage.data.wikitext import wikitext_to_text
 from source_forms import book, collected, dump_streams, html, page, prose, web_archive, write_lines
 
@@ -46,7 +45,7 @@ def test_the_pages_of_a_web_archive(tmp_path, name):
     assert f"{prose('en', 1)}\n" in first, "paragraphs stay apart"
     assert not [words for words in ("hidden", "color", "About us", "All rights") if words in first]
     assert rows[1]["text"].strip() == "déjà la fenêtre"
-    assert len(rows[0]["id"]) == 36 and rows[0]["licence"] == "unknown"
+    assert len(rows[0]["id"]) == 36 and rows[0]["license"] == "unknown"
     assert summary["removed"] == {"not HTML": 1, "not found": 1}
 
 
@@ -98,7 +97,7 @@ def test_a_page_is_read_as_it_was_before_it_was_sent(tmp_path, body, headers):
 def test_bodies_that_cannot_be_read_are_counted(tmp_path, monkeypatch):
     found = archived(tmp_path, b"\x1b\x9f\x00\x00\xa4", "Content-Encoding: br")
     assert isinstance(found, BadRecord) and found.reason == "unknown compression" and "br" in found.detail
-    monkeypatch.setattr("affinage.data.records.MAX_RECORD_BYTES", 10_000)
+    monkeypatch.setattr("affinage.data.readers.MAX_RECORD_BYTES", 10_000)
     found = archived(tmp_path, gzip.compress(bytes(1_000_000)), "Content-Encoding: gzip")
     assert isinstance(found, BadRecord) and found.reason == "too large"
 
@@ -159,7 +158,7 @@ def test_a_multistream_dump(tmp_path):
     urls = [(row["id"], row["url"]) for row in rows]
     assert urls == [("1", f"{base}/Le_Pont"), ("4", f"{base}/%C3%89t%C3%A9_%26_hiver")]
     assert rows[0]["text"].startswith("Le Pont\n\nLe Pont (né le 14 juillet")
-    assert {(row["language"], row["licence"]) for row in rows} == {("fr?", "cc-by-sa-4.0")}
+    assert {(row["language"], row["license"]) for row in rows} == {("fr?", "cc-by-sa-4.0")}
     assert summary["removed"] == {"empty": 1}, "redirects and talk pages are no articles"
 
 
@@ -197,7 +196,7 @@ def test_dumps_of_other_compressions_and_damaged_ones(tmp_path):
 
 
 def test_a_huge_page_is_skipped_without_being_held(tmp_path, monkeypatch):
-    monkeypatch.setattr("affinage.data.records.MAX_RECORD_BYTES", 20_000)
+    monkeypatch.setattr("affinage.data.readers.MAX_RECORD_BYTES", 20_000)
     monkeypatch.setattr(wikipedia, "CHUNK_BYTES", 64)
     path = tmp_path / "a.xml.bz2"
     large = "".join(f"{i * 7919} " for i in range(200_000))
@@ -215,7 +214,7 @@ def test_a_book_is_cut_into_chapters(tmp_path):
     assert rows[0]["text"].startswith("A TALE\n\nby Nobody\n\nContents") and rows[0]["text"].endswith("CHAPITRE II")
     assert rows[1]["text"] == f"CHAPITRE I\n\n{prose('fr', 600)}"
     assert rows[3]["text"] == f"CHAPITRE III\n\n{prose('fr', 602)}"
-    facts = {(row["url"], row["language"], row["licence"]) for row in rows}
+    facts = {(row["url"], row["language"], row["license"]) for row in rows}
     assert facts == {("https://www.gutenberg.org/ebooks/12", "fr?", "public domain in the USA (Project Gutenberg)")}
 
 
@@ -243,7 +242,7 @@ def test_where_a_book_is_cut():
     assert split_chapters(books)[-1].split("\n\n")[:2] == ["BOOK II", "CHAPTER I"]
     sentence = f"He said: part one of the plan is done.\n\n{prose('en', 3)}\n\nI\nwent home.\n\n{prose('en', 4)}"
     assert split_chapters(sentence) == [sentence], "a sentence that begins like a heading is none"
-    assert strip_licence(f"{prose('en', 1)}\n") == prose("en", 1)
+    assert strip_license(f"{prose('en', 1)}\n") == prose("en", 1)
 
 
 def test_code_is_what_a_source_says_is_code(tmp_path):

@@ -70,7 +70,7 @@ def test_by_tail_every_document_gives_its_end(tmp_path):
     book = {"id": "book", "source": "s", "language": "en", "text": text}
     summary, (head,), (tail,) = halves(tmp_path, [book], validation_fraction=0.1, by="tail")
     assert head["text"] + tail["text"] == text and tail["text"].startswith("line number 9")
-    assert (head["id"], tail["id"]) == ("book", "book/tail") and tail["source"] == "s"
+    assert (head["id"], tail["id"], tail["source"]) == ("book", "book", "s")
     assert summary["validation"]["s.en"] == {"documents": 1, "bytes": len(tail["text"])}
 
 

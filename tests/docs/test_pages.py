@@ -91,7 +91,7 @@ def test_the_site_has_docstrings_and_a_link_to_nowhere_ends_its_build(tmp_path: 
     built = build(tmp_path)
     assert built.returncode == 0, built.stdout + built.stderr
     assert "union-find" in (tmp_path / "site/decisions/04-deduplication.html").read_text()
-    assert "refuse_changes" in (tmp_path / "site/reference/api/checkpoint.html").read_text()
+    assert "check_compatible" in (tmp_path / "site/reference/api/checkpoint.html").read_text()
     page = tmp_path / "docs/index.md"
     page.write_text(page.read_text() + "\n[nowhere](nowhere.md)\n")
     built = build(tmp_path)

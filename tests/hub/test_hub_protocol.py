@@ -89,7 +89,7 @@ class Machine:
         return [row for batch in read_documents(self.folder / "runs/read/ingest") for row in batch.to_pylist()]
 
     def summary(self, stage: str, run: str = "read") -> dict:
-        return json.loads((self.folder / "runs" / run / stage / "manifest.json").read_text())["summary"]
+        return json.loads((self.folder / "runs" / run / stage / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")

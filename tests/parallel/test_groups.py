@@ -1,5 +1,7 @@
 """Stages of unequal shape on unequal groups of devices are the same step as one program on one device."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +12,10 @@ import pytest
 from affinage.errors import UserError
 from affinage.model import Graph, parse
 from affinage.parallel import make_mesh
-from affinage.training.groups import Group, GroupedTraining
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "unequal_stages"))
+
+from unequal_stages import Group, GroupedTraining
 
 UNEQUAL = (("early", {"data": 2}), ("loss", {"data": 1}))
 

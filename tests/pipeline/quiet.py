@@ -14,5 +14,5 @@ class Quiet:
 
     def on_metrics(self, row): ...
 
-    def on_end(self, step, manifest):
+    def on_end(self, step, result, seconds):
         self.events.append(f"ended {step.name}")

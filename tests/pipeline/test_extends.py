@@ -66,7 +66,7 @@ def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
     changed = _longer(f"plugins=['{plugin}']")
     _train(*changed, status=2)
     told = " ".join(capsys.readouterr().err.split())
-    assert str(plugin) in told and "runtime.checkpoint.accept_changes=[code" in told
+    assert str(plugin) in told and "runtime.checkpoint.allow_changes=[code" in told
 
 
 def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):

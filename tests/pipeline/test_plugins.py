@@ -24,8 +24,7 @@ from affinage.pipeline.preflight import check
 from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.plugins import load_named_plugins, load_plugins
-from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer
-from affinage.training.schedule import SCHEDULES, learning_rate
+from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning_rate, make_optimizer
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {

@@ -15,6 +15,7 @@ import pytest
 from affinage.cli.program import main
 from affinage.data import atomic
 from affinage.pipeline.store import Request, Store, link, read_manifest, read_request, write_json
+from affinage.results import RESULT, read_json
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 REQUEST = Request("filter", 1, {"data": {"clean": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
@@ -38,7 +39,7 @@ def test_a_result_is_there_once_its_manifest_is(tmp_path):
         "bytes": 3,
         "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     }
-    assert manifest["summary"] == {"documents": 3}
+    assert read_json(folder / RESULT) == {"documents": 3}
     assert manifest["step"] == "filter" and manifest["inputs"] == {"ingest": "abc"}
     assert not [name for name in manifest["files"] if name.endswith(".part")]
 

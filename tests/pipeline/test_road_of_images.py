@@ -68,7 +68,7 @@ def undisturbed(folder) -> PipelineRunner:
 
 
 def summary(done: PipelineRunner, stage: str) -> dict:
-    return json.loads((done.folder / stage / "manifest.json").read_text())["summary"]
+    return json.loads((done.folder / stage / "result.json").read_text())
 
 
 def weights(done: PipelineRunner) -> list[np.ndarray]:

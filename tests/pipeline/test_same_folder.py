@@ -5,16 +5,16 @@ from pathlib import Path
 
 from affinage.errors import UserError
 from affinage.pipeline.same_folder import check_same_folder
-from hosts_in_memory import Coordinator, HostInMemory
+from processes_in_memory import in_memory
 
 
 def check(*folders: Path) -> list[UserError | None]:
     """What each host is told, of which each has a folder."""
-    coordinator = Coordinator()
+    processes = in_memory(len(folders))
 
     def one(host: int) -> UserError | None:
         try:
-            check_same_folder(HostInMemory(host, len(folders), coordinator=coordinator), folders[host], within=2)
+            check_same_folder(processes[host], folders[host], within=2)
         except UserError as told:
             return told
         return None
@@ -35,4 +35,4 @@ def test_hosts_with_disks_of_their_own_are_named_to_all(tmp_path: Path):
     (tmp_path / "b").mkdir()
     for error in check(tmp_path / "a", tmp_path / "b", tmp_path / "a"):
         assert error is not None and error.fix
-        assert "host 1" in error.what and str(tmp_path / "b") in error.what and "host 2" not in error.what
+        assert "process 1" in error.what and str(tmp_path / "b") in error.what and "process 2" not in error.what

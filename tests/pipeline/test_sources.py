@@ -152,12 +152,12 @@ def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(server: Server, t
     server.headers, server.content = {"ETag": '"2"'}, b"Another text about the same river.\n" * 20
     run(recipe)
     assert "files changed" in capsys.readouterr().out
-    [text] = (tmp_path / "runs/web/ingest").glob("*.parquet")
+    [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
     assert b"Another text" in text.read_bytes()
     server.headers, server.content = {}, b"A third one.\n" * 20
     run(recipe)
     said = capsys.readouterr()
     assert "Nothing to do" in said.out and f"cannot check whether {url_of(server)} has changed" in said.err
     run(recipe, "--force", "ingest")
-    [text] = (tmp_path / "runs/web/ingest").glob("*.parquet")
+    [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
     assert b"A third one" in text.read_bytes()

@@ -30,6 +30,7 @@ from affinage.pipeline.models import open_model
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.watching import LOOKS, Watch, judge_of, right_items, seen_enough, within_epochs, worse
 from affinage.report.trainings import read_training
+from affinage.results import TrainingResult
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 from tiny_models import tiny_llama
@@ -243,8 +244,8 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
     last = lines(scored, "validation")[-1]["validation"]
     bits = told[-1]["evaluation"]["bits_per_byte"]
     assert set(bits) == {"en", "fr"} and bits["en"] == pytest.approx(last["pocket-world.en"]["bits_per_byte"])
-    shown = read_training("pretrain", scored, {})
-    assert [look.step for look in shown.looks] == [0, 10, 20] and set(shown.bits_per_byte) == {"en", "fr"}
+    shown = read_training("pretrain", scored, TrainingResult(), {})
+    assert [point.step for point in shown.eval_points] == [0, 10, 20] and set(shown.bits_per_byte) == {"en", "fr"}
 
 
 def test_benchmarks_of_facts_that_are_in_no_source_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,7 +12,7 @@ from affinage.pipeline.build import build_steps
 from affinage.pipeline.plan import plan
 from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.step import Step, StepContext
-from affinage.pipeline.store import read_manifest
+from affinage.results import read_json
 
 RECIPE = """\
 name: small
@@ -137,7 +137,7 @@ def test_an_interrupted_training_goes_on_from_what_is_there_and_any_other_step_b
     runner.run(watcher)
     assert watcher.events == ["began train", "ended train"]
     made = tmp_path / "runs/small/train"
-    assert read_manifest(made)["summary"] == {"went_on": True}
+    assert read_json(made / "result.json") == {"went_on": True}
     (made / "half").write_text("longer than it was")
     reasons, ran = toy_run(load, tmp_path, road)
     assert reasons["train"].startswith("damaged: half") and ran == ["train"]
@@ -152,7 +152,7 @@ def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_p
     save = tmp_path / "runs/small/train/checkpoints/20"
     save.mkdir(parents=True)  # one that was cut off
     assert runner.plan()[0].reason == "not finished; without a checkpoint to resume from"
-    (save / "SHA256SUMS").touch()
+    (save / "commit_success.txt").touch()
     assert runner.plan()[0].reason == "not finished; resumes"
 
 

@@ -16,7 +16,8 @@ from affinage.generation.model import LoadedModel
 from affinage.model import Call, apply
 from affinage.model.kinds.preference import REFERENCE
 from affinage.pipeline.models import is_chat, open_model
-from affinage.pipeline.store import Store, read_manifest, read_request
+from affinage.pipeline.store import Store, read_request
+from affinage.results import RESULTS, Result, read_json
 
 STEPS = [
     "synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "preference-data",
@@ -31,7 +32,7 @@ def affinage(*words: str) -> None:
 
 
 def summary(runs: Path, step: str, name: str = "tiny") -> dict:
-    return read_manifest(runs / name / step)["summary"]
+    return read_json(runs / name / step / "result.json")
 
 
 def metrics(runs: Path, training: str, kind: str = "loss", name: str = "tiny") -> list[dict]:
@@ -50,6 +51,7 @@ def test_every_step_has_a_whole_result(tiny_runs: Path):
         request, key = read_request(tiny_runs / "tiny" / step)
         assert request.step == step and store.is_complete(request) and request.key == key
         assert all(store.find(*made).exists() for made in request.inputs.items())
+        RESULTS.get(step, Result).model_validate(summary(tiny_runs, step))  # raises if a fact has another form
 
 
 def test_a_finished_run_has_nothing_to_do(own_runs: Path, capsys: pytest.CaptureFixture[str]):

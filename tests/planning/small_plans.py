@@ -10,8 +10,8 @@ from affinage.cli import main
 from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice
 from affinage.parallel.mesh import AXES
+from affinage.planning.comms import links_of
 from affinage.planning.plan import Plan, make_plan, planned_graph
-from affinage.planning.wires import wires
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
 EXPERTS = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256}"
@@ -30,7 +30,7 @@ def blocks_of(*overrides: str, name: str = "v4-8") -> Any:
 
 def links(name: str, **sizes: int) -> Any:
     """Those of every axis of a mesh."""
-    return wires(find_slice(name), dict.fromkeys(AXES, 1) | sizes)
+    return links_of(find_slice(name), dict.fromkeys(AXES, 1) | sizes)
 
 
 def settings(*overrides: str) -> list[str]:

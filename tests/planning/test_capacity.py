@@ -6,7 +6,7 @@ from small_plans import plan_of, told
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.planning.capacity import capacity, shape
-from affinage.planning.compiled import Verdict, compile_on
+from affinage.planning.compiled import CompileReport, compile_on
 
 GiB = 2**30
 WHERE = find_slice("v4-16")
@@ -15,13 +15,13 @@ WHERE = find_slice("v4-16")
 def compiler(fixed, per_layer, room=30.75, silent=False):
     """Refuses what needs more than a line says; as the real one, it may not tell how much."""
 
-    def verdict(recipe, overrides, where, counted):
+    def report(recipe, overrides, where, counted):
         layers = int(overrides[-1].partition("repeat=")[2])
         needed = int((fixed + per_layer * layers) * GiB)
         fits = needed <= room * GiB
-        return Verdict(fits, 0 if silent and not fits else needed)
+        return CompileReport(fits, 0 if silent and not fits else needed)
 
-    return verdict
+    return report
 
 
 @pytest.mark.parametrize(("fixed", "per_layer", "silent"), [(2.0, 0.22, False), (9.0, 0.3, True)])
@@ -58,10 +58,10 @@ def test_the_real_compiler_holds_no_gradients_of_all_layers():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     small = ["model.nodes.embed.width=1024", "model.nodes.blocks.attention.heads=8", "model.nodes.blocks.repeat=24"]
     small += ["model.nodes.blocks.ffn.width=4096", "tokenizer.vocab_size=2048", "model.nodes.embed.vocab=2048"]
-    verdict = compile_on("capacity", [*small, "mesh.tensor=4"], find_slice("v4-8"))
-    assert verdict.fits
-    weights = verdict.argument_bytes / 3  # and two moments, all in bfloat16
-    assert verdict.temporary_bytes < 0.7 * weights
+    report = compile_on("capacity", [*small, "mesh.tensor=4"], find_slice("v4-8"))
+    assert report.fits
+    weights = report.argument_bytes / 3  # and two moments, all in bfloat16
+    assert report.temporary_bytes < 0.7 * weights
 
 
 def test_the_verb_compares_with_what_fax_reached(capsys, monkeypatch):

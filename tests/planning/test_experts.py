@@ -1,5 +1,7 @@
 """Experts that lie on several devices are planned as one of these computes them."""
 
+import math
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -7,13 +9,11 @@ import pytest
 
 import tiny_graphs
 from affinage.config.training import PretrainSettings
-from affinage.hardware.chips import named
+from affinage.hardware.slices import find_slice
 from affinage.model import Call, abstract_params, apply, parse
 from affinage.parallel import MeshLayout, make_mesh
-from affinage.planning.experts import sent
-from affinage.planning.local import lay_out
-from affinage.planning.memory import step_memory
-from affinage.planning.part import part_of
+from affinage.planning.estimate import step_memory
+from affinage.planning.per_device import per_device, sent_per_token
 
 EXPERTS, CHOICES, WIDTH, HIDDEN, ROWS, LENGTH = 4, 2, 32, 64, 8, 32
 SETTINGS = PretrainSettings.model_validate(
@@ -48,22 +48,27 @@ def forward(graph, layout, rows, axes=()):
     return run(abstract_params(graph), tokens).jaxpr
 
 
+def divided(graph, mesh):
+    settings = SETTINGS.model_copy(update={"attention": "xla"})
+    return per_device(graph, settings, mesh, LENGTH, find_slice("v4-16"))
+
+
 def test_the_products_are_those_of_each_device_of_a_run():
     owners = 2
     mesh = {"data": 8 // owners, "expert": owners}
-    split = lay_out(graph(), SETTINGS, mesh, LENGTH, 8)
-    part = part_of(split, SETTINGS, named("TPU v4"), "tpu")
-    planned = products(forward(part.graph, part.layout, part.rows, part.layout.axes))
     run = products(forward(graph(), MeshLayout(make_mesh(mesh, jax.devices())), ROWS))
     sent = ROWS // 8 * LENGTH * CHOICES
-    assert planned == run
-    assert planned[0] == [(owners * sent, WIDTH), (EXPERTS // owners, WIDTH, HIDDEN)]
+    assert run[0] == [(owners * sent, WIDTH), (EXPERTS // owners, WIDTH, HIDDEN)]
+    # Of a product of groups every row is multiplied with one of them.
+    counted = sum(2 * rows * math.prod(kernel[1:]) for (rows, _), kernel in run)
+    ops = [op for op in divided(graph(), mesh).traced.ops if op.kind == "ragged_dot_general"]
+    assert len(ops) == 3 * len(run)
+    assert sum(op.flops * op.times for op in ops if "transpose" not in op.scope) >= counted
 
 
 def test_slots_of_a_capacity_take_the_same_memory_wherever_the_experts_are():
     def activations(mesh):
-        split = lay_out(graph(1.0, experts=8), SETTINGS, mesh, LENGTH, 8)
-        return step_memory(split, SETTINGS, named("TPU v4"), "tpu").activations
+        return step_memory(divided(graph(1.0, experts=8), mesh)).activations
 
     assert activations({"expert": 8}) == pytest.approx(activations({"data": 8}), rel=0.01)
 
@@ -71,4 +76,4 @@ def test_slots_of_a_capacity_take_the_same_memory_wherever_the_experts_are():
 @pytest.mark.parametrize(("capacity_factor", "rows"), [(1.0, CHOICES), (2.0, EXPERTS), (None, 4 * CHOICES)])
 def test_between_owners_goes_what_their_buffers_hold(capacity_factor, rows):
     ffn = graph(capacity_factor)["blocks"].kind.ffn
-    assert sent(ffn, LENGTH, owners=4) == rows
+    assert sent_per_token(ffn, LENGTH, owners=4) == rows

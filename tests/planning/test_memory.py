@@ -1,5 +1,6 @@
 """The plan's bytes against arrays that exist, and against what compilers take."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,12 +13,12 @@ from affinage.config.load import load_recipe
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import PretrainSettings
 from affinage.errors import UserError
-from affinage.hardware.chips import named
+from affinage.hardware.slices import find_slice
 from affinage.model import Graph, parse
-from affinage.model.activations import batch_shapes
+from affinage.model.batch import batch_shapes
 from affinage.parallel import make_mesh
-from affinage.planning.local import lay_out
-from affinage.planning.memory import step_memory
+from affinage.planning.estimate import step_memory
+from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, only
 from affinage.training.frozen import frozen_of
 from affinage.training.job import TrainJob
@@ -40,9 +41,8 @@ def settings(**changed: Any) -> PretrainSettings:
 
 def memory(mesh: dict, chosen: PretrainSettings, *, graph: Graph = GRAPH, context: int = CONTEXT, **more: Any) -> Any:
     """On TPUs, eight unless `devices` says otherwise; `more` is of the parallel settings."""
-    devices = more.pop("devices", 8)
-    layout = lay_out(graph, chosen, mesh, context, devices, ParallelSettings(**more))
-    return step_memory(layout, chosen, named("TPU v4"), "tpu")
+    where = replace(find_slice("v4-16"), shape=(more.pop("devices", 8), 1, 1))
+    return step_memory(per_device(graph, chosen, mesh, context, where, ParallelSettings(**more)))
 
 
 def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -> tuple[int, int, int]:
@@ -89,16 +89,14 @@ def tuned(stage: str, *changes: str) -> Plan:
     ],
     ids=str,
 )
-def test_of_a_tuning_the_bytes_of_the_state_and_the_products_of_a_step_are_those_of_the_training(
-    stage, changes, tmp_path
-):
+def test_a_tuning_is_planned_with_the_state_and_the_products_of_its_step(stage, changes, tmp_path):
     made = tuned(stage, *changes)
-    assert made.section == stage and made.split.context == 256
+    assert made.section == stage and made.device.seq_len == 256
     found = made.memory.weights, made.memory.frozen, made.memory.optimizer
-    assert found == state_of(made.split.graph, made.settings, {"fsdp": 4}, 256, tmp_path)
-    chip, split = made.where.chip, made.split
-    counted = sum(node.compute for node in made.time.nodes) * chip.flops_per_device * chip.achievable * split.devices
-    assert counted == pytest.approx(frozen_of(split.graph, made.settings).step_flops(8, 256), rel=1e-6)
+    assert found == state_of(made.device.graph, made.settings, {"fsdp": 4}, 256, tmp_path)
+    # Beside what the convention counts: a kernel's backward pass has more products, and narrow matrices are padded.
+    counted = sum(node.flops for node in made.time.nodes) * made.device.devices
+    assert 1 <= counted / frozen_of(made.device.graph, made.settings).step_flops(8, 256) < 1.6
 
 
 def test_adapters_need_less_of_everything_and_a_held_reference_more():

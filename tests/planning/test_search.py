@@ -11,7 +11,7 @@ from small_plans import SMALL, plan_of, rarer, settings, told
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
-from affinage.model.activations import batch_shapes
+from affinage.model.batch import batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.curve import Point, curve
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
@@ -27,7 +27,7 @@ TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
 def few(monkeypatch):
     """Half of the choices, and slices that a test has time for."""
     monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "block"))
-    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 1)
+    monkeypatch.setattr("affinage.planning.search.MOST_MICRO_BATCHES", 1)
     monkeypatch.setattr("affinage.planning.curve.MOST_CHIPS", 8)
 
 
@@ -41,7 +41,7 @@ def divided(name, *overrides, recipe=SMALL):
     """The meshes that a search tries."""
     loaded = load_recipe(recipe, overrides)
     tried = candidates(loaded.recipe, planned_graph(loaded), find_slice(name))
-    return [one.candidate.sizes for one in tried]
+    return [candidate.sizes for candidate, _ in tried]
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def divided(name, *overrides, recipe=SMALL):
 )
 def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, monkeypatch):
     monkeypatch.setattr("affinage.planning.search.REMATS", remats)
-    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 2)
+    monkeypatch.setattr("affinage.planning.search.MOST_MICRO_BATCHES", 2)
     loaded, graph, result = found(name, *overrides)
     where, every, fitting = find_slice(name), 0, []
-    for tried in candidates(loaded.recipe, graph, where):
-        made = make_plan(tried.candidate.put_into(loaded.recipe), graph, where)
+    for candidate, _ in candidates(loaded.recipe, graph, where):
+        made = make_plan(candidate.put_into(loaded.recipe), graph, where)
         every += 1
         if made.memory.total <= NEARLY_FULL * made.capacity:
-            fitting.append((order(tried.candidate, made.time.seconds, loaded.recipe.pretrain), tried.candidate))
+            fitting.append((order(candidate, made.time.seconds, loaded.recipe.pretrain), candidate))
     fitting.sort(key=lambda pair: pair[0])
     assert [candidate for candidate, _ in result.best] == [candidate for _, candidate in fitting[:3]]
     assert (len(fitting) == every == result.candidates) == (name == "v4-8")
@@ -148,15 +148,15 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     graph = planned_graph(loaded)
     weak, strong = (curve(loaded.recipe, graph, kind, find_slice("v4-8")) for kind in ("weak", "strong"))
     assert [point.plan.where.name for point in weak] == ["v4-8", "v4-16"]
-    assert [point.plan.split.rows for point in weak] == [64, 128]
-    assert {point.plan.split.rows for point in strong} == {64}
+    assert [point.plan.device.rows for point in weak] == [64, 128]
+    assert {point.plan.device.rows for point in strong} == {64}
     assert weak[0].efficiency == strong[0].efficiency == 1.0
     assert weak[-1].efficiency > strong[-1].efficiency
     assert strong[0].plan.time.seconds > strong[1].plan.time.seconds
     stages = Point(plan_of(SMALL, "v4-8", "mesh={pipeline: 2, fsdp: 2}"), 1.0)
     assert "bubble" in stages.why
     for point in (*weak, *strong, stages):
-        assert sum(int(part.split()[1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
+        assert sum(int(part.split()[-1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
 
 
 def test_a_curve_names_settings_that_go_with_no_mesh():

@@ -40,7 +40,6 @@ def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synt
             summary = told["training"] | {"steps": length, "tokens": length * 1024}
             summary |= {"resumed_at": [250] if length == STEPS["pretrain"] else []}
             summary["predicted"] |= {"flops": 9.6e9 * length}
-            write_json(run / stage / "summary.json", summary)
             write_metrics(run / stage / "metrics.jsonl", length, seed=length)
             write_json(run / stage / "model.json", {"graph": told["recipe"]["model"], "context": 128})
         if stage.startswith("evaluate"):
@@ -49,14 +48,15 @@ def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synt
             write_duplicates(run)
         sums = {f"{stage}.bin": (123_456, "0" * 64), "summary.json": (812, "1" * 64)}
         manifest = {
-            **each,
-            "summary": summary,
+            "step": stage,
+            "seconds": each["seconds"],
             "key": f"{random.Random(stage).getrandbits(256):064x}",
             "files": {file: {"bytes": size, "sha256": sha256} for file, (size, sha256) in sums.items()},
             "started": f"2026-01-02T03:{4 + started // 60:02d}:{started % 60:02d}Z",
             "versions": VERSIONS,
         }
         write_json(run / stage / "manifest.json", manifest | {"settings": {}, "inputs": {}})
+        write_json(run / stage / "result.json", summary)
         started += int(each["seconds"])
     return run
 

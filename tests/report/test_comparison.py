@@ -63,6 +63,10 @@ def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, affi
     told = json.loads(out)
     assert status == 0 and [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
     assert told["settings"] == [{"key": "pretrain.steps", "values": [60, 120, 60]}]
+    results = json.loads((runs / "small" / "evaluate-sft" / "results.json").read_text())["tasks"]
+    stated = {task: {name: one["value"] for name, one in found["metrics"].items()} for task, found in results.items()}
+    scores = told["runs"][0]["scores"]
+    assert {task: {name: one["value"] for name, one in found.items()} for task, found in scores.items()} == stated
     (difference,) = told["differences"]
     assert (difference["from"], difference["to"], difference["difference"]) == ("small", "wide", 0.5)
     assert difference["low"] > 0, "the paired test finds it real"

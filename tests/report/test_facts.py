@@ -12,6 +12,7 @@ from synthetic_run import write_json
 from affinage.report import collect_facts, render
 from affinage.report.card import card_facts
 from affinage.report.comparison import Entrant, comparison
+from affinage.report.sections import thresholds
 from affinage.report.summary import verdict
 
 anything = st.recursive(
@@ -32,27 +33,29 @@ def plain(text: str) -> str:
 
 
 def of_one_stage(folder: Path, stage: str, summary: dict, recipe: dict | None = None) -> Path:
-    write_json(folder / stage / "manifest.json", {"step": stage, "summary": summary})
+    write_json(folder / stage / "manifest.json", {"step": stage})
+    write_json(folder / stage / "result.json", summary)
     write_json(folder / "recipe.json", {"name": "x", **(recipe or {})})
     return folder
 
 
 def test_a_whole_run_is_read(facts):
-    assert [flow.stage for flow in facts.flows] == ["ingest", "filter", "dedup", "decontaminate", "split"]
-    assert facts.flows[1].removals[0].reason == "too short" and facts.flows[1].removals[0].count == 412
+    assert list(facts.flows) == ["ingest", "filter", "dedup", "decontaminate", "split"]
+    assert facts.flows["filter"].reasons[0] == ("too short", 412)
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
-    assert facts.thresholds.shown == (0, 1) and facts.thresholds.costs[0].documents_kept == (799 / 800, 0.8)
-    assert facts.contamination.benchmarks[0].found == 1 and facts.contamination.boilerplate == 42
-    assert [(row.name, row.bytes_per_token) for row in facts.tokenizer.sources] == [("pocket-world", 4.26)]
-    assert [(each.name, each.round_trip_exact) for each in facts.compared_tokenizers] == [("gpt2_vocab.bpe", 10_689)]
+    (row,) = thresholds(facts)
+    assert [(at, documents) for at, documents, _ in row.cells] == [(0.5, 799 / 800), (0.8, 0.8)]
+    assert facts.decontaminated.benchmarks["quiz"].found == 1 and facts.decontaminated.boilerplate.in_items == 40
+    assert facts.tokenizer.sources["pocket-world"].bytes_per_token == 4.26
+    assert [(each.name, each.round_trip.exact) for each in facts.published_tokenizers] == [("gpt2_vocab.bpe", 10_689)]
     pretrain = facts.training("pretrain")
-    assert pretrain.parameters == 1_443_968 and pretrain.broken_steps == (300,)
+    assert pretrain.parameters.total == 1_443_968 and pretrain.broken_steps == [300]
     assert [point[0] for point in pretrain.curves["loss"]] == sorted(point[0] for point in pretrain.curves["loss"])
     assert {one.quantity for one in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
     assert [evaluation.model for evaluation in facts.evaluations] == ["base", "sft"]
     assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
-    assert facts.seconds == pytest.approx(sum(stage.seconds or 0 for stage in facts.stages))
+    assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
 
 
 def test_what_eval_judged_of_the_models_that_the_run_has_is_part_of_it(run: Path):
@@ -83,14 +86,13 @@ def test_what_eval_judged_of_the_models_that_the_run_has_is_part_of_it(run: Path
 
 
 def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts, change):
-    for name in ("summary.json", "manifest.json"):
-        with change(run / "pretrain" / name) as told:
-            accounts = (told if name == "summary.json" else told["summary"])["seconds"]
-            accounts |= {"paused": 7200.0, "total": accounts["total"] + 7200.0}
-            told |= {"seconds": 5.0} if name == "manifest.json" else {}  # of the last start
+    with change(run / "pretrain" / "result.json") as result:
+        result["seconds"] |= {"paused": 7200.0, "total": result["seconds"]["total"] + 7200.0}
+    with change(run / "pretrain" / "manifest.json") as manifest:
+        manifest["seconds"] = 5.0  # of the last start
     stopped = collect_facts(run)
     assert stopped.training("pretrain").worked == pytest.approx(94.2) == facts.training("pretrain").worked
-    assert next(stage.seconds for stage in stopped.stages if stage.name == "pretrain") == pytest.approx(94.2)
+    assert stopped.step("pretrain").seconds == pytest.approx(94.2)
     assert verdict(stopped, "en") == verdict(facts, "en") and "in 3 min 08 s" in plain(verdict(facts, "en"))
     found = comparison([Entrant(each.name, each) for each in (facts, stopped)])
     assert found.quantities["training_seconds"] == pytest.approx((188.4, 188.4))
@@ -103,7 +105,7 @@ def test_any_stage_may_be_absent(run: Path, facts):
     absent = "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split()
     for stage in absent:
         (run / stage / "manifest.json").unlink()  # as if the stage had not finished
-        assert stage not in {one.name for one in collect_facts(run).stages}
+        assert stage not in {one.name for one in collect_facts(run).steps}
         assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
     assert "<h1>" in render(collect_facts(run / "nothing-here"))
 
@@ -113,8 +115,8 @@ def test_any_stage_may_be_absent(run: Path, facts):
 def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory, summary: dict, other: object):
     run = tmp_path_factory.mktemp("run")
     for stage in STAGES:
-        told = {"step": stage, "summary": summary, "started": other, "seconds": other}
-        write_json(run / stage / "manifest.json", told)
+        write_json(run / stage / "manifest.json", {"step": stage, "started": other, "seconds": other})
+        write_json(run / stage / "result.json", summary)
     write_json(run / "pretrain" / "model.json", {"graph": other, "context": 64})
     lines = json.dumps(other) + "\n" + json.dumps({"step": 1, "loss": other}) + "\n{"
     (run / "pretrain" / "metrics.jsonl").write_text(lines)

@@ -10,6 +10,7 @@ from affinage.hardware.slices import find_slice
 from affinage.planning.plan import make_plan, planned_graph
 from affinage.report import collect_facts, render
 from affinage.report.forecasts import predicted
+from affinage.results import TrainingResult
 
 SMALL = Path(__file__).parents[1] / "planning" / "small.yaml"
 SUMMARY = {
@@ -28,8 +29,8 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     (folder.parent / "recipe.json").write_text(json.dumps(loaded.recipe.model_dump(mode="json")))
     (folder / "model.json").write_text(json.dumps({"graph": planned_graph(loaded).to_dict(), "context": 512}))
-    (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    (folder / "manifest.json").write_text(json.dumps({"step": "pretrain", "key": "0" * 64, "summary": SUMMARY}))
+    (folder / "result.json").write_text(json.dumps(SUMMARY))
+    (folder / "manifest.json").write_text(json.dumps({"step": "pretrain", "key": "0" * 64}))
     return folder.parent
 
 
@@ -56,5 +57,6 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(run: Path):
 )
 def test_what_the_planner_does_not_know_is_left_out(run: Path, name: str, changed: dict):
     recipe = json.loads((run / "recipe.json").read_text())
-    assert predicted(name, run / "pretrain", SUMMARY | changed, recipe) == {}
-    assert predicted(name, run / "pretrain", SUMMARY | changed, {"pretrain": "of another version"}) == {}
+    result = TrainingResult.model_validate(SUMMARY | changed)
+    assert predicted(name, run / "pretrain", result, recipe) == {}
+    assert predicted(name, run / "pretrain", result, {"pretrain": "of another version"}) == {}

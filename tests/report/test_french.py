@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from html_page import Page
 
-from affinage.data import collect, decontaminate, records, repetition, split
+from affinage.data import decontaminate, ingest, readers, repetition, split
 from affinage.pipeline.watching import seen_enough
 from affinage.report import collect_facts, render
 from affinage.report.reasons import detail_in, ending_in, reason_name
@@ -48,9 +48,9 @@ def test_every_word_has_its_french_with_the_same_blanks():
 def test_every_reason_of_the_stages_and_its_detail_has_its_french():
     assert detail_in("Jaccard 0.860 to world/6 of a b", "fr") == "Jaccard 0,860 avec world/6 de a b"
     assert detail_in("whatever a plug-in says", "fr") == "whatever a plug-in says"
-    given = {*records.BROKEN, *repetition.RULES, records.NOT_ASKED_FOR, collect.UNKNOWN_KIND, split.NEAR_COPY, "empty"}
+    given = {*readers.BROKEN, *repetition.RULES, readers.NOT_ASKED_FOR, ingest.UNKNOWN_KIND, split.NEAR_COPY, "empty"}
     given |= {repetition.LOREM_IPSUM, repetition.CURLY_BRACKET, decontaminate.CONTAMINATED, "not UTF-8"}
-    assert {reason for reason in given if reason_name(reason, "fr") == reason} <= {"lorem ipsum", "licence"}
+    assert {reason for reason in given if reason_name(reason, "fr") == reason} <= {"lorem ipsum", "license"}
 
 
 def test_why_a_training_ended_is_said_in_french(run: Path, change):
@@ -63,7 +63,7 @@ def test_why_a_training_ended_is_said_in_french(run: Path, change):
     assert ending_in(some, "en") == some
     assert ending_in(some, "fr") == "les lignes de a, b c ont été vues aussi souvent que `num_epochs: 1.5` le permet"
     assert ending_in(f"{worse}; {worse}", "fr") == f"{moins_bon}\u00a0; {moins_bon}"
-    with change(run / "sft" / "summary.json") as summary:
+    with change(run / "sft" / "result.json") as summary:
         summary["ended"] = every
     page = render(collect_facts(run), "fr")
     assert "ses lignes ont été vues aussi souvent que `num_epochs: 1.5` le permet." in page and every not in page

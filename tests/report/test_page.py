@@ -84,7 +84,7 @@ def test_facts_are_on_the_page(pages: dict[str, str], facts):
 
 def test_preferences_are_told_in_their_own_unit(run: Path, change):
     shutil.copytree(run / "sft", run / "dpo")
-    with change(run / "dpo" / "manifest.json") as manifest, change(run / "dpo" / "summary.json") as summary:
+    with change(run / "dpo" / "manifest.json") as manifest, change(run / "dpo" / "result.json") as summary:
         manifest["step"] = "dpo"
         summary["validation"] = {"pairs": {"loss": 0.296, "rewards/accuracies": 0.936}}
     page = render(collect_facts(run))
@@ -106,7 +106,7 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
     page = render(facts := collect_facts(run)).replace("\u00a0", " ")  # as if it had gone on to its end
     assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
     assert "empirent au-delà du hasard" in render(facts, "fr")
-    with change(run / "sft" / "summary.json") as summary:
+    with change(run / "sft" / "result.json") as summary:
         summary |= {"ended": "winogrande is worse than at step 0 (p = 0.0001)", "steps": 300}
     page = render(collect_facts(run))
     section = page[page.index('id="sft"') :]

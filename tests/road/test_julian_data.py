@@ -10,8 +10,8 @@ import zstandard
 
 from affinage.cli.program import main
 from affinage.config.load import load_recipe
-from affinage.data.collect import collect
 from affinage.data.documents import read_documents
+from affinage.data.ingest import ingest
 from source_forms import book, dump_streams, page, prose
 
 COUNTS = {"wikipedia-en": 30, "wikipedia-fr": 20, "oscar-en": 40, "oscar-fr": 36, "fineweb-edu": 50, "the-stack": 15}
@@ -68,12 +68,12 @@ def mirror(tmp_path_factory) -> Path:
 
 
 def test_every_source_is_read_in_its_own_form(mirror: Path, tmp_path: Path):
-    summary = collect(load_recipe("julian-data", [f"data.mirror={mirror}"]).recipe.data, tmp_path)
+    summary = ingest(load_recipe("julian-data", [f"data.mirror={mirror}"]).recipe.data, tmp_path)
     found = {name: counts["documents"] for name, counts in summary["by_source"].items()}
     # Of a book there is also the title page, a document that is cleaned away later.
     assert found == COUNTS | {name: count * (CHAPTERS + 1) for name, count in BOOKS.items()}
     rows = [row for batch in read_documents(tmp_path) for row in batch.to_pylist()]
-    assert all(row["url"] and row["licence"] for row in rows), "where a document comes from is known of each"
+    assert all(row["url"] and row["license"] for row in rows), "where a document comes from is known of each"
     assert {row["language"].rstrip("?") for row in rows if row["source"] != "the-stack"} == {"en", "fr"}
     assert len({(row["source"], row["id"]) for row in rows}) == len(rows)
 

@@ -62,7 +62,7 @@ def test_killed_while_it_trains_it_ends_with_the_same_bits(tiny_runs: Path, own_
     for stage in ("ref-logprobs", "dpo"):
         shutil.rmtree((own_runs / "tiny" / stage).resolve())
     words = ["run", *tiny_run.WORDS, "--runs", str(own_runs), "--until", "dpo"]
-    kill(start(*words), lambda: list(own_runs.glob("store/dpo-*/checkpoints/2/SHA256SUMS")))
+    kill(start(*words), lambda: list(own_runs.glob("store/dpo-*/checkpoints/2/commit_success.txt")))
     before = done(own_runs)
     finish(*words)
     assert before.items() <= done(own_runs).items() and not any(name.startswith("dpo") for name in before)

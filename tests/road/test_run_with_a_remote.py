@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import RemoteFolder
-from affinage.checkpoint.remote_steps import find_steps
+from affinage.checkpoint.uploader import COPY, find_steps
 from affinage.cli.program import main
 from affinage.training.metrics import curve
 from waiting import until
@@ -38,7 +38,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
         """Steps that come while another is copied are passed over: which ones hangs on the machine."""
         save(store, step, *given)
         store.wait()
-        until(lambda: any(name.endswith(f"checkpoints/{step}/SHA256SUMS") for name in RemoteFolder(url).sizes()))
+        until(lambda: any(name.endswith(f"checkpoints/{step}/{COPY}") for name in RemoteFolder(url).sizes()))
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -46,9 +46,9 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert run(first, url) == 0
     steps = find_steps(url)
-    assert steps.steps() == [15, 20]
+    assert list(steps.listing()) == [15, 20]
     # As if the machine had been taken away in the midst of the last save.
-    steps.folder.remove(["20/SHA256SUMS"])
+    steps.folder.remove([f"20/{COPY}"])
     for name in RemoteFolder(url).names():
         if name.startswith(("pretrain-", "report-")):
             RemoteFolder(url).remove([f"{name}/manifest.json"])
@@ -58,12 +58,14 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     again = capfd.readouterr()
     assert f"copying step 15 from {url}" in again.out
     assert run(third, url) == 0  # there is nothing left to do, but to bring it here
-    for place in ("pretrain/summary.json", "report.html", "pretrain/checkpoints/20/SHA256SUMS"):
+    for place in ("pretrain/summary.json", "report.html", "pretrain/checkpoints/20/_CHECKPOINT_METADATA"):
         assert (third / "tiny" / place).read_bytes() == (second / "tiny" / place).read_bytes()
     found = [json.loads((runs / "tiny/pretrain/summary.json").read_text()) for runs in (first, second)]
     assert [summary["resumed_at"] for summary in found] == [[], [15]]
     curves = [curve(runs / "tiny/pretrain") for runs in (first, second)]
-    assert curves[0] == curves[1] and curves[0][-1]["step"] == 20 and find_steps(url).damage(20) == ""
+    assert (
+        curves[0] == curves[1] and curves[0][-1]["step"] == 20 and find_steps(url).download(20, tmp_path / "copy") == ""
+    )
 
     remote = RemoteFolder(url)
     kept = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -4,7 +4,6 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
@@ -14,8 +13,7 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
 from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
-from affinage.tracking.child import Child
-from affinage.tracking.tracker import metrics_of
+from affinage.tracking.trackers import metrics_of
 from affinage.training import train
 from waiting import until
 
@@ -115,22 +113,6 @@ def test_trackers_are_in_no_key_of_a_stage():
     tracked = build_steps(load_recipe("quickstart", given))
     assert [(stage.name, stage.config) for stage in plain] == [(stage.name, stage.config) for stage in tracked]
     assert load_recipe("quickstart", ["runtime.trackers=[wandb]"]).recipe.runtime.trackers == {"wandb": {}}
-
-
-def test_a_library_that_dies_or_is_not_there_is_an_error_of_the_tracker(tmp_path: Path):
-    before = set(psutil.Process().children())
-    child = Child("tensorboard", {"name": "t", "folder": str(tmp_path)})
-    child.start(TrackedRun("t"))
-    child.log(1, {"a": 1.0})
-    [process] = set(psutil.Process().children()) - before
-    process.kill()
-    process.wait(60)
-    with pytest.raises(RuntimeError, match="tensorboard"):
-        child.log(2, {"a": 1.0})
-    [events] = (tmp_path / "t").iterdir()
-    assert b"a" in events.read_bytes()
-    with pytest.raises(RuntimeError, match="KeyError"):
-        Child("no such library", {}).start(TrackedRun("t"))
 
 
 def test_scores_have_names_by_what_they_are_of():

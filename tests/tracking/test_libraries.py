@@ -13,8 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.tracking import trackers_of
-from affinage.tracking.tracker import TrackedRun
+from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import train
 
 pytestmark = pytest.mark.full
@@ -93,6 +92,5 @@ def test_an_mlflow_server_that_refuses_is_told_of_while_the_training_goes_on(tmp
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         [make] = trackers_of({"mlflow": {"uri": uri}}, recipe="tiny", training="sft", runs=tmp_path).values()
-        # MLflow's own seven attempts take longer than a tracker's process is waited for.
-        with pytest.raises(RuntimeError, match="Connection refused"):
+        with pytest.raises(Exception, match="Connection refused"):
             make().start(TrackedRun("tiny"))

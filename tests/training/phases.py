@@ -19,22 +19,22 @@ def in_phase(
     import jax
     from tiny import RandomFeed
 
-    from affinage.checkpoint import CheckpointStore, store
-    from affinage.hardware.devices import Present
+    from affinage.checkpoint import CheckpointStore
+    from affinage.hardware.devices import LocalDevices
     from affinage.training import examination
     from affinage.training.program import Program
     from affinage.training.reporter import Reporter
 
     place, name = {
         "joining": (jax.distributed, "initialize"),
-        "start": (Present, "acquire"),
+        "start": (LocalDevices, "acquire"),
         "first batch": (RandomFeed, "batch"),
         "compilation": (Program, "compile_training"),
         "restore": (CheckpointStore, "restore_newest"),
         "step": (Reporter, "training"),
         "evaluation": (examination, "validate"),
         "save": (CheckpointStore, "save"),
-        "writing": (store, "seal"),  # of a save, beside the steps or after the last one
+        "writing": (CheckpointStore, "wait"),  # for a save
         "going back": (CheckpointStore, "forget_after"),
     }[phase]
     function, begun, left = getattr(place, name), threading.Event(), [passes]

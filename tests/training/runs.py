@@ -75,7 +75,7 @@ def be_run(order: str) -> None:
 
     from affinage.config.runtime import CheckpointSettings, RuntimeSettings
     from affinage.errors import EXIT_PREEMPTED, Preempted
-    from affinage.stopping import OwnProcess
+    from affinage.stopping import StopSignals
     from affinage.training import TrainJob, train
 
     class SlowFeed(tiny.RandomFeed):
@@ -89,7 +89,7 @@ def be_run(order: str) -> None:
     for phase, number in [(job["when"], job["number"]), *filter(None, [job.get("then")])]:
         _signal_in(phase, number)
     try:
-        with OwnProcess():
+        with StopSignals():
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),

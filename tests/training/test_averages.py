@@ -70,4 +70,4 @@ def test_a_skipped_update_leaves_them_bit_for_bit(one_device):
 def test_mesh_and_accumulation_change_nothing(one_device):
     _, got = steps({"fsdp": 2}, 3, gradient_accumulation_steps=2)
     tiny.assert_close(got, one_device[1][:3], rtol=2e-4)
-    assert got[0]["targets"] == 8
+    assert got[0]["loss_tokens"] == 8

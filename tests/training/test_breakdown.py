@@ -1,6 +1,8 @@
 """A step by its parts: together they are the gradient that the step takes, and they cover its time."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,8 +12,12 @@ import tiny
 import tiny_graphs
 from affinage.config.parallel import ParallelSettings
 from affinage.model import apply, parse
-from affinage.training.breakdown import PARTS, STEP, differentiated, measure, program_of, synthetic_batch
+from affinage.training.program import program_of, synthetic_batch
 from affinage.training.state import Purpose, random_key
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from breakdown import PARTS, STEP, differentiated, measure
 
 
 def program(graph, mesh, remat="none"):

@@ -17,7 +17,7 @@ from affinage.training import TrainJob, train
 from affinage.training.extension import begin_extended
 from affinage.training.job import Extension
 from affinage.training.metrics import curve
-from affinage.training.schedule import learning_rate
+from affinage.training.optimizer import learning_rate
 
 BORDER, STEPS = 10, 16
 FIRST = {"name": "constant", "peak_lr": 1e-2, "min_lr": 0.0, "warmup_steps": 4}
@@ -85,8 +85,8 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
         ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
         ({}, 7, "5, 10"),
-        ({"optimizer": {"name": "lion"}, "checkpoint": {"accept_changes": ["optimizer"]}}, BORDER, "opt_state"),
-        ({"health": {"spike_window": 16}, "checkpoint": {"accept_changes": ["health"]}}, BORDER, "window.losses"),
+        ({"optimizer": {"name": "lion"}, "checkpoint": {"allow_changes": ["optimizer"]}}, BORDER, "opt_state"),
+        ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, BORDER, "window.losses"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")

@@ -96,7 +96,7 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
 def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
     summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy))
     (event,) = events(tmp_path)
-    assert event["step"] == 13 and event["cause"] == "spike" and event["loss_z"] > 6
+    assert event["step"] == 13 and event["cause"] == "spike" and event["spike_score"] > 6
     assert event["done"] == {"log": "noted", "rollback": "rewound to 10"}[policy]
     assert summary["health"]["left_out"] == ([13] if policy == "rollback" else [])
 
@@ -123,7 +123,7 @@ def test_three_in_a_row_or_five_in_a_hundred_are_too_many(tmp_path: Path, limits
 
 def test_a_run_that_only_notes_spikes_is_stopped_by_what_is_not_finite(tmp_path: Path):
     health = Health(HealthSettings(spike_window=8, on_spike="log"), tmp_path, 0, {})
-    metrics = {"skipped": 1.0, "loss": 9.0, "grad_norm": float("inf"), "spike": 1.0, "loss_z": 60.0}
+    metrics = {"skipped": 1.0, "loss": 9.0, "grad_norm": float("inf"), "spike": 1.0, "spike_score": 60.0}
     health.look(10, metrics)
     assert [(event["cause"], event["done"]) for event in events(tmp_path)] == [("not finite", "skipped")]
     row = metrics | {"grad_norm": None, "step": 10, "learning_rate": 0.1, "tokens": 1, "tokens_per_second": 1.0}

@@ -52,7 +52,6 @@ def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed):
         assert other.pop("torn") == 0.0 and one.keys() == other.keys()
         for name in one:
             assert other[name] == pytest.approx(one[name], rel=2e-5), name
-    assert jax.tree.structure(before) == jax.tree.structure(after)
     if "name" not in changed.get("optimizer", {}):  # a sign turns rounding into a whole step
         for one, other in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
             np.testing.assert_allclose(other, one, atol=2e-4 if changed else 1e-5)

@@ -9,8 +9,7 @@ import torch
 
 from affinage.config.training import OptimizerSettings, ScheduleSettings
 from affinage.errors import UserError
-from affinage.training.optimizer import Weights, make_optimizer
-from affinage.training.schedule import learning_rate
+from affinage.training.optimizer import Weights, learning_rate, make_optimizer
 
 SHAPES = {"weight": (16, 8), "norm": (8,)}
 DECAYED = {"weight": True, "norm": False}

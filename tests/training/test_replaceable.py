@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from affinage.hardware.acquisition import Hardware
+from affinage.hardware.devices import Hardware
 from affinage.parallel import Strategy
 from affinage.training import train
 from affinage.training.job import Checkpoints, Feed
@@ -27,8 +27,6 @@ class InMemory:
 
     def steps(self) -> list[int]:
         return sorted(self.kept)
-
-    def prepare(self, state: Mapping[str, Any]) -> None: ...
 
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         self.kept[step] = jax.tree.map(np.array, dict(state)), dict(meta)
@@ -69,7 +67,7 @@ def test_a_training_of_other_parts_is_the_usual_one(tmp_path: Path):
     feed: Feed = tiny.RandomFeed()
     store: Checkpoints = InMemory()
     strategy: Strategy = tiny.Kept(tiny.job(tmp_path))
-    hardware: Hardware[jax.Device] = Borrowed()
+    hardware: Hardware = Borrowed()
     parts = {"feed": feed, "store": store, "strategy": strategy, "hardware": hardware}
     own, seen = tmp_path / "own", set()
 

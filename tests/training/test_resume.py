@@ -14,7 +14,7 @@ import yaml
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.facts import IDENTITY, refuse_changes
+from affinage.checkpoint.compatibility import IDENTITY, check_compatible
 from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.errors import Preempted, UserError
 from affinage.model import parse
@@ -102,7 +102,7 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
         train(tiny.job(tmp_path, 12, **changed))
     names = ["code.plugin a.py", "data.rows", "optimizer.b1", "steps"]
     assert [line.strip().partition(": ")[0] for line in str(refused.value).splitlines()[1:-1]] == names
-    accepted = {"every_steps": 5, "accept_changes": ["code", "data", "optimizer.b1", "steps"]}
+    accepted = {"every_steps": 5, "allow_changes": ["code", "data", "optimizer.b1", "steps"]}
     with pytest.warns(CheckpointWarning, match="another optimizer"):
         summary = train(tiny.job(tmp_path, 12, checkpoint=accepted, **changed))
     assert summary["resumed_at"] == [10] and summary["steps"] == 12
@@ -124,14 +124,14 @@ def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(nam
 
     before = tiny.job(Path("unused"), data={"rows": "one"})
     meta, now = {IDENTITY: facts(before)}, facts(dataclasses.replace(before, **changes))
-    assert refuse_changes(meta, meta[IDENTITY], (), where="here", setting="accept_changes") == []
+    assert check_compatible(meta, meta[IDENTITY], (), where="here") == []
     with pytest.raises(UserError) as refused:
-        refuse_changes(meta, now, (), where="here", setting="accept_changes")
+        check_compatible(meta, now, (), where="here")
     assert f"\n    {name}: " in str(refused.value)
-    hinted = yaml.safe_load(str(refused.value).rpartition("accept_changes=")[2].removesuffix("."))
+    hinted = yaml.safe_load(str(refused.value).rpartition("allow_changes=")[2].removesuffix("."))
     assert name in hinted
-    refuse_changes(meta, now, hinted, where="here", setting="accept_changes")
-    accepted = refuse_changes(meta, now, [name.partition(".")[0]], where="here", setting="accept_changes")
+    check_compatible(meta, now, hinted, where="here")
+    accepted = check_compatible(meta, now, [name.partition(".")[0]], where="here")
     assert name in {each.name for each in accepted}
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from affinage.training.rounding import stochastic_bfloat16, stored_like
+from affinage.training.step import stochastic_bfloat16, stored_like
 
 
 def test_the_mean_is_the_value_and_only_the_two_neighbours_occur():

@@ -114,7 +114,7 @@ def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(room, deviat
     state = program.begin()._replace(window=tiny.placed(window, program.abstract.window))
     before = bits(state)
     state, seen = step(state, batch)
-    assert float(seen["loss_z"]) == pytest.approx(deviations, rel=1e-3)
+    assert float(seen["spike_score"]) == pytest.approx(deviations, rel=1e-3)
     assert bool(seen["skipped"]) == skipped == (bits(state) == before)
 
 

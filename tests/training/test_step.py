@@ -13,10 +13,8 @@ import pytest
 import tiny
 
 from affinage.model import apply
-from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.program import Program
 from affinage.training.state import Purpose, TrainState, random_key
-from affinage.training.step import make_update
 
 ONE = {"data": 1}
 
@@ -137,21 +135,3 @@ def test_the_feed_must_yield_the_batch_that_the_settings_say():
     program = alone()[0]
     with pytest.raises(ValueError, match="8 rows"):
         dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)))
-
-
-def test_weights_before_moments_are_the_same_bits_in_a_fraction_of_the_memory():
-    shape = {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-    adam = make_optimizer(tiny.settings().optimizer, Weights({"kernel": True}, {"kernel": None}))
-    draw = functools.partial(jax.random.normal, shape=(1024, 1024))
-    ended, temporary = [], []
-    for first in (False, True):
-        update = make_update(tiny.graph(), adam, lambda step: 0.1, seed=0, weights_first=first)
-        params = {"kernel": draw(jax.random.key(0))}
-        state = TrainState(jnp.zeros((), jnp.int32), params, adam.init(params))
-        step = jax.jit(update, donate_argnums=0).lower(state, shape, 0.0, 0.0).compile()
-        temporary.append(step.memory_analysis().temp_size_in_bytes / params["kernel"].nbytes)
-        for number, norm in enumerate((2.0, 0.5, jnp.nan, 3.0)):
-            state, _ = step(state, {"kernel": draw(jax.random.key(number + 1))}, 0.0, float(norm))
-        ended.append(jax.device_get(state))
-    assert tiny.bits(ended[0]) == tiny.bits(ended[1])
-    assert temporary[1] < temporary[0] - 1  # copies of both moments; not even a clipped gradient

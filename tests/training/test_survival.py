@@ -13,9 +13,9 @@ import tiny
 
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import EXIT_PREEMPTED
-from affinage.stopping import OwnProcess
+from affinage.stopping import StopSignals
 from affinage.training.metrics import curve
-from affinage.training.signals import StopRequest
+from affinage.training.preemption import PreemptionGuard
 from waiting import until
 
 STEPS, EVERY = 30, 5
@@ -90,17 +90,17 @@ def test_a_second_signal_while_the_last_save_is_written_changes_nothing(tmp_path
         assert run.wait() == EXIT_PREEMPTED, run.said()
         assert run.said().index("signal in step") < run.said().index("signal in writing")
         assert newest(folder) == run.steps()[-1] > begun
-        assert not CheckpointStore(folder / "checkpoints").damage(newest(folder))
+        assert not CheckpointStore(folder / "checkpoints").verify(newest(folder))
     assert_ends_as(undisturbed, folder, starter)
 
 
 IN_NATIVE_CODE = """
 import hashlib, os
 from affinage.errors import Preempted
-from affinage.stopping import OwnProcess, leave
-from affinage.training.signals import StopRequest
-stop = StopRequest('run', grace=1)
-with OwnProcess(), stop:
+from affinage.stopping import StopSignals, leave
+from affinage.training.preemption import PreemptionGuard
+stop = PreemptionGuard('run', grace=1)
+with StopSignals(), stop:
     try:
         print(os.getpid(), flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
@@ -110,20 +110,17 @@ with OwnProcess(), stop:
 
 
 @pytest.mark.parametrize(
-    ("slowest_save", "number", "again", "status", "stacks"),
+    ("steps_to_lose", "number", "again", "status", "stacks"),
     [
-        pytest.param(
-            None, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once", marks=pytest.mark.full
-        ),
-        pytest.param(600, signal.SIGTERM, True, EXIT_PREEMPTED, True, id="after the grace"),
-        pytest.param(
-            2, signal.SIGINT, False, EXIT_PREEMPTED, True, id="by hand: after the slowest save", marks=pytest.mark.full
-        ),
-        pytest.param(600, signal.SIGINT, True, 130, False, id="by hand: the second time"),
+        pytest.param(False, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once"),
+        pytest.param(True, signal.SIGTERM, True, EXIT_PREEMPTED, True, id="after the grace"),
+        pytest.param(True, signal.SIGINT, True, 130, False, id="by hand: the second time"),
     ],
 )
-def test_native_code_that_does_not_end_is_left(warm_python, slowest_save, number: int, again: bool, status, stacks):
-    known = "" if slowest_save is None else f"stop.something_to_lose({slowest_save}); "
+def test_native_code_that_does_not_end_is_left(
+    warm_python, steps_to_lose: bool, number: int, again: bool, status, stacks
+):
+    known = "stop.steps_to_lose(); " if steps_to_lose else ""
     command = [*warm_python, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
     process, late = subprocess.Popen(command, stdout=-1, stderr=-1, text=True), time.monotonic() + 300
     assert process.stdout is not None
@@ -132,16 +129,18 @@ def test_native_code_that_does_not_end_is_left(warm_python, slowest_save, number
     until(lambda: computes.cpu_times().user >= before + 0.2)  # it is in native code
     process.send_signal(number)
     while again and process.poll() is None and time.monotonic() < late:
-        time.sleep(1.2)  # more than what counts as one wish
+        time.sleep(1.2)  # more than what counts as one press
         process.send_signal(number)
     _, said = process.communicate(timeout=300)
     assert process.returncode == status
     assert ('File "<string>", line 10 in <module>' in said) == stacks
 
 
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, 600), (signal.SIGHUP, 600), (signal.SIGINT, 9000)])
-def test_a_person_waits_longer(number: signal.Signals, seconds: float):
-    with OwnProcess(), StopRequest("run", grace=600.0) as stop:
-        stop.something_to_lose(slowest_save=9000.0)
+@pytest.mark.parametrize(("number", "limited"), [(signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGINT, False)])
+def test_a_person_waits_without_a_limit(number: signal.Signals, limited: bool):
+    with StopSignals(), PreemptionGuard("run", grace=600.0) as stop:
+        stop.steps_to_lose()
         signal.raise_signal(number)
-        assert seconds - 300 < until(stop.seconds_left) <= seconds
+        until(lambda: stop.signal_name)
+        left = stop.seconds_left()
+        assert (300 < left <= 600) if limited and left is not None else (left is None and not limited)

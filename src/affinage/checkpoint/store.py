@@ -1,449 +1,475 @@
-"""The checkpoints of a run: a folder of steps, each there completely, bit for bit, or not at all."""
+"""The checkpoints of a run: a folder of steps, each of which is complete or not there at all."""
 
+import contextlib
+import gc
+import logging
 import os
+import re
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import absl.logging
 import jax
-from orbax.checkpoint import v1 as ocp
+from etils import epath
+from orbax.checkpoint.experimental import v1 as ocp
 
-from affinage.checkpoint.contents import facts_in, misfit, strange
-from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
-from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
-from affinage.checkpoint.memory import memory_given_back
-from affinage.checkpoint.seal import UNSIGNED, damage, seal, seal_hash, sign
-from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove, why_not_read
-from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
-from affinage.hardware.hosts import Hosts
-from affinage.hardware.movement import waits_for_others
-from affinage.signing import KEY_VARIABLE, signing_key
+from affinage.checkpoint.checksums import checksums, leaves_by_path
+from affinage.checkpoint.metadata import COMMIT, METADATA, CorruptedError, Metadata, read_metadata
+from affinage.cluster.processes import Processes
+from affinage.errors import UserError, UserWarned, errno_of, first_line, raise_of_network
+
+if TYPE_CHECKING:
+    from affinage.checkpoint.uploader import Uploader
 
 PyTree = Any
+Facts = dict[str, Any]
 
+_STEP = re.compile(r"0|[1-9]\d*")
 _PAUSE = 600.0  # seconds in which a disk may do nothing at all
-_SLOWEST = 10e6  # bytes per second; a disk that takes or gives fewer is as good as stuck
-
-# Saves of all stores begin here, in the order in which they were asked for: Orbax numbers what hosts do together by one
-# count of the process, and two that began at once could be numbered otherwise on another host.
-_BEGINS = ThreadPoolExecutor(1, thread_name_prefix="saves")
-
-absl.logging.set_verbosity(absl.logging.FATAL)  # Orbax tells of every file it writes, and thrice of errors it raises
+_SLOWEST = 10e6  # bytes per second; a disk that is slower counts as stuck
 
 
 class CheckpointWarning(UserWarned):
     """A checkpoint was passed over."""
 
 
-class Copies(Protocol):
-    """Whoever copies saves elsewhere; see `affinage.checkpoint.mirror`."""
+@dataclass
+class _Save:
+    """A save that runs in the background; `finished` is set when older steps are removed, too."""
 
-    @property
-    def held(self) -> frozenset[int]:
-        """Steps that must not be removed yet."""
-        ...
-
-    def saved(self) -> None:
-        """A save is complete; returns at once."""
-        ...
+    response: ocp.AsyncResponse[None]
+    began: float = field(default_factory=time.monotonic)
+    finished: threading.Event = field(default_factory=threading.Event)
 
 
 class CheckpointStore:
-    """Saves and restores training states under `folder/<step>/`.
+    """Saves and restores training states under `folder/<step>/`, by Orbax.
 
     A state is a mapping of names to trees of arrays (`params`, ...), each of which can be restored without the others.
-    A step counts only once it is sealed, see `affinage.checkpoint.seal`, so a process may die at any moment; and it is
-    restored only if it is what was sealed: Orbax itself loads a flipped bit without a word.
+    A step counts once Orbax has committed it, so a process may die at any moment. The checksums of all arrays are
+    computed on the devices before a save and after a restore: what is corrupted is never restored silently.
 
-    Where many hosts work together, all of them save and restore, each its own part; the first one decides what, and
-    seals it. All see the same folder.
+    All processes of a run call the same methods in the same order, with the same folder.
 
     Args:
-        folder: made if it is not there.
+        folder: local path or gs:// URL; made by the first save.
         keep_last: how many of the newest steps stay.
-        keep_every: steps at multiples of this stay for ever; None for none.
-        copies: is told of every save, and says which steps may not be removed yet; None: nobody is.
-
-    Raises:
-        UserError: see `affinage.signing.signing_key`; with one, seals are signed, and others are none.
+        keep_every: steps at multiples of this stay forever; None for none.
+        uploader: is notified of every save, and names steps that must not be removed yet.
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int = 2, keep_every: int | None = None, copies: "Copies | None" = None
+        self,
+        folder: Path | str,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        uploader: "Uploader | None" = None,
     ) -> None:
-        self.folder = folder.absolute()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._key = signing_key()
-        self._keep_last = keep_last
-        self._keep_every = keep_every
-        self._copies = copies
-        self._unreadable: set[int] = set()  # steps that look complete, but were tried
-        # Orbax runs here only: its coroutines do not bear an exception, such as that of Ctrl-C, in their midst.
-        self._orbax = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._running: Future[None] | None = None
-        self._began = 0.0  # when it did
+        self.folder: Any = epath.Path(folder) if "://" in str(folder) else Path(folder).absolute()
+        self._keep_last, self._keep_every, self._uploader = keep_last, keep_every, uploader
+        self._corrupted: set[int] = set()  # steps that look complete but could not be restored
+        self._running: _Save | None = None
         self._context = ocp.Context()
-        self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-        by_coordinator(self._context)
-        # By default it makes one of every handler there is, twice for each tree: a third of the time of `save`.
-        only_trees = ocp.handlers.local_registry(include_global_registry=False).add(ocp.handlers.PyTreeHandler)
-        self._context.checkpointables.registry = only_trees
+        self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE  # needs no rename, as in object stores
+        # Only arrays are read: the global registry has handlers for whatever a checkpoint names.
+        registry = ocp.handlers.local_registry(include_global_registry=False).add(ocp.handlers.PyTreeHandler)
+        self._context.checkpointables.registry = registry
         # Weights are noise to a compressor: zstd makes a save take three times as long for 8 % fewer bytes.
         self._context.array.saving.use_compression = False
-        # Of arrays that several devices hold each sends a part, cut out by a program: not worth it for a vector.
-        self._context.array.saving.min_slice_bytes_for_replica_parallel = LEAST_PART
+
+    # ---- which steps there are ----
 
     def steps(self) -> list[int]:
-        """The steps that are completely there, oldest first."""
+        """The complete steps, oldest first."""
         return complete_steps(self.folder)
 
     def entries(self) -> list[tuple[int, Path]]:
-        """Whatever is called like a step, oldest first."""
+        """Everything in the folder that is named like a step, oldest first."""
         return entries(self.folder)
 
-    def why_not_read(self, step: int) -> str:
-        """Why what is called like this step is not among `steps`, in words; "" if it is, or nothing is called so."""
-        path = self.folder / str(step)
-        return why_not_read(path) if os.path.lexists(path) else ""
+    def meta(self, step: int) -> Facts:
+        """The facts that were saved with a step. Raises UserError if they cannot be read."""
+        return self.metadata(step).facts
 
-    def prepare(self, state: Mapping[str, PyTree]) -> None:
-        """Do now, before the first step, what the loop would wait for in its first save of such a state."""
-        if not can_be_held(dict(state)):
-            compile_cuts(dict(state))
+    def metadata(self, step: int) -> Metadata:
+        """The metadata of a step. Raises UserError if they cannot be read."""
+        try:
+            return read_metadata(self.folder / str(step))
+        except (CorruptedError, OSError) as error:
+            raise_of_network(error)
+            raise self._refused(step, first_line(error)) from error
+
+    def described(self, step: int) -> dict[str, PyTree]:
+        """The trees of a step as shapes and dtypes on one device; no array is read."""
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        try:
+            with _quiet():
+                found = dict(ocp.checkpointables_metadata(self.folder / str(step)).metadata)
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), found)
+        except Exception as error:  # whatever Orbax and TensorStore raise for corrupted files
+            raise_of_network(error)
+            raise self._refused(step, _reason(error)) from error
+
+    # ---- saving ----
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated or changed as soon as this returns.
 
-        Waits for the save before, if it still runs. A step that is already there stays as it is. Many hosts call it
-        with the same steps in the same order.
+        Waits for the save before, if it still runs. A step that is already complete stays as it is.
 
         Args:
             step: names the save.
             state: trees of `jax.Array`, by name.
-            meta: JSON-able facts about the run, read again by `meta`.
+            meta: JSON-able facts about the run, returned by `meta`.
 
         Raises:
             OSError: see `wait`.
-            UserError: of many hosts this one has another folder.
         """
         self.wait()
-        hosts, there = Hosts.at_work(), step in self.steps() and step not in self._unreadable
-        # The first one has sealed the save before when it says so.
-        there, folder = hosts.share("a save", [there, str(self.folder)], seconds=seconds_at_most(state))
-        if folder != str(self.folder):
-            raise UserError(
-                f"host {hosts.index} would save elsewhere than the first, which saves into {folder}",
-                where=str(self.folder),
-                fix="Give all hosts the same folder of runs, under the same name.",
-            )
-        if there:
+        processes, path = Processes.at_work(), self.folder / str(step)
+        if jax.process_count() > 1 and processes.count == 1:
+            fix = "Run this step by itself before the run in several processes."
+            raise UserError("one process of several cannot save arrays alone", where=str(path), fix=fix)
+        exists = processes.first and step in self.steps() and step not in self._corrupted
+        if processes.first and not exists:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _remove(path)  # what a killed save left, or a corrupted step
+        if processes.broadcast("a save", exists, seconds=seconds_at_most(state)):
             return
-        target = self.folder / str(step)
-        if hosts.first and os.path.lexists(target):
-            remove(target)  # the remains of a save that was killed, or of one that was damaged since
-        self._unreadable.discard(step)
-        held, self._began = hold(dict(state)), time.monotonic()
-        begun = _BEGINS.submit(self._begin, target, held or dict(state), {"step": step, "facts": dict(meta)})
-        self._running = self._orbax.submit(self._finish, begun, target)
-        if held is None and begun.exception() is not None:  # until Orbax has what it needs of the arrays
-            self.wait()  # raises it
+        self._corrupted.discard(step)
+        metadata = Metadata(step, dict(meta), checksums(state))
+        with _quiet(), self._context:
+            response = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata.to_json())
+        self._running = _Save(response)
+        response.on_complete(partial(self._committed, step, self._running.finished))
 
-    def _begin(self, target: Path, state: dict[str, PyTree], meta: dict[str, Any]) -> list[ocp.AsyncResponse[None]]:
-        self._context.async_options.timeout_secs = int(seconds_at_most(state))
-        with self._context:
-            return [ocp.save_checkpointables_async(target, state, custom_metadata=meta)]
+    def _committed(self, step: int, finished: threading.Event, _: None) -> None:
+        """Remove older steps, on the first host, in Orbax's thread."""
+        try:
+            if Processes.at_work().first:
+                if self._uploader is not None:
+                    self._uploader.saved()
+                self._prune(step)
+        finally:
+            finished.set()
 
-    def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
-        with memory_given_back():
-            begun.result().pop().result()  # popped, as it holds a copy of the state
-            if Hosts.at_work().first:
-                seal(target, self._key)
-                if self._copies is not None:
-                    self._copies.saved()
-                self._prune()
-                drop_remains(self.folder, before=int(target.name))
+    def _prune(self, newest: int) -> None:
+        intact = [step for step in self.steps() if step not in self._corrupted]
+        keep = kept_steps(intact, self._keep_last, self._keep_every)
+        if self._uploader is not None:
+            keep |= self._uploader.in_use
+        for step, path in self.entries():
+            # Incomplete steps, too: killed saves left them.
+            if step < newest and step not in keep:
+                with contextlib.suppress(OSError):  # the training goes on
+                    _remove(path)
 
     def wait(self) -> None:
-        """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone.
+        """Block until the save in progress is committed, and older steps are removed.
 
         Raises:
-            OSError: the disk did not take it; the steps before are whole.
+            OSError: the disk did not take it; the steps before are intact.
         """
-        if self._running is not None:
-            running, self._running = self._running, None
-            try:
-                with waits_for_others(waits_for_parts):
-                    running.result()
-            except ValueError as error:  # TensorStore's, of whatever kind
-                number = errno_of(error)
-                if not number:
-                    raise
-                raise OSError(number, os.strerror(number), str(self.folder)) from error
+        self._end(timeout=None)
 
     def in_flight(self) -> float:
-        """Seconds since the save that still runs began; 0 where none does. Waits for nothing.
+        """Seconds since the save that still runs began, 0 if none does. Does not block.
 
         Raises:
-            OSError: it has failed, which `wait` would tell, too.
+            OSError: it has failed; see `wait`.
         """
-        if self._running is not None and self._running.done():
-            self.wait()
-        return 0.0 if self._running is None else time.monotonic() - self._began
+        with contextlib.suppress(TimeoutError):
+            self._end(timeout=0)
+        return 0.0 if self._running is None else time.monotonic() - self._running.began
 
-    def damage(self, step: int, only: Mapping[str, Any] | None = None) -> str:
-        """What is wrong with a step; "" if it is what was saved as this step, and nothing that should not be read.
-
-        See `affinage.checkpoint.seal.damage` and `affinage.checkpoint.contents.strange`.
-
-        Raises:
-            OSError: the network of the disk failed, which says nothing of the step.
-        """
-        folder = self.folder / str(step)
-        found = damage(folder, None if only is None else only.keys(), self._key)
-        if found:
-            return found
+    def _end(self, timeout: float | None) -> None:
+        if self._running is None:
+            return
+        running, self._running = self._running, None
         try:
-            if found := strange(folder, self._trees(step, only)):
-                return found
-            saved_as = self._metadata(step).get("step")
-        except Exception as error:  # whatever Orbax, TensorStore or JSON make of a stranger's files
-            raise_of_network(error)
-            return f"it cannot be read: {first_line(error)}"
-        return "" if saved_as == step else f"it was saved as step {saved_as!r:.80}"
+            running.response.result(timeout)
+        except TimeoutError:
+            self._running = running
+            raise
+        except ValueError as error:  # TensorStore's, for whatever the file system returned
+            if not (number := errno_of(error)):
+                raise
+            raise OSError(number, os.strerror(number), str(self.folder)) from error
+        running.finished.wait()
 
-    def _damage_seen_by_first(self, step: int, only: Mapping[str, Any]) -> str:
-        """See `damage`; of hosts that work together one reads the files, which may take the others long."""
-        hosts = Hosts.at_work()
-        found = self.damage(step, only) if hosts.first else ""
-        return str(hosts.share("damage", found, seconds=seconds_at_most(only)))
+    def forget_after(self, step: int) -> None:
+        """Remove all later steps: the run went back to this one and continues differently."""
+        if Processes.at_work().first:
+            for later, path in self.entries():
+                if later > step:
+                    _remove(path)
 
-    def seal_hash(self, step: int) -> str:
-        """A hash of all files of a step: of this save and its copies, and of no other save, be it of the same state."""
-        return seal_hash(self.folder / str(step))
-
-    def sign(self, step: int) -> None:
-        """Sign a step that was saved without the key, or with another one.
-
-        Raises:
-            UserError: there is no key, or what is there is not what was sealed.
-        """
-        if self._key is None:
-            fix = "Name the file of a key with at least 32 bytes, which nobody else may read."
-            raise UserError("there is no key to sign with", where=KEY_VARIABLE, fix=fix)
-        folder = self.folder / str(step)
-        self._refuse_damaged(step, damage(folder))
-        sign(folder, self._key)
+    # ---- restoring ----
 
     def restore(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """The state of a step, on the devices and shardings that `abstract` asks for, whatever it was saved from.
+        """The state of a step, on the devices and shardings of `abstract`, whatever mesh it was saved from.
 
         Args:
             step: one of `steps()`.
-            abstract: trees of `jax.ShapeDtypeStruct` with shardings; only the names given are read.
+            abstract: trees of `jax.ShapeDtypeStruct` with shardings, by name; or None for a tree as it was saved.
+                Another floating-point dtype than the saved one is converted to. Only the names given are read.
 
         Raises:
-            UserError: if it is damaged, or what was saved is not what is asked for.
+            UserError: the step is corrupted, or what was saved does not fit.
         """
-        self._refuse_damaged(step, self._damage_seen_by_first(step, abstract))
-        try:
-            return self._load(step, abstract)
-        except Exception as error:
-            misfit = self._misfit(step, abstract)
-            if not misfit:
-                raise self._unread(step, error) from error
-            fix = "Undo the change of the settings that it comes from; a checkpoint is of one model and one optimizer."
-            raise UserError(
-                f"the checkpoint of step {step} does not fit: {misfit}", where=str(self.folder), fix=fix
-            ) from error
+        found, reason = self._read(step, abstract)
+        if found is None:
+            raise self._refused(step, reason)
+        return found[0]
 
-    def described(self, step: int) -> dict[str, PyTree]:
-        """The trees of a step with the shape and dtype of each array; no array is read.
+    def restore_params(self, step: int | None, abstract: PyTree) -> PyTree:
+        """Only the parameters of a step; of the newest if `step` is None.
+
+        A corrupted newest step is an error here: whoever uses or publishes a model must not get an older one unnoticed.
 
         Raises:
-            UserError: if it is damaged, or does not say it.
+            UserError: there is no checkpoint, or it is corrupted.
         """
-        self._refuse_damaged(step, self.damage(step, {}) or strange(self.folder / str(step), self._trees(step)))
-        try:
-            found = dict(self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step)).metadata)
-        except Exception as error:
-            raise self._unread(step, error) from error
-        for name, tree in found.items():
-            leaves = [] if tree is None else jax.tree.leaves(tree)
-            if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
-                raise self._unread(step, ValueError(f"what it says of {name} cannot be read"))
-        return found
-
-    def _unread(self, step: int, error: Exception) -> UserError:
-        """What to tell of it. Raises what is no matter of the checkpoint: of a disk, or of memory."""
-        failed = disk_error(error)
-        if failed is not None:
-            raise failed from error
-        if isinstance(error, MemoryError | jax.errors.JaxRuntimeError):
-            raise error
-        return UserError(f"the checkpoint of step {step} cannot be read: {first_line(error)}", where=str(self.folder))
-
-    def _refuse_damaged(self, step: int, found: str) -> None:
-        if found == UNSIGNED:
-            fix = "If it is yours, `affinage checkpoint sign` signs it; if others may write there, it may be theirs."
-            raise UserError(f"the checkpoint of step {step} is not taken: {found}", where=str(self.folder), fix=fix)
-        if found:
-            others = ", ".join(f"@{other}" for other in self.steps() if other != step)
-            raise UserError(
-                f"the checkpoint of step {step} is damaged: {found}",
-                where=str(self.folder),
-                fix=f"Name one of the others ({others}), or remove it and run its recipe, which goes on from there."
-                if others
-                else "There is no other.",
-            )
-
-    def _misfit(self, step: int, abstract: Mapping[str, PyTree]) -> str:
-        """The first array that was saved in another shape than it is asked for, or is on one side only; "" if none."""
-        try:
-            saved = self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step)).metadata
-        except Exception:  # whatever Orbax makes of it: it is something else that is wrong
-            return ""
-        return misfit(saved, abstract)
+        if step is None:
+            steps = Processes.at_work().broadcast("checkpoints", self.steps(), seconds=seconds_at_most(abstract))
+            if not steps:
+                raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
+            step = int(steps[-1])
+        return self.restore(step, {"params": abstract})["params"]
 
     def restore_newest(
         self,
         abstract: Mapping[str, PyTree],
         accept: Callable[[Mapping[str, Any]], None] = lambda meta: None,
         at_most: int | None = None,
-    ) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
-        """Step, state and meta of the newest step that can be read; None if nothing was ever saved.
+    ) -> tuple[int, dict[str, PyTree], Facts] | None:
+        """Step, state and facts of the newest step that is intact; None if nothing was ever saved.
 
-        Steps that are not complete, damaged or cannot be read are passed over with a `CheckpointWarning`.
+        Incomplete and corrupted steps are named in a `CheckpointWarning` and passed over, by all processes alike.
 
         Args:
             abstract: see `restore`.
-            accept: given the meta of a whole step before it is loaded; may refuse it with a UserError, which stands;
-                with another error the step is passed over.
-            at_most: the newest up to this step is wanted; where none can be read, the first one after it is taken.
+            accept: is given the facts of a step before it is loaded; may refuse it with a UserError, which ends the
+                restore, or with a ValueError, with which the step is passed over.
+            at_most: the newest up to this step is wanted; if there is none, the first one after it is taken.
 
         Raises:
-            UserError: if there are steps but none can be read; starting from nothing would hide it.
-            OSError: the network of the disk failed, which says nothing of the steps.
+            UserError: there are steps but none can be restored; starting from nothing would hide that.
+            OSError: the network of the disk failed, which says nothing about the steps.
         """
-        share = partial(Hosts.at_work().share, seconds=seconds_at_most(abstract))  # the first may still seal a save
-        steps, reason = share("checkpoints", self.steps()), ""
-        called: list[int] = share("what is called like one", [step for step, _ in self.entries()])
-        wanted = max(called, default=0) if at_most is None else at_most
-        for step in sorted(called, key=lambda step: (step > wanted, abs(step - wanted))):
-            if step not in steps:
-                _warn_once(step, self.why_not_read(step) or "it is not complete")
-                continue
-            reason = self._damage_seen_by_first(step, abstract)
-            if reason:
-                _warn_once(step, reason)
-            else:
-                found, reason = self._read(step, abstract, accept)
-                # All go on from one step, also where what one of them cannot read is whole for the others.
-                if Hosts.at_work().least("whether it was read", int(not reason), seconds=seconds_at_most(abstract)):
-                    return found
-                found = None  # its memory, where another one could not read it
-                reason = reason or "another host cannot read it"
-            self._unreadable.add(step)
-        if not steps:
+        processes = Processes.at_work()
+        found = [[step, whats_missing(path)] for step, path in self.entries()]
+        found = processes.broadcast("checkpoints", found, seconds=seconds_at_most(abstract))
+        wanted = max((step for step, _ in found), default=0) if at_most is None else at_most
+        reason = ""
+        for step, missing in sorted(found, key=lambda each: (each[0] > wanted, abs(each[0] - wanted))):
+            restored, reason = (None, missing) if missing else self._read(step, abstract, accept)
+            if restored is not None:
+                return step, *restored
+            if processes.first:
+                warnings.warn(f"checkpoint {step} is passed over: {reason}", CheckpointWarning, stacklevel=2)
+            if not missing:
+                self._corrupted.add(step)
+        if not self._corrupted:
             return None
+        steps = ", ".join(map(str, sorted(self._corrupted)))
         raise UserError(
-            f"none of the checkpoints {steps} can be restored; the last one says: {reason}",
+            f"none of the checkpoints {steps} can be restored; the last reason: {reason}",
             where=str(self.folder),
-            fix="If the model, the optimizer or another setting of it was changed, undo that, or give the run another "
-            "name; otherwise remove the folder to start again.",
+            fix="If the model, the optimizer or another setting was changed, undo that, or give the run another name; "
+            "otherwise remove the folder to start again.",
         )
 
+    def verify(self, step: int) -> str:
+        """What is wrong with a step, whose arrays are all read and compared with their checksums; "" if nothing is."""
+        if reason := whats_missing(self.folder / str(step)):
+            return reason
+        try:
+            for name, tree in self.described(step).items():  # one by one: a whole state may not fit in memory
+                self.restore(step, {name: tree})
+            trees = {path.partition(".")[0] for path in self.metadata(step).checksums}
+            return "" if trees <= set(self.described(step)) else "a tree of arrays is missing"
+        except UserError as error:
+            return error.what.partition(": ")[2]
+
     def _read(
-        self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None]
-    ) -> tuple[tuple[int, dict[str, PyTree], dict[str, Any]] | None, str]:
-        """What `restore_newest` gives of a step, or why this host cannot, which it has said. UserErrors are raised."""
+        self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Facts], None] = lambda meta: None
+    ) -> tuple[tuple[dict[str, PyTree], Facts] | None, str]:
+        """(state and facts of a step, ""), or (None, why not). The processes agree: if one cannot, none does."""
+        agreed = partial(_agreed, seconds=seconds_at_most(abstract))
         try:
-            meta = self._facts(step)
-            accept(meta)
-            return (step, self._load(step, abstract), meta), ""
-        except UserError:
-            raise
-        except Exception as error:  # whatever Orbax, TensorStore or JSON make of what does not fit
+            metadata = read_metadata(self.folder / str(step))
+            accept(metadata.facts)
+            reason = misfit(metadata, abstract)
+        except (ValueError, OSError) as error:
             raise_of_network(error)
-            reason = self._misfit(step, abstract) or first_line(error)
-            _warn(step, reason)
+            reason = first_line(error)
+        if reason := agreed(f"metadata of {step}", reason):
             return None, reason
-
-    def forget_after(self, step: int) -> None:
-        """Remove all later steps: the run has gone back to this one, and will be another from there on."""
-        if Hosts.at_work().first:
-            for later, path in self.entries():
-                if later > step:
-                    remove(path)
-
-    def restore_params(self, step: int | None, abstract: PyTree) -> PyTree:
-        """Only the parameters of a training state; of the newest step if `step` is None.
-
-        Whoever uses or publishes a model is told where that is damaged, and is not given an older one.
-
-        Raises:
-            UserError: if there is no checkpoint, or it is damaged.
-        """
-        if step is None:
-            share = partial(Hosts.at_work().share, seconds=seconds_at_most(abstract))
-            steps = share("checkpoints", self.steps())
-            if not steps:
-                raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
-            step = int(steps[-1])
-        return self.restore(step, {"params": abstract})["params"]
-
-    def meta(self, step: int) -> dict[str, Any]:
-        """The facts that were saved with a step. Raises UserError if they cannot be read."""
+        loaded: dict[str, PyTree] = {}
         try:
-            return self._facts(step)
-        except Exception as error:
-            raise self._unread(step, error) from error
+            with _quiet(), self._context_for(Processes.at_work()):
+                as_saved = _with_dtypes(metadata, abstract)
+                loaded = dict(ocp.load_checkpointables(self.folder / str(step), as_saved))
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # whatever Orbax and TensorStore raise for corrupted files
+            raise_of_network(error)
+            reason = _reason(error)
+        if reason := agreed(f"restore of {step}", reason):
+            return None, reason
+        if reason := agreed(f"checksums of {step}", _difference(metadata, loaded)):
+            return None, reason
+        return (_converted(loaded, abstract), metadata.facts), ""
 
-    def _facts(self, step: int) -> dict[str, Any]:
-        return dict(self._metadata(step)["facts"])
+    def _context_for(self, processes: Processes) -> ocp.Context:
+        """Restores of one process of several must not wait for the others."""
+        if jax.process_count() == 1 or processes.count > 1:
+            return self._context
+        context = ocp.Context(self._context)
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.active_processes = {jax.process_index()}
+        return context
 
-    def _trees(self, step: int, only: Mapping[str, Any] | None = None) -> list[str]:
-        names = [path.name for path in (self.folder / str(step)).iterdir() if path.is_dir()]
-        return sorted(name for name in names if not name.startswith(".") and (only is None or name in only))
+    def _refused(self, step: int, reason: str) -> UserError:
+        others = ", ".join(f"@{other}" for other in self.steps() if other != step)
+        fix = f"Name one of the others ({others}), or remove it and run its recipe, which resumes from there."
+        return UserError(
+            f"checkpoint {step} cannot be restored: {reason}",
+            where=str(self.folder),
+            fix=fix if others else "There is no other.",
+        )
 
-    def _metadata(self, step: int) -> dict[str, Any]:
-        found = self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step))
-        return facts_in(found.custom_metadata)
 
-    def _load(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        return self._ask_orbax(ocp.load_checkpointables, self.folder / str(step), dict(abstract))
+# ---- a folder of steps ----
 
-    def _ask_orbax(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        def ask() -> Any:
-            with self._context:
-                return function(*arguments)
 
-        with waits_for_others(waits_for_parts):
-            return self._orbax.submit(ask).result()
+def entries(folder: Any) -> list[tuple[int, Any]]:
+    """Everything in a folder that is named like a step, oldest first."""
+    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted((int(path.name), path) for path in found)
 
-    def _prune(self) -> None:
-        readable = [step for step in self.steps() if step not in self._unreadable]
-        kept = kept_steps(readable, self._keep_last, self._keep_every)
-        held = frozenset() if self._copies is None else self._copies.held
-        for step in self.steps():
-            if step not in kept and step not in held and step < readable[-1]:
-                remove(self.folder / str(step))
+
+def complete_steps(folder: Any) -> list[int]:
+    """The complete steps in a folder, oldest first."""
+    return [step for step, path in entries(folder) if not whats_missing(path)]
+
+
+def whats_missing(path: Any) -> str:
+    """Why a folder that is named like a step is not complete; "" if it is."""
+    if os.path.islink(path):
+        return "it is a symbolic link, and could lead anywhere"
+    if not all((path / name).exists() for name in (METADATA, COMMIT)):
+        return "it is incomplete: its save was cut off"
+    return ""
+
+
+def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
+    """Those of the ascending `steps` that stay."""
+    return {*steps[-keep_last:], *(step for step in steps if keep_every and step % keep_every == 0)}
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove what saves that were cut off have left; not while a save is running."""
+    for _, path in entries(folder):
+        if whats_missing(path):
+            _remove(path)
 
 
 def seconds_at_most(state: PyTree) -> float:
-    """In which a state of such arrays is written, hashed or read, unless the disk is as good as stuck."""
+    """Seconds in which a state of such arrays is written or read, unless the disk is stuck."""
     return _PAUSE + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / _SLOWEST
 
 
-def _warn_once(step: int, reason: str) -> None:
-    """Of what all hosts know alike."""
-    if Hosts.at_work().first:
-        _warn(step, reason)
+def _remove(path: Any) -> None:
+    """Remove a step, its marks first, so that half a step never looks complete. Links are left alone."""
+    if not os.path.islink(path) and path.is_dir():
+        for name in (COMMIT, METADATA):
+            (path / name).unlink(missing_ok=True)
+        epath.Path(path).rmtree()
 
 
-def _warn(step: int, reason: str) -> None:
-    warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
+# ---- comparing what was saved with what is wanted ----
+
+
+def misfit(metadata: Metadata, wanted: Mapping[str, PyTree]) -> str:
+    """The first array that was saved in another shape than wanted, or is on one side only; "" if there is none."""
+    for name, tree in wanted.items():
+        if tree is None or not metadata.checksums:
+            continue
+        here = {path: list(leaf.shape) for path, leaf in leaves_by_path({name: tree}).items()}
+        saved = {path: facts[1] for path, facts in metadata.checksums.items() if path.partition(".")[0] == name}
+        for path in sorted(here.keys() | saved.keys()):
+            if here.get(path) != saved.get(path):
+                sides = [str(side.get(path, "not there")) for side in (saved, here)]
+                return f"{path} was saved as {sides[0]}, and is {sides[1]} here"
+    return ""
+
+
+def _with_dtypes(metadata: Metadata, wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The wanted trees with the dtypes that were saved, whose bits the checksums are of."""
+
+    def as_saved(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        dtype = metadata.checksums[name][0] if metadata.checksums else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(as_saved, dict(wanted))
+
+
+def _converted(state: dict[str, PyTree], wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    for name, tree in wanted.items():
+        if tree is not None:
+            state[name] = jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state[name], tree)
+    return state
+
+
+def _difference(metadata: Metadata, loaded: Mapping[str, PyTree]) -> str:
+    """The first array that is not what was saved; "" if there is none."""
+    if not metadata.checksums:
+        what = f"checkpoint {metadata.step} was saved without checksums: its arrays are not verified"
+        warnings.warn(what, CheckpointWarning, stacklevel=2)
+        return ""
+    found = checksums(loaded)
+    saved = {path: facts for path, facts in metadata.checksums.items() if path.partition(".")[0] in loaded}
+    wrong = sorted(path for path in found.keys() | saved.keys() if found.get(path) != saved.get(path))
+    return f"{wrong[0]} is not what was saved (checksum)" if wrong else ""
+
+
+def _agreed(what: str, reason: str, seconds: float) -> str:
+    """The reason of this process; that another one has a reason, if this one has none; "" if nobody has one."""
+    fine = Processes.at_work().all_min(what, int(not reason), seconds=seconds)
+    return "" if fine else reason or "another process cannot read it"
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first, in one line: Orbax raises what it makes of it."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return first_line(error)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, Orbax does not log every file, nor print errors of its tasks that it raises anyway."""
+    before = absl.logging.get_verbosity()
+    absl.logging.set_verbosity(absl.logging.FATAL)
+    tasks = logging.getLogger("asyncio")
+    disabled, tasks.disabled = tasks.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception:
+        gc.collect()  # its failed tasks complain when they are collected
+        raise
+    finally:
+        absl.logging.set_verbosity(before)
+        tasks.disabled = disabled

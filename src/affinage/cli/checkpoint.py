@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,14 +18,13 @@ from affinage.errors import UserError, plain
 
 if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
-    from affinage.checkpoint.remote_steps import RemoteSteps
+    from affinage.checkpoint.uploader import RemoteSteps
 
 group = typer.Typer(
     no_args_is_help=True,
     help="List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
 )
-_SEEN = ("step", "seal", "fingerprint", "arrays")  # of a checkpoint, whatever its own facts hold
-CUT_OFF = "it is not complete: a save, or a copy, was cut off here"
+_SEEN = ("step", "fingerprint", "arrays")  # of a checkpoint, whatever its own facts hold
 
 CheckpointArgument = Annotated[
     str,
@@ -55,48 +54,35 @@ def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    with _source(training, runs, quiet=as_json) as source:
-        found = source.listing()
+    if "://" in training:
+        found = _remote_listing(training)
+    else:
+        from affinage.checkpoint.browse import listing
+
+        found = listing(_store(training, runs, quiet=as_json)[0])
     if not found:
         print("no checkpoint yet", file=sys.stderr)
-    states = (each["why_not"] or plain(str(each["saved"] or "damaged")) for each in found)
+    states = (each["why_not"] or plain(str(each["saved"] or "")) for each in found)
     lines = (f"{each['step']:>10,}  {each['bytes'] / 1e6:10,.1f} MB  {state}" for each, state in zip(found, states))
     emit(found, as_json, lines)
 
 
 @group.command("show")
-def show(
-    checkpoint: CheckpointArgument,
-    numbers: Annotated[bool, opt("Read the arrays whole, for their fingerprint.", "--arrays")] = False,
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
-) -> None:
-    """Print what a checkpoint holds: settings, data, versions, arrays; with --arrays, their fingerprint.
+def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
+    """Print what a checkpoint holds: settings, data, versions, arrays.
 
-    The fingerprint is of the numbers alone: checkpoints of the same state have the same one, on any mesh. The seal is
-    of the files: this save and its copies have it, and no other save.
+    The fingerprint is of the numbers alone: checkpoints of the same state have the same one, on any mesh.
 
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
     with Working("reading a checkpoint"), _checkpoint(checkpoint, runs) as (store, step):
-        from affinage.checkpoint.looking import arrays, fingerprint, fingerprints
+        from affinage.checkpoint.browse import arrays
 
-        facts: dict[str, Any] = {"step": step, "seal": store.seal_hash(step)}
-        held = arrays(store, step)
-        if numbers:
-            trees = fingerprints(store, step)
-            facts["fingerprint"] = fingerprint(trees)
-            held = {name: tree | {"fingerprint": trees[name]} for name, tree in held.items()}
-        facts["arrays"] = held
+        metadata = store.metadata(step)
+        facts: dict[str, Any] = {"step": step, "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
         # Its own facts do not take the place of what was seen.
-        facts |= {name: fact for name, fact in store.meta(step).items() if name not in _SEEN}
-    if not numbers and "://" not in checkpoint:  # a copy was compared as a whole
-        from affinage.pipeline.names import command
-
-        name = checkpoint.partition("@")[0]
-        verify = f"`{command('checkpoint verify', f'{name}@{step}', runs=runs)}` reads them"
-        print(f"its arrays were not read: {verify}, `show --arrays` has their fingerprint", file=sys.stderr)
-    # The settings that decide over numbers are in the identity.
+        facts |= {name: fact for name, fact in metadata.facts.items() if name not in _SEEN}
+    # The settings that decide about numbers are in the identity.
     emit(facts, as_json, _nested({name: fact for name, fact in facts.items() if name != "settings"}))
 
 
@@ -104,11 +90,11 @@ def show(
 def diff(
     one: CheckpointArgument,
     other: CheckpointArgument,
-    numbers: Annotated[bool, opt("Compare the arrays, too; reads both whole.", "--arrays")] = False,
+    numbers: Annotated[bool, opt("Read the arrays that differ, to say how far they are apart.", "--arrays")] = False,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints: settings, data, versions, mesh; with --arrays, bit for bit.
+    """Compare two checkpoints: settings, data, versions, mesh, and arrays by their checksums.
 
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
@@ -117,7 +103,7 @@ def diff(
         _checkpoint(one, runs) as first,
         _checkpoint(other, runs) as second,
     ):
-        from affinage.checkpoint.looking import compare
+        from affinage.checkpoint.browse import compare
 
         found = compare(first, second, numbers=numbers)
     emit(found, as_json, _differences(found))
@@ -130,133 +116,64 @@ def _differences(found: dict[str, Any]) -> Iterator[str]:
         yield plain(f"{each['name']}: {brief(each['saved'], 80)} -> {brief(each['now'], 80)}")
     if not found["facts"]:
         yield "saved by the same settings, data and versions"
-    arrays = found.get("arrays") or {"different": (), "only": ()}
+    arrays = found["arrays"]
     for each in arrays["different"]:
-        most = "another shape, or not finite" if each["most"] is None else f"differs by {each['most']:.3g} at most"
-        bad = f", numbers that are not finite: {each['not_finite']}" if each["not_finite"] else ""
-        yield plain(f"{each['name']} {each['shape']}: {most}{bad}")
+        how = "differs"
+        if "most" in each:
+            how = "another shape, or not finite" if each["most"] is None else f"differs by {each['most']:.3g} at most"
+        bad = f", numbers that are not finite: {each['not_finite']}" if each.get("not_finite") else ""
+        yield plain(f"{each['name']} {each['shape']}: {how}{bad}")
     for name in arrays["only"]:
         yield plain(f"{name}: in one of them only")
-    if "same" in arrays:
-        yield f"{counted(arrays['same'], 'array')} {'is' if arrays['same'] == 1 else 'are'} the same bit for bit"
+    yield f"{counted(arrays['same'], 'array')} {'is' if arrays['same'] == 1 else 'are'} the same bit for bit"
 
 
 @group.command("verify")
 def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
-    """Read every file of one checkpoint, or of all of a training, and compare it with what was written.
+    """Read every array of one checkpoint, or of all of a training, and compare it with its checksum.
 
-    The exit status is 2 if one is damaged, or none is complete. `sha256sum -c SHA256SUMS` in its folder does the same
-    without affinage. Where $AFFINAGE_SEAL_KEY_FILE names a key, one that is not signed with it counts as damaged.
+    The exit status is 2 if one is corrupted, or none is complete. One at a URL is copied to this machine for it.
 
     Example: affinage checkpoint verify quickstart
     """
-    from affinage.signing import signing_key
-
-    with Working("reading checkpoints") as working, _source(checkpoint, runs, quiet=as_json) as source:
-        found: dict[int, str] = {}
-        for place, number in enumerate(chosen := source.chosen()):
-            working.progressed(f"{place} of {len(chosen)}")
-            found[number] = source.store.damage(number)
-        not_read = {number: why for number, why in source.states().items() if why and source.step is None}
+    found: dict[int, str] = {}
+    incomplete: dict[int, str] = {}
+    with Working("reading checkpoints") as working:
+        if "://" in checkpoint:
+            where = checkpoint
+            steps, named = _remote_steps(checkpoint)
+            for number in [named] if named is not None else [each["step"] for each in _remote_listing(checkpoint)]:
+                with TemporaryDirectory() as folder:
+                    found[number] = steps.download(number, Path(folder)) or _new_store(Path(folder)).verify(number)
+        else:
+            store, named = _store(checkpoint, runs, quiet=as_json)
+            where, chosen = str(store.folder), _chosen(store, named)
+            for place, number in enumerate(chosen):
+                working.progressed(f"{place} of {len(chosen)}")
+                found[number] = store.verify(number)
+            others = (number for number, _ in store.entries() if number not in store.steps() and named is None)
+            incomplete = dict.fromkeys(others, "incomplete: its save was cut off")
     rows = [
-        {"step": number, "damage": found.get(number) or None, "why_not": not_read.get(number, "")}
-        for number in sorted({*found, *not_read})
+        {"step": number, "corruption": found.get(number) or None, "why_not": incomplete.get(number, "")}
+        for number in sorted({*found, *incomplete})
     ]
-    whole = "whole, and signed" if signing_key() else "whole"
-    emit(rows, as_json, (f"{row['step']:>10,}  {plain(str(row['damage'] or row['why_not'] or whole))}" for row in rows))
-    from affinage.checkpoint.seal import UNSIGNED
-
-    damaged = [number for number, what in found.items() if what]
-    which = f"{len(damaged)} of {counted(len(found), 'checkpoint')} {'is' if len(damaged) == 1 else 'are'}"
-    if damaged and all(found[number] == UNSIGNED for number in damaged):
-        fix = "`affinage checkpoint sign` signs your own; where others may write, they may be from somebody else."
-        raise UserError(f"{which} not signed with this key", where=source.where, fix=fix)
-    if damaged:
-        fix = "A training resumes from the newest whole one by itself; copy a damaged one again if it has a copy."
-        raise UserError(f"{which} damaged", where=source.where, fix=fix)
+    words = (plain(str(row["corruption"] or row["why_not"] or "intact")) for row in rows)
+    emit(rows, as_json, (f"{row['step']:>10,}  {word}" for row, word in zip(rows, words)))
+    corrupted = [number for number, what in found.items() if what]
+    if corrupted:
+        which = f"{len(corrupted)} of {counted(len(found), 'checkpoint')} {'is' if len(corrupted) == 1 else 'are'}"
+        fix = "A training resumes from the newest intact one by itself; copy a corrupted one again if it has a copy."
+        raise UserError(f"{which} corrupted", where=where, fix=fix)
 
 
-@group.command("sign")
-def sign(checkpoint: CheckpointArgument, runs: RunsOption = RUNS) -> None:
-    """Sign one checkpoint, or all of a training, with the key in the file that $AFFINAGE_SEAL_KEY_FILE names.
+def _new_store(folder: Path) -> "CheckpointStore":
+    from affinage.checkpoint import CheckpointStore
 
-    For those that were saved while it was not set, or with another key; each is compared with its seal before. With the
-    variable set every save is signed, and nothing else is restored.
-
-    Example: AFFINAGE_SEAL_KEY_FILE=~/seal.key affinage checkpoint sign quickstart
-    """
-    if "://" in checkpoint:
-        fix = "Sign it in the folder of its run: it is copied to the URL when the training resumes."
-        raise UserError("a copy at a URL is not signed there", where=checkpoint, fix=fix)
-    with _source(checkpoint, runs) as source:
-        for number in source.chosen():
-            with Working("reading a checkpoint"):
-                source.store.sign(number)  # type: ignore[union-attr]
-            print(f"{number:>10,}  signed")
+    return CheckpointStore(folder)
 
 
-class _Source(NamedTuple):
-    """The checkpoints of a training, here or at a URL."""
-
-    store: "CheckpointStore | RemoteSteps"
-    where: str
-    step: int | None  # that was named
-
-    def states(self) -> dict[int, str]:
-        """Why each thing that is called like a step is not read; "" if it is complete."""
-        from affinage.checkpoint import CheckpointStore
-
-        if isinstance(self.store, CheckpointStore):
-            return {number: self.store.why_not_read(number) for number, _ in self.store.entries()}
-        return {number: "" if facts["complete"] else CUT_OFF for number, facts in self.store.listing().items()}
-
-    def listing(self) -> list[dict[str, Any]]:
-        """{step, saved, bytes, complete, why_not} of everything that is called like a step, oldest first."""
-        from affinage.checkpoint import CheckpointStore
-        from affinage.checkpoint.looking import listing
-
-        if isinstance(self.store, CheckpointStore):
-            return listing(self.store)
-        remote, states = self.store, self.states()
-
-        def saved(step: int) -> str | None:
-            """When a step was saved; its facts may be written by anybody, and be of any form."""
-            facts = {} if states[step] else remote.meta(step).get("facts")
-            found = facts.get("saved") if isinstance(facts, dict) else None
-            return found if isinstance(found, str) else None
-
-        found = remote.listing().items()
-        return [{"step": step, "saved": saved(step), **facts, "why_not": states[step]} for step, facts in found]
-
-    def chosen(self) -> list[int]:
-        """The step that was named, or all that are complete, oldest first. Raises UserError if there are none."""
-        states = self.states()
-        steps = [number for number, why in states.items() if not why]
-        if not steps:
-            incomplete = "; ".join(f"step {number}: {why}" for number, why in states.items())
-            what = f"no checkpoint is complete; {incomplete}" if incomplete else "there is no checkpoint"
-            fix = "Every folder of a whole checkpoint has a SHA256SUMS. Train the model, or copy them again."
-            raise UserError(what, where=self.where, fix=fix)
-        if self.step is None or self.step in steps:
-            return steps if self.step is None else [self.step]
-        why = states.get(self.step)
-        what = f"the checkpoint of step {self.step} is not read: {why}" if why else f"there is no step {self.step}"
-        raise UserError(what, where=self.where, fix=f"There are {', '.join(f'@{known}' for known in steps)}.")
-
-
-@contextlib.contextmanager
-def _source(name: str, runs: Path, *, quiet: bool = False) -> Iterator[_Source]:
-    """The checkpoints that a name stands for. Of a run with several trainings, prints which it is."""
-    if "://" in name:
-        from affinage.checkpoint.remote import reached
-        from affinage.checkpoint.remote_steps import find_steps
-
-        url, at, step = name.rpartition("@")
-        wanted = int(step) if at and step.isdecimal() else None
-        with reached(name):
-            remote = find_steps(name if wanted is None else url)
-            yield _Source(remote, remote.folder.url, wanted)
-        return
+def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | None]":
+    """The checkpoints that a name stands for, and the step it names. Of a run with several trainings, prints which."""
     from affinage.pipeline.names import locate, run_of, trainings_of
 
     target = find(name, runs)  # before JAX is imported
@@ -267,26 +184,53 @@ def _source(name: str, runs: Path, *, quiet: bool = False) -> Iterator[_Source]:
         last, *others = (f"{name.partition('@')[0]}/{each}" for each in trainings_of(run_of(target, runs)))
         if others:
             print(f"{last}, the last training; others: {', '.join(others)}", file=sys.stderr)
-    from affinage.checkpoint.looking import store_of
+    return _new_store(folder / "checkpoints"), wanted
 
-    store = store_of(folder)
-    yield _Source(store, str(store.folder), wanted)
+
+def _chosen(store: "CheckpointStore", step: int | None) -> list[int]:
+    """The step that was named, or all that are complete, oldest first. Raises UserError if there are none."""
+    steps = store.steps()
+    if not steps:
+        raise UserError("no checkpoint is complete", where=str(store.folder), fix="Train the model, or copy it again.")
+    if step is not None and step not in steps:
+        fix = f"There are {', '.join(f'@{known}' for known in steps)}."
+        raise UserError(f"there is no complete checkpoint of step {step}", where=str(store.folder), fix=fix)
+    return steps if step is None else [step]
+
+
+def _remote_steps(name: str) -> "tuple[RemoteSteps, int | None]":
+    """The checkpoints at a URL, and the step that it names."""
+    from affinage.checkpoint.uploader import find_steps
+
+    url, at, step = name.rpartition("@")
+    return (find_steps(url), int(step)) if at and step.isdecimal() else (find_steps(name), None)
+
+
+def _remote_listing(name: str) -> list[dict[str, Any]]:
+    """{step, saved, bytes, why_not} of the checkpoints at a URL, oldest first."""
+    from affinage.checkpoint.remote import reached
+
+    steps, _ = _remote_steps(name)
+    with reached(name):
+        return steps.described()
 
 
 @contextlib.contextmanager
 def _checkpoint(name: str, runs: Path) -> "Iterator[tuple[CheckpointStore, int]]":
     """The store and the step of a checkpoint; of one at a URL, a temporary copy."""
-    with _source(name, runs, quiet=True) as source, TemporaryDirectory() as folder:
-        from affinage.checkpoint import CheckpointStore
+    if "://" not in name:
+        store, step = _store(name, runs, quiet=True)
+        yield store, _chosen(store, step)[-1]
+        return
+    from affinage.checkpoint.remote import reached
 
-        step = source.chosen()[-1]
-        if isinstance(source.store, CheckpointStore):
-            yield source.store, step
-            return
-        if damage := source.store.fetch(step, Path(folder)):
+    steps, wanted = _remote_steps(name)
+    with reached(name), TemporaryDirectory() as folder:
+        step = max(steps.listing()) if wanted is None else wanted
+        if corruption := steps.download(step, Path(folder)):
             fix = "Copy it again, or name another step."
-            raise UserError(f"the checkpoint of step {step} is damaged: {damage}", where=source.where, fix=fix)
-        yield CheckpointStore(Path(folder)), step
+            raise UserError(f"checkpoint {step} cannot be read: {corruption}", where=name, fix=fix)
+        yield _new_store(Path(folder)), step
 
 
 def _nested(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 group = typer.Typer(no_args_is_help=True, help="Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
+FACTS = ("Run", "Hardware", "Time", "Cost", "Expect")
+_FACT = re.compile(rf"({'|'.join(FACTS)}): +(.*)")
 _NEW = """\
 # yaml-language-server: $schema={schema}
 #
@@ -50,7 +52,6 @@ def recipes(as_json: JsonOption = False) -> None:
 
     Example: affinage recipes
     """
-    from affinage.cli.gallery import facts, head
     from affinage.config.layers import packaged_recipes, read_file
 
     found: list[dict[str, Any]] = []
@@ -60,6 +61,34 @@ def recipes(as_json: JsonOption = False) -> None:
         run = facts(path).get("Run", [])
         found.append({"name": name, "description": description, "run": run, **texts, "head": head(path)})
     emit(found, as_json, _recipes(found))
+
+
+def head(path: Path) -> str:
+    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    return "\n".join(lines)
+
+
+def facts(path: Path) -> dict[str, list[str]]:
+    """The facts in the head of a recipe by name, as lines.
+
+    A fact is a line `Name: text` and the indented lines after it; those of `Run` are one command each.
+    """
+    found: dict[str, list[str]] = {}
+    now: list[str] | None = None
+    for line in head(path).splitlines():
+        if match := _FACT.fullmatch(line):
+            now = found.setdefault(match[1], [])
+            now.append(match[2])
+        elif now is not None and line.startswith("  "):
+            now.append(line.strip())
+        else:
+            now = None
+    return found
 
 
 def _recipes(found: list[dict[str, Any]]) -> "Iterator[str | Table]":

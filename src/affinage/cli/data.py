@@ -197,7 +197,7 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
     Example: affinage data stats quickstart
     """
     folder, _ = _run_and_step(run, runs)
-    from affinage.pipeline.data_facts import data_facts
+    from affinage.pipeline.lineage import data_facts
 
     facts = data_facts(folder)
     emit(facts, as_json, _facts(facts))

@@ -1,4 +1,4 @@
-"""The verb `doctor`: what is here, and what is missing for what."""
+"""The verb `doctor`: what this machine has, and which packages are missing."""
 
 import importlib.metadata
 import importlib.util
@@ -16,16 +16,16 @@ import affinage
 from affinage.cli.options import RUNS, JsonOption, RunsOption
 from affinage.cli.output import Table, emit
 
-_PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "polars", "pyarrow",
-    "sentencepiece", "tokenizers", "lm-eval", "pydantic",
-)  # fmt: skip
-_OPTIONAL = (  # package, what needs it, how to get it
-    ("transformers", "export --verify", "pip install 'affinage[verify]'"),
-    ("torch", "export --verify", "pip install 'affinage[verify]'"),
-    ("ray", "data.executor: ray, the data steps on many machines", "pip install 'affinage[ray]'"),
-    ("libtpu", "TPUs, and plans for TPUs", "pip install 'affinage[tpu]'"),
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
+_OPTIONAL = (  # package, what needs it, the extra that installs it
+    ("transformers", "export --verify", "verify"),
+    ("torch", "export --verify", "verify"),
+    ("ray", "data.executor: ray, and launch --on ray", "ray"),
+    ("libtpu", "training on TPUs, and plan --compile for TPUs", "tpu"),
+    ("jax_cuda12_plugin", "training on NVIDIA GPUs", "cuda"),
 )
+_NVIDIA = ("/dev/nvidia0", "/proc/driver/nvidia/version")
+_TPU = ("/dev/accel0", "/dev/vfio/0")
 _HUB = "https://huggingface.co"
 _TIMEOUT = 3.0  # seconds; being offline is fine
 
@@ -36,7 +36,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
-    """Look at this machine: devices, versions, disk, memory, network, and what is missing for what.
+    """Print what this machine has (devices, memory, disk, network, versions) and which packages are missing for what.
 
     Example: affinage doctor --json
     """
@@ -45,11 +45,12 @@ def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
         versions = {name: _version(name) for name in _PACKAGES}
         facts = {
             "devices": _devices(),
+            "unused": _unused(),
             "machine": _machine(runs),
             "versions": {"affinage": affinage.__version__, "python": platform.python_version(), **versions},
             "missing": [
-                {"package": package, "needed_for": purpose, "get_it": how}
-                for package, purpose, how in _OPTIONAL
+                {"package": package, "needed_for": purpose, "get_it": f"pip install 'affinage[{extra}]'"}
+                for package, purpose, extra in _OPTIONAL
                 if importlib.util.find_spec(package) is None
             ],
             "network": {_HUB: reachable.result()},
@@ -75,6 +76,18 @@ def _devices() -> list[dict[str, Any]]:
         }
         for device in devices
     ]
+
+
+def _unused() -> list[str]:
+    """Accelerators here that JAX cannot use for want of a package, each with the command that installs it."""
+    found = []
+    for name, places, package, extra in (
+        ("an NVIDIA GPU", _NVIDIA, "jax_cuda12_plugin", "cuda"),
+        ("a TPU", _TPU, "libtpu", "tpu"),
+    ):
+        if any(Path(place).exists() for place in places) and importlib.util.find_spec(package) is None:
+            found.append(f"{name} is here, and JAX cannot use it: pip install 'affinage[{extra}]'")
+    return found
 
 
 def _machine(runs: Path) -> dict[str, Any]:
@@ -121,6 +134,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     devices, machine = facts["devices"], facts["machine"]
     for device in devices[:1]:
         yield "devices", device.get("problem") or f"{len(devices)} × {device['kind']} ({device['platform']})"
+    for advice in facts["unused"]:
+        yield "unused", advice
     yield "system", f"{machine['system']}, {machine['cores']} cores"
     if machine["memory_bytes"]:
         yield "memory", f"{_gib(machine['memory_available_bytes'])} free of {_gib(machine['memory_bytes'])}"

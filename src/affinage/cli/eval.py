@@ -107,7 +107,7 @@ def evaluate(
 
 def _evaluate_run(name: str, how: PipelineOptions, as_json: bool) -> None:
     """Print the results of a run's own evaluation, after running those of its steps that are missing."""
-    from affinage.hardware.hosts import place
+    from affinage.cluster.processes import is_first
     from affinage.pipeline.eval_results import is_evaluated
     from affinage.pipeline.names import EVALUATIONS, check_complete, recorded, resolve, run_of
 
@@ -122,8 +122,7 @@ def _evaluate_run(name: str, how: PipelineOptions, as_json: bool) -> None:
         run = run_pipeline(name, how, steps, any_of=True, only=steps, quiet=True)
     found = {step: run / step / "results.json" for step in EVALUATIONS.values()}
     results = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in found.items() if file.is_file()}
-    here = place()
-    if here is None or here.host == 0:
+    if is_first():
         emit({"run": run.name, "evaluations": results}, as_json, _views(results))
 
 
@@ -136,17 +135,15 @@ def _views(results: Mapping[str, Any]) -> "Iterator[str | Table]":
 def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) -> dict[str, Any]:
     """Evaluate one model apart from its recipe; {} in the processes after the first one."""
     target, _ = model_of(name, opening.runs)  # before JAX is imported
+    from affinage.cluster.processes import init_distributed, placement
     from affinage.config.data import POCKET_WORLD
-    from affinage.config.runtime import RuntimeSettings
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
-    from affinage.hardware.joining import joined
-    from affinage.hardware.standstill import Standstill
     from affinage.pipeline.eval_results import model_fingerprint, results_folder, training_of
     from affinage.pipeline.models import made_from
     from affinage.pipeline.names import recorded
     from affinage.pipeline.seen import seen_by
-    from affinage.stopping import OwnProcess
+    from affinage.stopping import StopSignals
 
     runs = opening.runs
     run = target.run
@@ -159,17 +156,18 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     worlds = {POCKET_WORLD: world / "tasks"} if world else {}
     check_names(tasks, worlds, settings.get("data_dir"), where="--tasks")
     folder, lines = results_folder(name, runs), list[str]()
-    with joined() as hosts, contextlib.ExitStack() as watched, hosts.all_at_work():
-        if hosts.count > 1:
-            watched.enter_context(OwnProcess())  # one that waits for a host that stands still is left
-        watched.enter_context(Standstill(name, folder, RuntimeSettings()))
+    with contextlib.ExitStack() as entered:
+        if placement() is not None:
+            entered.enter_context(StopSignals())  # one that waits for others is left at once
+        processes = entered.enter_context(init_distributed())
+        entered.enter_context(processes.all_at_work())
         found = opened(name, opening, reserves=True, announce=False)
         contamination = settings.pop("contamination", True)
         with Working(name) as working:
             results = evaluate(
                 found.model,
                 tasks,
-                folder=folder if hosts.first else None,
+                folder=folder if processes.first else None,
                 state=model_fingerprint(target, runs),
                 training=training_of(target),
                 keep=folder / "answers.jsonl",
@@ -182,8 +180,8 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
             )
         for line in lines:
             typer.echo(line, err=True)
-        hosts.meet("the end of the evaluation")
-    return {**results, **found.facts} if hosts.first else {}
+        processes.barrier("the end of the evaluation")
+    return {**results, **found.facts} if processes.first else {}
 
 
 def _view(results: dict[str, Any]) -> "Iterator[str | Table]":

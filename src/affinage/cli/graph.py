@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -88,19 +88,18 @@ def _memory(model: "Graph", batch: int, context: int, remat: "RematChoice") -> d
     """Bytes in bfloat16: the cache of one sequence, and what a step keeps for its backward pass on all devices."""
     import jax.numpy as jnp
 
-    from affinage.model.activations import POLICIES, activations
+    from affinage.config.parallel import RematPreset
     from affinage.model.analysis import cache_bytes
+    from affinage.planning.estimate import activations
 
-    settings: dict[str, Remat] = dict(zip(POLICIES, POLICIES, strict=True))
+    settings: dict[str, Remat] = {policy: policy for policy in get_args(RematPreset)}
     if not isinstance(remat, str):
         settings["by name"] = remat
-    nodes = {policy: activations(model, batch, context, setting) for policy, setting in settings.items()}
+    found = {policy: activations(model, batch, context, setting) for policy, setting in settings.items()}
     return {
         "cache_of_a_row": cache_bytes(model, 1, context, jnp.bfloat16),
-        "activations": {policy: sum(node.kept for node in found) for policy, found in nodes.items()},
-        "activations_by_node": {policy: {n.name: n.kept for n in found} for policy, found in nodes.items()},
-        "offloaded": {policy: sum(node.offloaded for node in found) for policy, found in nodes.items()},
-        "recomputed_at_once": {policy: max(node.recomputed for node in found) for policy, found in nodes.items()},
+        "activations": {policy: kept for policy, (kept, _) in found.items()},
+        "offloaded": {policy: offloaded for policy, (_, offloaded) in found.items()},
     }
 
 
@@ -152,11 +151,12 @@ def _batch_size(recipe: "Recipe") -> int:
 
 def _vocabulary(recipe: "Recipe", run: Path) -> int:
     """The size that `vocab: auto` stands for."""
-    from affinage.pipeline.store import read_manifest
+    from affinage.results import TokenizerResult, read_result
 
     if recipe.tokenizer.kind == "bpe":
         return recipe.tokenizer.vocab_size
-    trained = (read_manifest(run / "train-tokenizer") or {}).get("summary", {}).get("vocabulary")
+    result = read_result(run / "train-tokenizer", TokenizerResult)
+    trained = result.vocabulary if result else None
     if trained is None:
         warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
     return trained or _UNKNOWN_CHARACTERS
@@ -164,7 +164,7 @@ def _vocabulary(recipe: "Recipe", run: Path) -> int:
 
 def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
     """For every training: steps (counted from 0, the first and the last among them) with their learning rates."""
-    from affinage.training.choices import check_choices
+    from affinage.training.optimizer import check_choices
 
     rates = {}
     for name in loaded.recipe.trainings:
@@ -181,7 +181,7 @@ def _located(loaded: "LoadedRecipe", section: str, path: Sequence[str | int]) ->
 def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:
     import jax.numpy as jnp
 
-    from affinage.training.schedule import learning_rate
+    from affinage.training.optimizer import learning_rate
 
     rate, last = learning_rate(settings.schedule, settings.steps), settings.steps - 1
     warmup = max(settings.schedule.warmup(settings.steps) - 1, 0)

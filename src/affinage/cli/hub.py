@@ -215,11 +215,11 @@ def _verify(name: str, runs: Path, folder: Path) -> None:
     from affinage.cli.watch import verified_in_words
     from affinage.hub.verify import verify
     from affinage.pipeline.models import open_target
+    from affinage.results import Verified
 
+    found, _ = model_of(name, runs, announce=False)
     with Working("comparing with transformers"):
-        typer.echo(
-            verified_in_words(verify(folder, open_target(model_of(name, runs, announce=False)[0], runs), _PROBES))
-        )
+        typer.echo(verified_in_words(Verified(**verify(folder, open_target(found, runs), _PROBES))))
 
 
 def _verify_gguf(name: str, runs: Path, folder: Path) -> None:

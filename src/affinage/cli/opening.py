@@ -86,14 +86,13 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     Raises:
         UserError: there is none, or it is a run that is not complete; with the command that completes it.
     """
-    from affinage.hardware.hosts import place
+    from affinage.cluster.processes import is_first
     from affinage.pipeline.names import check_complete, locate, resolve, state_of
 
     target = find(name, runs) if announce else resolve(name, runs)
     check_complete(target, runs)
     state, (folder, step) = state_of(target, runs), locate(target, runs)
-    here = place()
-    if announce and state is not None and (here is None or here.host == 0):
+    if announce and state is not None and is_first():
         print(f"Model: {state}", file=sys.stderr)
     kind: Literal["hub", "model"] = "hub" if target.kind == "hub" else "model"
     return replace(target, kind=kind, path=folder, step=step, belongs_to=target.run), state
@@ -109,7 +108,7 @@ def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: boo
         UserError: as `model_of` and `open_model`, and for a context that is longer than the model's.
     """
     target, state = model_of(name, how.runs, announce=announce)  # before JAX is imported
-    from affinage.hardware.hosts import Hosts
+    from affinage.cluster.processes import Processes
     from affinage.pipeline.models import is_from_elsewhere, open_target
 
     with Working(f"opening {name}"):
@@ -120,7 +119,7 @@ def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: boo
         raise UserError(f"`{name}` reads {own:,} tokens at once, not {wanted:,}", where="--max-model-len", fix=fix)
     if wanted is None and reserves and own > MAX_RESERVED and is_from_elsewhere(target.path):
         wanted = MAX_RESERVED
-        if Hosts.current.first:
+        if Processes.current.first:
             used = f"`{name}` can read {own:,} tokens at once; {wanted:,} are used"
             print(f"{used}. More take more memory: --max-model-len {own}", file=sys.stderr)
     return Opened(replace(model, context=wanted or own), target, state)

@@ -1,6 +1,7 @@
 """The verb `plan`: whether a run fits a slice, how long it takes and what it costs, before the slice is rented."""
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
     from affinage.planning.capacity import Attempt
-    from affinage.planning.compiled import Verdict
+    from affinage.planning.compiled import CompileReport
     from affinage.planning.plan import Counted, Training
 
 _DATA = {
@@ -128,6 +129,7 @@ class _Planned:
     counted: "Counted"
     data_tokens: int | None
     data_rows: int | None
+    runs: Path
 
     @property
     def extent(self) -> str:
@@ -147,10 +149,10 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     from affinage.config.load import load_recipe, load_saved
     from affinage.data.preferences import documents_in_a_row
     from affinage.pipeline.names import RECIPE, resolve, run_folder
-    from affinage.pipeline.store import read_manifest
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
-    from affinage.training.choices import check_choices
+    from affinage.results import ChatDataResult, TokenizeResult, TokenizerResult, read_result
+    from affinage.training.optimizer import check_choices
 
     target = resolve(name, runs)
     run = run_folder(target, loaded, runs)
@@ -162,23 +164,18 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
 
-    def summary(step: str) -> dict[str, Any]:
-        """What a data step of this recipe's run found out, if it has run."""
-        found: dict[str, Any] = (read_manifest(run / step) or {}).get("summary", {})
-        return found
-
-    packed = summary(_DATA[section])
+    kind: type[TokenizeResult | ChatDataResult] = TokenizeResult if section == "pretrain" else ChatDataResult
+    packed, tokenizer = read_result(run / _DATA[section], kind), read_result(run / "train-tokenizer", TokenizerResult)
     characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
-    counted = Counted(summary("train-tokenizer").get("vocabulary") if characters else None, documents)
-    data = packed.get("train", {})
-    graph = planned_graph(loaded, counted)
-    return _Planned(name, file, overrides, loaded, section, graph, counted, data.get("tokens"), data.get("rows"))
+    counted = Counted(tokenizer.vocabulary if tokenizer and characters else None, documents)
+    graph, train = planned_graph(loaded, counted), packed.train if packed else None
+    facts = (train.tokens, train.rows) if train else (None, None)
+    return _Planned(name, file, overrides, loaded, section, graph, counted, *facts, runs)
 
 
 def _which(planned: _Planned, as_json: bool) -> None:
     from affinage.cli.plan_view import comparison_view
-    from affinage.planning.left_out import left_out
     from affinage.planning.plan import compare
 
     recipe = planned.loaded.recipe
@@ -188,27 +185,32 @@ def _which(planned: _Planned, as_json: bool) -> None:
     plans = [entry for entry in found if not isinstance(entry, tuple)]
     no = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
     head = f"{recipe.name}; {planned.extent}\n"
-    view = comparison_view(plans, left_out(recipe, refused))
+    view = comparison_view(plans, refused)
     emit({"plans": [made.to_dict() for made in plans], "refused": no}, as_json, (part for part in (head, *view)))
 
 
 def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
     from affinage.cli.plan_view import plan_view
+    from affinage.hardware.slices import memory_text
     from affinage.planning.plan import make_plan
 
     planned = _dividing(planned, where)
     made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens, planned.data_rows)
+    disk = made.save_bytes * (made.saves + 1)
+    folder = next(path for path in (planned.runs, *planned.runs.absolute().parents) if path.exists())
+    if where.platform == "cpu" and (free := shutil.disk_usage(folder).free) < disk:
+        warn(f"the disk of {planned.runs} has {memory_text(free)} free, and checkpoints take {memory_text(disk)}")
     facts: dict[str, Any] = made.to_dict()
-    verdict = None
+    report = None
     if compile_step:
         with Working(f"the compiler of {where.name}"):
-            verdict = _compiled(planned, [], where)
-        ratio = made.memory.total / verdict.peak_bytes if verdict.peak_bytes else None
-        facts["compiled"] = {**vars(verdict), "estimate_over_compiled": ratio}
-    emit(facts, as_json, plan_view(made, verdict, planned.extent))
+            report = _compiled(planned, [], where)
+        ratio = made.memory.total / report.peak_bytes if report.peak_bytes else None
+        facts["compiled"] = {**vars(report), "estimate_over_compiled": ratio}
+    emit(facts, as_json, plan_view(made, report, planned.extent))
 
 
-def _compiled(planned: _Planned, overrides: list[str], where: "Slice") -> "Verdict":
+def _compiled(planned: _Planned, overrides: list[str], where: "Slice") -> "CompileReport":
     from affinage.planning.compiled import compile_on
 
     return compile_on(planned.recipe, [*planned.overrides, *overrides], where, planned.counted)
@@ -217,26 +219,24 @@ def _compiled(planned: _Planned, overrides: list[str], where: "Slice") -> "Verdi
 def _dividing(planned: _Planned, where: "Slice") -> _Planned:
     """The same with the nearest batch that divides over the mesh on a slice, with a warning if it is another one."""
     from affinage.config.load import load_recipe
-    from affinage.planning.plan import dividing_batch, micro_batches_that_keep, training_settings
+    from affinage.planning.plan import dividing_batch, training_settings
 
     recipe, section = planned.loaded.recipe, planned.section
     batch = dividing_batch(recipe, where)
     if batch is None:
         return planned
     _, settings, _ = training_settings(recipe)
-    change = f"{batch / (settings.batch_size or batch):.3g} times the tokens in as many steps"
-    keeps = micro_batches_that_keep(recipe, where)
-    other = f", or --set {section}.gradient_accumulation_steps={keeps}, which keeps the batch" if keeps else ""
     warn(
         f"batch_size {settings.batch_size} does not divide over the mesh on {where.name}; planned with {batch}, the "
-        f"nearest that does, and {change}: --set {section}.batch_size={batch}{other}"
+        f"nearest that does, and so {batch / (settings.batch_size or batch):.3g} times the tokens: "
+        f"--set {section}.batch_size={batch}"
     )
     overrides = [*planned.overrides, f"{section}.batch_size={batch}"]
     return replace(planned, overrides=overrides, loaded=load_recipe(planned.recipe, overrides))
 
 
 def _search(planned: _Planned, where: "Slice", count: int, compile_step: bool, as_json: bool) -> None:
-    """Print the best `count` settings, with the compiler's verdict of each where the step is compiled."""
+    """Print the best `count` settings, with the compiler's report of each where the step is compiled."""
     from affinage.cli.plan_view import search_rows, search_view
     from affinage.planning.search import search
 
@@ -254,8 +254,8 @@ def _search(planned: _Planned, where: "Slice", count: int, compile_step: bool, a
             rows[number] = (candidate, made, _compiled(planned, candidate.overrides(recipe, section), where))
     best = [
         {"settings": candidate.settings(section), "plan": made.to_dict()}
-        | ({"compiled": vars(verdict)} if verdict else {})
-        for candidate, made, verdict in rows
+        | ({"compiled": vars(report)} if report else {})
+        for candidate, made, report in rows
     ]
     facts = {"candidates": found.candidates, "estimated": found.estimated, "best": best}
     emit(facts, as_json, search_view(rows, recipe, section))
@@ -274,9 +274,9 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         )
 
     def progress(attempt: "Attempt") -> None:
-        verdict, parameters = attempt.verdict, f"{attempt.parameters / 1e9:.1f}B"
-        fits = f"{'fits' if verdict.fits else 'refused'}, {memory_text(verdict.peak_bytes)}"
-        line = f"{attempt.layers} layers, {parameters}: {fits}, after {verdict.seconds:.0f} s"
+        report, parameters = attempt.report, f"{attempt.parameters / 1e9:.1f}B"
+        fits = f"{'fits' if report.fits else 'refused'}, {memory_text(report.peak_bytes)}"
+        line = f"{attempt.layers} layers, {parameters}: {fits}, after {report.seconds:.0f} s"
         print(line, file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
@@ -289,8 +289,7 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         "seconds": found.plan.time.seconds,
         "fax": vars(fax) | {"ratio": found.largest.parameters / fax.parameters} if fax else None,
         "attempts": [
-            {"layers": one.layers, "parameters": one.parameters, "compiled": vars(one.verdict)}
-            for one in found.attempts
+            {"layers": one.layers, "parameters": one.parameters, "compiled": vars(one.report)} for one in found.attempts
         ],
     }
     emit(facts, as_json, capacity_view(found, planned.name, where, width))

@@ -22,9 +22,9 @@ from affinage.errors import (
     of_the_machine,
 )
 from affinage.secrets import masked
-from affinage.stopping import left_when_done, open_standard_streams
+from affinage.stopping import left_when_done
 
-_EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu", "google": "cloud"}  # package -> extra
+_EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
 
 app = typer.Typer(
     name="affinage",
@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     docs/terminal.md has them in full.
     """
     if arguments is None:
-        open_standard_streams()
         warnings.formatwarning = _one_line(warnings.formatwarning)
         with left_when_done():
             _run(sys.argv[1:])

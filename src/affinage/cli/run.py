@@ -135,10 +135,9 @@ def run_pipeline(
         only: the steps that may run; if others are not complete, the command that runs them is the error's fix.
         quiet: print no result at the end.
     """
-    from affinage.stopping import OwnProcess
+    from affinage.stopping import StopSignals
 
-    with OwnProcess():  # a signal that comes while the recipe is read has nothing to save
-        from affinage.hardware.pulse import guarded
+    with StopSignals():  # a signal that comes while the recipe is read has nothing to save
         from affinage.pipeline.names import resolve
 
         loaded = load(name, how.overrides, how.runs)
@@ -146,8 +145,7 @@ def run_pipeline(
             how = replace(how, runs=made.parent)
         if how.profile is not None:
             loaded = load(name, [*(how.overrides or ()), f"runtime.profile={how.profile}"], how.runs)
-        with guarded(loaded.recipe.name, loaded.recipe.runtime):
-            return _run(loaded, name, how, until, any_of=any_of, only=only, quiet=quiet)
+        return _run(loaded, name, how, until, any_of=any_of, only=only, quiet=quiet)
 
 
 def _run(
@@ -162,8 +160,7 @@ def _run(
 ) -> Path:
     from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result, unchecked
-    from affinage.hardware.joining import joined
-    from affinage.hardware.standstill import Standstill
+    from affinage.cluster.processes import init_distributed
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.names import command
     from affinage.pipeline.preflight import check, doubts
@@ -189,11 +186,10 @@ def _run(
     prepare_process(loaded)
     runtime = loaded.recipe.runtime
     with (
-        joined(runtime.heartbeat_timeout) as hosts,
-        Standstill(loaded.recipe.name, runner.folder, runtime),
+        init_distributed(runtime.heartbeat_timeout) as processes,
         only_data_on_stdout(how.as_json),
     ):
-        if not hosts.first:
+        if not processes.first:
             runner.follow()
             return runner.folder
         plan = runner.plan()
@@ -203,7 +199,7 @@ def _run(
             ends = [word for step in until for word in ("--until", step)]
             fix = f"Run them: {command('run', name, *settings, *ends, runs=how.runs)}"
             raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
-        with hosts.all_at_work():  # the mesh is of all their devices
+        with processes.all_at_work():  # the mesh is of all their devices
             check(loaded, waiting)
         for doubt in (*unchecked(plan), *(doubts(loaded) if waiting else ())):
             warn(doubt)

@@ -45,7 +45,7 @@ def sweep(
     from affinage.pipeline.preflight import check
     from affinage.pipeline.runner import Runs
     from affinage.pipeline.sweep import points
-    from affinage.stopping import OwnProcess
+    from affinage.stopping import StopSignals
 
     made = resolve(recipe, runs).run
     found = points(recipe if made is None else str(made / RECIPE), overrides or ())
@@ -55,7 +55,7 @@ def sweep(
         return
     prepare_process(base)
     folder, results = runs / base.recipe.name, [_result(point, runs) for point in found]
-    with OwnProcess(), only_data_on_stdout(as_json):
+    with StopSignals(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found after days of the others
             try:
                 check(point.loaded, [step.name for step in _runner(point, Runs(runs)).plan() if not step.complete])
@@ -91,10 +91,9 @@ def _result(point: "Point", runs: Path) -> dict[str, Any]:
 
 def _run(point: "Point", runs: "Runs") -> None:
     from affinage.cli.watch import Watch
-    from affinage.hardware.standstill import Standstill
 
-    runner, recipe = _runner(point, runs), point.loaded.recipe
-    with Standstill(recipe.name, runner.folder, recipe.runtime), Watch(runner.plan()) as watch:
+    runner = _runner(point, runs)
+    with Watch(runner.plan()) as watch:
         runner.run(watch)
 
 
@@ -132,14 +131,11 @@ def _plan(planned: list[dict[str, Any]]) -> Iterator[str]:
 def _losses(run: Path) -> dict[str, float | None]:
     """The losses of a run's last training: on each validation set, or on its batches where it has none."""
     from affinage.pipeline.names import TRAININGS
-    from affinage.pipeline.store import read_manifest
+    from affinage.results import TrainingResult, read_result
 
     for training in TRAININGS:
-        manifest = read_manifest(run / training)
-        if manifest is not None:
-            summary = manifest["summary"]
-            held_out = {name: facts["loss"] for name, facts in (summary["validation"] or {}).items()}
-            found = held_out or {"training": summary["final_loss"]}
+        if (result := read_result(run / training, TrainingResult)) is not None:
+            found = {name: facts.loss for name, facts in result.validation.items()} or {"training": result.final_loss}
             return {f"{training} loss, {name}": loss for name, loss in found.items()}
     return {}
 
@@ -154,9 +150,8 @@ def _scores(run: Path) -> dict[str, dict[str, Any]]:
     from affinage.report.evaluations import read_evaluation
 
     for step in (EVALUATIONS[training] for training in TRAININGS):
-        manifest = read_manifest(run / step)
-        if manifest is not None:
-            scores = read_evaluation(step, run / step, manifest["summary"]).scores
+        if read_manifest(run / step) is not None:
+            scores = read_evaluation(step, run / step).scores
             return {one.task: {name: getattr(one, name) for name in _OF_A_SCORE} for one in scores if one.headline}
     return {}
 

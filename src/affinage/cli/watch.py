@@ -10,6 +10,25 @@ from typing import TYPE_CHECKING, Any
 from affinage.cli.output import Table, counted, emit, listed, screen
 from affinage.cli.working import Working
 from affinage.durations import duration
+from affinage.results import (
+    ArraysResult,
+    ChatDataResult,
+    CompareTokenizersResult,
+    DecontaminateResult,
+    DocumentsResult,
+    EvaluationResult,
+    ExportResult,
+    FilterResult,
+    IngestResult,
+    ReportResult,
+    Result,
+    SplitResult,
+    SynthesizeResult,
+    TokenizeResult,
+    TokenizerResult,
+    TrainingResult,
+    Verified,
+)
 
 if TYPE_CHECKING:
     from affinage.pipeline.plan import PlannedStep
@@ -56,11 +75,11 @@ class Watch:
     def on_metrics(self, row: Mapping[str, Any]) -> None:
         """A training has written a line of its metrics; it shows them itself."""
 
-    def on_end(self, planned: "PlannedStep", manifest: dict[str, Any]) -> None:
-        """A stage is complete."""
+    def on_end(self, planned: "PlannedStep", result: Result, seconds: float) -> None:
+        """A step is complete."""
         self._clear()
-        self.seconds[self._name] = manifest["seconds"]
-        said = ", ".join(headline(manifest["summary"])) or "done"
+        self.seconds[self._name] = seconds
+        said = ", ".join(headline(result)) or "done"
         self._line(self._name, f"{said}  [dim]{duration(self.seconds[self._name])}[/dim]")
 
     def _line(self, name: str, text: str) -> None:
@@ -142,110 +161,105 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     yield "next", before + command(*words, runs=runner.runs.folder)
 
 
-def headline(summary: Mapping[str, Any]) -> Iterator[str]:
-    """The few facts of a stage's summary that a person wants to see while waiting."""
-    if "documents_out" in summary:
-        came = summary.get("documents_in", summary["documents_out"])
-        left = summary["documents_out"]
-        reasons = _reasons(summary.get("removed"))
-        yield (f"{came:,} → " if came != left else "") + counted(left, "document") + reasons
-    if (parted := summary.get("split")) and isinstance(parted, Mapping) and parted.get("documents"):
-        yield f"{counted(parted['documents'], 'long document')} split into {counted(parted['parts'], 'part')}"
-    if summary.get("validation_documents"):
-        few = summary["validation_documents"] < _FEW_HELD_OUT
-        yield f"{summary['validation_documents']:,} held out" + (f" {_TOO_FEW}" if few else "")
-    for what in ("masked", "benchmarks"):
-        yield from _found(what, summary.get(what))
-    yield from _odd(summary)
-    if isinstance(summary.get("vocabulary"), int):
-        yield f"{summary['vocabulary']:,} pieces"
-    for tokenizer in summary.get("tokenizers", ()):
-        rates = (f"{entry['bytes_per_token']:.2f} {name}" for name, entry in tokenizer["languages"].items())
-        yield f"{tokenizer['name'] or 'ours'} {' '.join(rates)} bytes a token"
-    if isinstance(summary.get("images"), int):
-        yield counted(summary["images"], "image")
-    if isinstance(summary.get("train"), Mapping) and "rows" in summary["train"]:
-        yield f"{counted(summary['train']['rows'], 'row')} of {summary['context']:,} tokens"
-    if isinstance(summary.get("parameters"), Mapping):
-        yield f"{summary['parameters']['total']:,} parameters"
-    if isinstance(summary.get("final_loss"), float):
-        yield f"loss {summary['final_loss']:.3f}"
-    if (saves := summary.get("saves")) and isinstance(saves, Mapping) and saves.get("count"):
-        mean, most = (_moment(saves[which]) for which in ("stall_mean", "stall_most"))
-        stopped = f"{counted(saves['count'], 'save')} stopped it for {mean}"
-        yield stopped + (f" each, {most} at most" if saves["count"] > 1 else "")
-    if isinstance(summary.get("tasks"), Mapping):
-        judged = all(isinstance(task, Mapping) for task in summary["tasks"].values())
-        yield _scores(summary["tasks"]) if judged else counted(len(summary["tasks"]), "task")  # of the pocket world
-    if isinstance(summary.get("summary"), str):  # of the report: what the whole run made
-        yield _escaped(summary["summary"])
-    if isinstance(summary.get("verified"), Mapping):
-        yield verified_in_words(summary["verified"])
+def headline(result: Result) -> Iterator[str]:
+    """The few facts of a result that a person wants to see while waiting."""
+    if isinstance(result, DocumentsResult):
+        yield from _documents(result)
+    elif isinstance(result, TokenizerResult) and result.vocabulary is not None:
+        yield f"{result.vocabulary:,} pieces"
+    elif isinstance(result, CompareTokenizersResult):
+        for tokenizer in result.tokenizers:
+            rates = (f"{entry.bytes_per_token or 0:.2f} {name}" for name, entry in tokenizer.languages.items())
+            yield f"{tokenizer.name or 'ours'} {' '.join(rates)} bytes a token"
+    elif isinstance(result, TokenizeResult | ChatDataResult) and result.train.rows is not None:
+        yield f"{counted(result.train.rows, 'row')} of {result.context or 0:,} tokens"
+    elif isinstance(result, ArraysResult) and result.train.images is not None:
+        yield counted(result.train.images, "image")
+    elif isinstance(result, TrainingResult):
+        yield from _training(result)
+    elif isinstance(result, SynthesizeResult):
+        yield f"{counted(result.documents or 0, 'document')}, {counted(len(result.tasks), 'task')}"
+    elif isinstance(result, EvaluationResult):
+        yield _scores(result)
+    elif isinstance(result, ExportResult) and result.verified is not None:
+        yield verified_in_words(result.verified)
+    elif isinstance(result, ReportResult):
+        yield _escaped(result.summary)
+
+
+def _documents(result: DocumentsResult) -> Iterator[str]:
+    if result.documents_out is not None:
+        came = f"{result.documents_in:,} → " if result.documents_in not in (None, result.documents_out) else ""
+        yield came + counted(result.documents_out, "document") + _reasons(result.reasons)
+    if isinstance(result, FilterResult):
+        if result.split.documents:
+            parts = counted(result.split.parts, "part")
+            yield f"{counted(result.split.documents, 'long document')} split into {parts}"
+        if result.masked:
+            yield "masked " + ", ".join(f"{count:,} {kind}" for kind, count in result.masked.items())
+    if isinstance(result, DecontaminateResult):
+        found = {name: one for name, one in result.benchmarks.items() if one.found}
+        clean = [name for name in result.benchmarks if name not in found]
+        matches = [f"{one.found:,} of {counted(one.items, 'item')} of {name}" for name, one in found.items()]
+        lines = [f"found {listed(matches, REASONS)}"] if matches else []
+        lines += [f"found no item of {listed(clean, NAMES)}"] if clean else []
+        yield from filter(None, ["; ".join(lines)])
+    if isinstance(result, SplitResult):
+        if held_out := result.validation_documents:
+            yield f"{held_out:,} held out" + (f" {_TOO_FEW}" if held_out < _FEW_HELD_OUT else "")
+        if missed := result.without_validation:
+            groups = _escaped(listed(missed, 3))
+            yield f"[yellow]none held out of {groups}: too few documents[/yellow] (data.split.by=tail cuts ends)"
+    if isinstance(result, IngestResult) and result.not_sampled:
+        yield f"{result.not_sampled:,} not in the sample"
+
+
+def _training(result: TrainingResult) -> Iterator[str]:
+    if result.images is not None:
+        yield counted(result.images, "image")
+    if result.parameters.total is not None:
+        yield f"{result.parameters.total:,} parameters"
+    if result.final_loss is not None:
+        yield f"loss {result.final_loss:.3f}"
+    if count := result.saves.count:
+        stopped = f"{counted(count, 'save')} stopped it for {_moment(result.saves.stall_mean)}"
+        yield stopped + (f" each, {_moment(result.saves.stall_most)} at most" if count > 1 else "")
 
 
 def _moment(seconds: float) -> str:
     return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _scores(tasks: Mapping[str, Any]) -> str:
+def _scores(result: EvaluationResult) -> str:
     """The accuracy of a few benchmarks in percent, with a standard error: the one that papers give."""
     from affinage.report.evaluations import headline as headline_metric
 
-    told = []
-    for name, task in tasks.items():
-        metrics = task.get("metrics", {})
-        score = metrics.get(headline_metric(name, metrics), {})
-        if isinstance(score.get("value"), int | float) and 0 <= score["value"] <= 1:
-            error = f" ± {100 * score['stderr']:.1f}" if isinstance(score.get("stderr"), int | float) else ""
-            told.append(f"{name} {100 * score['value']:.1f}{error}")
-    benchmarks = counted(len(tasks), "benchmark")
-    return f"{benchmarks}: {listed(told, NAMES)}" if told else benchmarks
+    shown = []
+    for name, task in result.tasks.items():
+        score = task.metrics.get(headline_metric(name, task.metrics))
+        if score is not None and score.value is not None and 0 <= score.value <= 1:
+            error = "" if score.stderr is None else f" ± {100 * score.stderr:.1f}"
+            shown.append(f"{name} {100 * score.value:.1f}{error}")
+    benchmarks = counted(len(result.tasks), "benchmark")
+    return f"{benchmarks}: {listed(shown, NAMES)}" if shown else benchmarks
 
 
-def verified_in_words(facts: Mapping[str, Any]) -> str:
+def verified_in_words(facts: Verified) -> str:
     """What `hub.verify` compared, and how well it agreed."""
     return (
-        f"transformers computes the same: logits of {counted(facts['tokens'], 'token')} in "
-        f"{counted(facts['texts'], 'text')} at most {facts['largest_logit_difference']:.1e} of the largest apart, "
-        f"the same ids of {counted(facts['token_sequences'], 'text')} "
-        f"and {counted(facts['conversations'], 'conversation')}"
+        f"transformers computes the same: logits of {counted(facts.tokens, 'token')} in "
+        f"{counted(facts.texts, 'text')} at most {facts.largest_logit_difference:.1e} of the largest apart, "
+        f"the same ids of {counted(facts.token_sequences, 'text')} "
+        f"and {counted(facts.conversations, 'conversation')}"
     )
 
 
-def _reasons(removed: Any) -> str:
+def _reasons(ranked: Sequence[tuple[str, int]]) -> str:
     """Why documents, and files, were left out: the reasons that count most."""
-    if not isinstance(removed, Mapping) or not removed:
-        return ""
-    ranked = sorted(removed.items(), key=lambda reason: -reason[1])
     named = REASONS + (len(ranked) == REASONS + 1)  # to name one is no longer than to say that there is one
     rest = sum(count for _, count in ranked[named:])
     shown = [f"{count:,} {reason}" for reason, count in ranked[:named]]
-    return f" ({', '.join([*shown, f'{rest:,} for other reasons'] if rest else shown)})"
-
-
-def _found(what: str, facts: Any) -> Iterator[str]:
-    if not isinstance(facts, Mapping) or not facts:
-        return
-    if what == "masked":
-        yield "masked " + ", ".join(f"{count:,} {kind}" for kind, count in facts.items())
-    else:
-        found = [
-            f"{one['found']:,} of {counted(one['items'], 'item')} of {name}"
-            for name, one in facts.items()
-            if one["found"]
-        ]
-        clean = [name for name, one in facts.items() if not one["found"]]
-        told = [f"found {listed(found, REASONS)}"] if found else []
-        yield "; ".join([*told, *([f"found no item of {listed(clean, NAMES)}"] if clean else [])])
-
-
-def _odd(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What of the documents a person would not expect."""
-    if missed := summary.get("without_validation"):
-        groups = _escaped(listed(missed, 3))
-        yield f"[yellow]none held out of {groups}: too few documents[/yellow] (data.split.by=tail cuts ends)"
-    if left_out := summary.get("not_sampled"):
-        yield f"{left_out:,} not in the sample"
+    return f" ({', '.join([*shown, f'{rest:,} for other reasons'] if rest else shown)})" if shown else ""
 
 
 def _escaped(text: str) -> str:

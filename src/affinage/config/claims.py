@@ -59,21 +59,6 @@ class Claims(Settings):
     sft: SftClaims = SftClaims()
 
 
-class CloudSettings(Settings):
-    """A TPU slice of Google's cloud for `affinage launch --on cloud`. Credentials are gcloud's, never given here."""
-
-    project: str
-    """Cloud project that pays."""
-    zone: str
-    """Zone, such as us-central2-b."""
-    spot: bool = False
-    """Cheaper, and may be taken back at any time."""
-    network: str = ""
-    """Network of the project; by default its default one."""
-    wait_hours: float = Field(default=6.0, gt=0)
-    """Hours to wait in the queue."""
-
-
 class HardwareSettings(Settings):
     """The machines that a run is planned for; training itself takes what it finds."""
 
@@ -81,4 +66,3 @@ class HardwareSettings(Settings):
     """Cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it."""
     price: Price | dict[str, Price] | None = None
     """US dollars per chip and hour, for `slice` or by kind: {v5e: 0.9, h100: 2.2}; by default the chip table's."""
-    cloud: CloudSettings | None = None

@@ -18,7 +18,7 @@ class CheckpointSettings(Settings):
     """How many of the newest checkpoints stay; that of the last step always does."""
     keep_every: int | None = Field(default=None, ge=1)
     """Also keep the checkpoints whose step is a multiple of this."""
-    accept_changes: tuple[str, ...] = ()
+    allow_changes: tuple[str, ...] = ()
     """Facts, such as `data` or `optimizer.b1`, that may differ from the checkpoint's when a training resumes."""
 
 
@@ -35,17 +35,17 @@ class RuntimeSettings(Settings):
     """How a run is carried out, for all of its trainings. Changing it never makes a finished step run again."""
 
     checkpoint: CheckpointSettings = CheckpointSettings()
-    preemption_grace: float = Field(default=30, gt=0)
-    """Seconds from SIGTERM or SIGHUP until the process must have left; clouds give 30. After Ctrl-C a save has ten
-    minutes."""
-    hang_timeout: float = Field(default=28, gt=0)
-    """Seconds after which a step counts as hung, or 5 times the 99th percentile of the steps before if that is longer.
-    Outside of steps: seconds without any progress. By default a host that hangs is named within 30 seconds."""
+    preemption_grace: float = Field(default=25, gt=0)
+    """Seconds from SIGTERM or SIGHUP until the process must have left; clouds give 30. After Ctrl-C a save has no
+    limit."""
+    hang_timeout: float = Field(default=300, gt=0)
+    """Seconds after which a step counts as hung, or 5 times the slowest step before if that is longer. A compilation
+    has an hour."""
     exit_on_hang: bool | None = None
-    """Leave a hung run with status 75, so that it is started again; false: only report it. Null: leave at once on
-    several hosts or below `affinage launch`, and otherwise after an hour."""
-    heartbeat_timeout: float = Field(default=5, ge=2, le=40)
-    """Seconds without an answer after which a machine of several counts as lost. JAX itself waits for 45."""
+    """Leave a hung training with status 75, so that it is started again; false: only report it. Null: leave where there
+    are several processes, or below `affinage launch`."""
+    heartbeat_timeout: float = Field(default=30, ge=5)
+    """Seconds without a heartbeat after which one of several processes counts as lost, and the others end."""
     trackers: Annotated[
         dict[str, dict[str, Any]], BeforeValidator(_trackers_by_name, json_schema_input_type=list[str] | dict[str, Any])
     ] = {}

@@ -59,7 +59,10 @@ class SourceSettings(PlaceSettings):
     """code skips language id, is wrapped in <|code|> <|endcode|> and is a group of its own beside the languages;
     gutenberg is a book of Project Gutenberg, cut into chapters without its header and license."""
     language: Language = ""
-    """ISO 639-1 code, if it is known; by default identified for each document."""
+    """ISO 639-1 code of what is wanted of it: documents that language id does not find to be in it are removed. By
+    default all of the recipe's languages are."""
+    trust_language: bool = False
+    """Take the word of `language`, and identify none."""
     license: str = ""
     """License, which goes with every document into the manifest."""
     text_key: str = "text"
@@ -75,14 +78,22 @@ class SourceSettings(PlaceSettings):
     max_bytes: Bytes | None = None
     """Maximum amount of text, such as 40MB; of the pocket world, the amount that is generated."""
     sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    """Hash of the file at a URL, checked after the download."""
+    """Hash of the file at a web address, checked after the download."""
     download: bool = True
-    """Fetch files at URLs once into the cache; false: read them over the network each time."""
+    """Download files at web addresses once into the cache; false: read them over the network each time."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
         return with_preset(given) if isinstance(given, dict) and given.get("preset") else given
+
+    @model_validator(mode="after")
+    def _hash_of_a_download(self) -> "SourceSettings":
+        if self.sha256 and not (self.path.startswith(("http://", "https://")) and self.download):
+            raise ValueError("`sha256` is checked of files that are downloaded from a web address")
+        if self.trust_language and not self.language:
+            raise ValueError("`trust_language` needs a `language`")
+        return self
 
     @property
     def title(self) -> str:

@@ -13,14 +13,14 @@ import pyarrow.compute as pc
 
 from affinage.config.data import CleanSettings
 from affinage.data import code_rules
-from affinage.data.documents import DocumentWriter, clear_documents, document_files, part_id, row_groups, text_bytes
+from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.funnel import Funnel
 from affinage.data.language import known_languages, language_among
 from affinage.data.mask import mask
 from affinage.data.repair import Repaired, repair
 from affinage.data.repetition import GOPHER, broken_rules
 from affinage.data.special_tokens import CODE_LANGUAGE
+from affinage.data.stats import Stats
 from affinage.data.thresholds import GRID, Probabilities
 from affinage.errors import UserError, did_you_mean
 
@@ -42,7 +42,7 @@ class _Task:
 
 @dataclass
 class _Result:
-    funnel: Funnel = field(default_factory=Funnel)
+    stats: Stats = field(default_factory=Stats)
     probabilities: Probabilities = field(default_factory=Probabilities)
     repaired: int = 0  # texts that the repair changed
     masked: Counter[str] = field(default_factory=Counter)  # addresses by kind
@@ -50,7 +50,7 @@ class _Result:
     parts: int = 0
 
     def merge(self, other: "_Result") -> None:
-        self.funnel.merge(other.funnel)
+        self.stats.merge(other.stats)
         self.probabilities.merge(other.probabilities)
         self.masked.update(other.masked)
         self.repaired += other.repaired
@@ -58,12 +58,12 @@ class _Result:
         self.parts += other.parts
 
     def to_json(self) -> dict[str, Any]:
-        return self.__dict__ | {"funnel": self.funnel.to_json(), "probabilities": self.probabilities.to_json()}
+        return self.__dict__ | {"stats": self.stats.to_json(), "probabilities": self.probabilities.to_json()}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "_Result":
         read = {
-            "funnel": Funnel.from_json(value["funnel"]),
+            "stats": Stats(**value["stats"]),
             "probabilities": Probabilities.from_json(value["probabilities"]),
             "masked": Counter(value["masked"]),
         }
@@ -104,9 +104,9 @@ def clean(
     for result in executor.map(_clean_file, tasks, folder, bytes=2 * stored, progress=progress):
         total.merge(_Result.from_json(result))
     clear_completions(folder)
-    if total.funnel.documents_in and not total.funnel.documents_out:
-        _refuse_nothing_left(total.funnel)
-    return total.funnel.summary(time.perf_counter() - start) | {
+    if total.stats.documents_in and not total.stats.documents_out:
+        _refuse_nothing_left(total.stats)
+    return total.stats.summary(time.perf_counter() - start) | {
         "repaired": total.repaired,
         "masked": dict(sorted(total.masked.items())),
         "split": {"documents": total.split, "parts": total.parts},
@@ -140,10 +140,10 @@ def _clean_file(task: _Task) -> dict[str, Any]:
     stem = task.path.stem
     clear_documents(task.folder, stem)
     result = _Result()
-    with DocumentWriter(task.folder, stem, observe=result.funnel.leave) as writer:
+    with DocumentWriter(task.folder, stem, observe=result.stats.leave) as writer:
         for group in row_groups(task.path):
             batch = group.read()
-            result.funnel.enter(batch.num_rows, text_bytes(batch))
+            result.stats.enter(batch.num_rows, text_bytes(batch))
             writer.write(_clean_batch(batch, task, result))
     return result.to_json()
 
@@ -171,7 +171,7 @@ def _clean_batch(batch: pa.RecordBatch, task: _Task, result: _Result) -> pa.Reco
     for row, (reason, detail) in sorted(verdicts.items()):
         keep[row] = False
         id, source, text = (batch.column(name)[row].as_py() for name in ("id", "source", "text"))
-        result.funnel.remove(reason, id=id, source=source, text=text, detail=detail)
+        result.stats.remove(reason, id=id, source=source, text=text, detail=detail)
     return batch.filter(pa.array(keep))
 
 
@@ -229,7 +229,7 @@ def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts, result: _
 def _split_long(
     batch: pa.RecordBatch, repaired: Repaired, limit: int, result: _Result
 ) -> tuple[pa.RecordBatch, Repaired]:
-    """Replace documents of more than `limit` characters by parts; part k of document `d` has the id `d~k`."""
+    """Replace documents of more than `limit` characters by parts; which keep its id."""
     long = repaired.characters > limit
     if not long.any():
         return batch, repaired
@@ -238,9 +238,7 @@ def _split_long(
         parts = split_text(row["text"], limit) if too_long else [row["text"]]
         result.split += bool(too_long)
         result.parts += len(parts) if too_long else 0
-        rows += [
-            row | {"id": part_id(row["id"], k) if too_long else row["id"], "text": part} for k, part in enumerate(parts)
-        ]
+        rows += [row | {"chunk": k, "text": part} for k, part in enumerate(parts)]
     batch = pa.RecordBatch.from_pylist(rows, schema=batch.schema)
     return batch, repair(batch.column("text"))
 
@@ -264,12 +262,12 @@ def split_text(text: str, limit: int) -> list[str]:
     return [*parts, text[start:]]
 
 
-def _refuse_nothing_left(funnel: Funnel) -> None:
-    reason, count = funnel.removed.most_common(1)[0]
-    sample = funnel.samples[reason][0]
+def _refuse_nothing_left(stats: Stats) -> None:
+    reason, count = stats.removed.most_common(1)[0]
+    sample = stats.samples[reason][0]
     example = f"{sample['id']} of {sample['source']}" + (f": {sample['detail']}" if sample["detail"] else "")
     raise UserError(
-        f"cleaning left none of {funnel.documents_in} documents; {count} are {reason}, such as {example}",
+        f"cleaning left none of {stats.documents_in} documents; {count} are {reason}, such as {example}",
         where="data.clean",
         fix="See data.clean and data.languages; data.clean.long_documents=split keeps long texts in parts.",
     )

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from affinage.data.duplicates import Duplicates
 from affinage.data.exchange import read_part, write_parts
 from affinage.data.executor import Executor
-from affinage.data.funnel import SAMPLES_PER_REASON
 from affinage.data.signatures import CHUNK, Corpus
+from affinage.data.stats import SAMPLES_PER_REASON
 
 CLUSTERS = "clusters.parquet"  # in the folder `clusters`, for it holds no documents
 CLUSTER_SCHEMA = pa.schema(

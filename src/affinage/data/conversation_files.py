@@ -11,14 +11,11 @@ import pyarrow.parquet as pq
 from affinage.config.sources import POCKET_WORLD, SourceSettings
 from affinage.config.tuning import ConversationSettings, TuningSettings
 from affinage.data.conversation_shapes import Conversation, conversation
-from affinage.data.file_kinds import kind_of
+from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
 from affinage.data.foreign_json import of_a_line
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
-from affinage.data.opening import SourceFile, damage_told, open_plain, open_stored
 from affinage.data.places import is_on_hub, is_remote, location, unique
-from affinage.data.records import DamagedFile
-from affinage.data.sources import find
-from affinage.data.table_rows import rows_of_batch
+from affinage.data.readers import rows_of_batch
 from affinage.errors import UserError
 
 READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
@@ -63,7 +60,7 @@ def lines_of(part: Part, settings: SourceSettings, number: int = 0, count: int =
     """Return the lines `number`, `number + count`, ... of one part of a source; see `read_lines`."""
     where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
     try:
-        with damage_told():
+        with reports_damage():
             yield from _lines(part, settings, where, number, count)
     except DamagedFile as error:
         raise UserError(f"the file is damaged: {error}", where=where) from None

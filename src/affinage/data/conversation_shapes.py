@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from affinage.data.chat import REASONING, Message, check_messages
-from affinage.data.records import encodable
+from affinage.data.foreign_json import encodable
 from affinage.errors import UserError
 
 _NAMED = (

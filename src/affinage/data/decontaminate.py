@@ -16,10 +16,10 @@ from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.funnel import SAMPLE_CHARACTERS, Funnel
 from affinage.data.overlap import Hits, Items, Scanner, index_items
+from affinage.data.stats import SAMPLE_CHARACTERS, Stats
 
-CONTAMINATED = "in a benchmark"  # the reason in the funnel
+CONTAMINATED = "in a benchmark"  # the reason in the stats
 MATCHES = "matches.parquet"  # in the folder `matches`, for it holds no documents
 MATCH_SCHEMA = pa.schema(
     [
@@ -47,7 +47,7 @@ class _Found:
 
 @dataclass
 class _Cut:
-    funnel: Funnel = field(default_factory=Funnel)
+    stats: Stats = field(default_factory=Stats)
     matches: list[dict[str, Any]] = field(default_factory=list)
     cut: int = 0  # documents that stayed without some of their text
 
@@ -92,12 +92,12 @@ def decontaminate(
 
     total = _Cut()
     for part in executor.map(cut, work, threads=True):
-        total.funnel.merge(part.funnel)
+        total.stats.merge(part.stats)
         total.matches += part.matches
         total.cut += part.cut
     _write_matches(folder / "matches", total.matches)
     clear_completions(folder)
-    return total.funnel.summary(time.perf_counter() - start) | {
+    return total.stats.summary(time.perf_counter() - start) | {
         "benchmarks": _by_benchmark(index, total.matches),
         "matches": total.matches[:EXAMPLES],
         "boilerplate": {"in_items": index.boilerplate, "in_documents": int(common.sum())},
@@ -134,10 +134,10 @@ def _copy(path: Path, hits: Hits, folder: Path, index: Items, *, cut: bool) -> _
     result = _Cut()
     at = 0
     clear_documents(folder, path.stem)
-    with DocumentWriter(folder, path.stem, observe=result.funnel.leave) as writer:
+    with DocumentWriter(folder, path.stem, observe=result.stats.leave) as writer:
         for group in row_groups(path):
             batch = group.read()
-            result.funnel.enter(batch.num_rows, text_bytes(batch))
+            result.stats.enter(batch.num_rows, text_bytes(batch))
             first, last = np.searchsorted(hits.text, [at, at + group.rows])
             writer.write(
                 _clean_batch(batch, Hits(*(c[first:last] for c in vars(hits).values())), at, index, result, cut)
@@ -165,7 +165,7 @@ def _clean_batch(batch: pa.RecordBatch, hits: Hits, at: int, index: Items, resul
             best = max(matches, key=lambda match: int(match["words"]))
             detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
             id, source, content = (document[name] for name in ("id", "source", "text"))
-            result.funnel.remove(CONTAMINATED, id=id, source=source, text=content, detail=detail)
+            result.stats.remove(CONTAMINATED, id=id, source=source, text=content, detail=detail)
     if changed:
         texts = batch.column("text").to_pylist()
         for row, left in changed.items():

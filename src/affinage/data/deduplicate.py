@@ -21,8 +21,8 @@ from affinage.data.documents import (
 )
 from affinage.data.duplicates import MEMORY, find_duplicates
 from affinage.data.executor import LOCAL, Executor, Progress
-from affinage.data.funnel import SAMPLE_CHARACTERS, SAMPLES_PER_REASON, Funnel
 from affinage.data.signatures import NAMES, Corpus
+from affinage.data.stats import SAMPLE_CHARACTERS, SAMPLES_PER_REASON, Stats
 
 _SCRATCH = "scratch"
 
@@ -76,9 +76,9 @@ def deduplicate(
     ]
     found = find_duplicates(shards, settings, scratch, memory=memory, executor=executor, progress=progress)
     tasks = [_Task(found.corpus, number, shard.path, folder) for number, shard in enumerate(shards)]
-    total = Funnel()
-    for funnel in executor.map(_copy_kept, tasks, threads=True):
-        total.merge(funnel)
+    total = Stats()
+    for stats in executor.map(_copy_kept, tasks, threads=True):
+        total.merge(stats)
     clusters = write_clusters(folder / "clusters", found, executor)
     shutil.rmtree(scratch)
     return total.summary(time.perf_counter() - start) | {
@@ -89,24 +89,24 @@ def deduplicate(
     }
 
 
-def _copy_kept(task: _Task) -> Funnel:
+def _copy_kept(task: _Task) -> Stats:
     """Copy one file without its duplicates."""
-    funnel = Funnel()
+    stats = Stats()
     start = int(task.corpus.starts[task.shard])
     stays = task.corpus.known("kept", task.shard) == start + np.arange(task.corpus.shards[task.shard].rows)
     at = 0
-    with DocumentWriter(task.folder, task.path.stem, observe=funnel.leave) as writer:
+    with DocumentWriter(task.folder, task.path.stem, observe=stats.leave) as writer:
         for group in row_groups(task.path):
             batch = group.read()
-            funnel.enter(batch.num_rows, text_bytes(batch))
+            stats.enter(batch.num_rows, text_bytes(batch))
             here = np.array(stays[at : at + group.rows])
-            _count_removed(funnel, task, batch, ~here, at)
+            _count_removed(stats, task, batch, ~here, at)
             writer.write(batch.filter(pa.array(here)))
             at += group.rows
-    return funnel
+    return stats
 
 
-def _count_removed(funnel: Funnel, task: _Task, batch: pa.RecordBatch, removed: np.ndarray, at: int) -> None:
+def _count_removed(stats: Stats, task: _Task, batch: pa.RecordBatch, removed: np.ndarray, at: int) -> None:
     """Count the removed documents of a row group that begins at `at`; some are shown, with what they are copies of."""
     here = slice(at, at + batch.num_rows)
     exact = task.corpus.known("exact", task.shard)[here]
@@ -114,15 +114,15 @@ def _count_removed(funnel: Funnel, task: _Task, batch: pa.RecordBatch, removed: 
         ("exact duplicate", np.flatnonzero(removed & exact)),
         ("near duplicate", np.flatnonzero(removed & ~exact)),
     ):
-        shown = rows[: SAMPLES_PER_REASON - len(funnel.samples.get(reason, ()))].tolist()
+        shown = rows[: SAMPLES_PER_REASON - len(stats.samples.get(reason, ()))].tolist()
         for row in shown:
             original = _name(task.corpus, int(task.corpus.known("kept", task.shard)[at + row]))
             similarity = task.corpus.known("similarity", task.shard)[at + row]
             detail = f"Jaccard {similarity:.3f} to {original['id']} of {original['source']}"
             id, source, text = (batch.column(name)[row].as_py() for name in ("id", "source", "text"))
-            funnel.remove(reason, id=id, source=source, text=text[:SAMPLE_CHARACTERS], detail=detail)
+            stats.remove(reason, id=id, source=source, text=text[:SAMPLE_CHARACTERS], detail=detail)
         if len(rows) > len(shown):
-            funnel.removed[reason] += len(rows) - len(shown)
+            stats.removed[reason] += len(rows) - len(shown)
 
 
 def _name(corpus: Corpus, document: int) -> dict[str, str]:

@@ -1,11 +1,11 @@
-"""Documents at rest between the data stages: Parquet files of bounded size, written whole or not at all."""
+"""Documents at rest between the data steps: Parquet files of bounded size, written whole or not at all."""
 
 import os
-import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,18 +13,19 @@ import pyarrow.parquet as pq
 
 SCHEMA = pa.schema(
     [
-        ("id", pa.string()),  # unique within its source
+        ("id", pa.string()),  # the user's, or made from the place in the file
+        ("chunk", pa.int32()),  # of a document that was cut into several, from 0; 0 of a whole one
         ("source", pa.string()),
-        ("language", pa.string()),  # ISO 639-1; "" not known yet; "en?" what the source claims, to be verified by clean
+        ("language", pa.string()),  # ISO 639-1, or code; "" unknown; "en?" claimed by the record, for filter to check
+        ("language_score", pa.float32()),  # probability by language id; 1 where the source is trusted; null: unknown
         ("url", pa.string()),
-        ("licence", pa.string()),
+        ("license", pa.string()),
         ("text", pa.string()),
     ]
 )
-
-_PART = re.compile(r"~\d+$")
+REPORTS = ("removed.parquet", "matches.parquet", "clusters.parquet")  # beside the documents of a step
 ROW_GROUP_BYTES = 8_000_000  # of text: what one task holds in memory
-FILE_BYTES = 64_000_000  # of text: what one task of a parallel stage works through
+FILE_BYTES = 64_000_000  # of text: what one task of a parallel step works through
 
 
 def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
@@ -36,48 +37,43 @@ class DocumentWriter:
     """Writes documents to `<stem>-00000.parquet`, `<stem>-00001.parquet`, ... in a folder, in the order given.
 
     A file gets its name only when it is complete; after an exception no unfinished file remains. Use it as a context
-    manager. At most one row group (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. `observe` is
-    shown every batch that is written.
+    manager. At most one row group (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. `observe`
+    receives every batch that is written.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        stem: str = "documents",
-        *,
-        schema: pa.Schema = SCHEMA,
-        observe: Callable[[pa.RecordBatch], None] | None = None,
+        self, folder: Path, stem: str = "documents", *, observe: Callable[[pa.RecordBatch], None] | None = None
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.files: list[Path] = []
         self.documents = 0
-        self._stem, self._schema, self._observe = stem, schema, observe
-        self._rows: list[dict[str, str]] = []
+        self._stem, self._observe = stem, observe
+        self._rows: list[dict[str, Any]] = []
         self._rows_characters = 0
         self._batches: list[pa.RecordBatch] = []
         self._batches_bytes = 0
         self._file_bytes = 0
         self._file: pq.ParquetWriter | None = None
 
-    def add(self, *, id: str, source: str, text: str, language: str = "", url: str = "", licence: str = "") -> None:
-        """Append one document."""
+    def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
+        """Append one document; `facts` are its other columns."""
         self._rows.append(
-            {"id": id, "source": source, "language": language, "url": url, "licence": licence, "text": text}
+            {"chunk": 0, "language": "", "url": "", "license": "", **facts, "id": id, "source": source, "text": text}
         )
         self._rows_characters += len(text)
         if self._rows_characters >= ROW_GROUP_BYTES or len(self._rows) >= 50_000:
             self._flush_rows()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch with this writer's schema."""
+        """Append a batch of documents."""
         self._flush_rows()
         self._append(batch)
 
     def _flush_rows(self) -> None:
         if self._rows:
             rows, self._rows, self._rows_characters = self._rows, [], 0
-            self._append(pa.RecordBatch.from_pylist(rows, schema=self._schema))
+            self._append(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
     def _append(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows == 0:
@@ -93,10 +89,10 @@ class DocumentWriter:
     def _write_row_group(self) -> None:
         if self._file is None:
             self._file = pq.ParquetWriter(
-                self._unfinished(), self._schema, compression="zstd", compression_level=1, write_statistics=False
+                self._unfinished(), SCHEMA, compression="zstd", compression_level=1, write_statistics=False
             )
         if self._batches:
-            table = pa.Table.from_batches(self._batches, self._schema)
+            table = pa.Table.from_batches(self._batches, SCHEMA)
             self._file.write_table(table, row_group_size=max(1, table.num_rows))
             self._file_bytes += self._batches_bytes
             self._batches, self._batches_bytes = [], 0
@@ -117,7 +113,7 @@ class DocumentWriter:
             self._file, self._file_bytes = None, 0
 
     def close(self) -> None:
-        """Finish the last file; a writer that was given no document writes one file without rows."""
+        """Finish the last file; a writer that received no document writes one file without rows."""
         self._flush_rows()
         if self._batches or not (self.files or self._file):
             self._write_row_group()
@@ -137,35 +133,25 @@ class DocumentWriter:
 
 
 def document_files(folder: Path) -> list[Path]:
-    """The finished document files of a folder, in the order of their documents."""
-    return sorted(Path(folder).glob("*.parquet"))
+    """The finished document files of a folder and of its partitions, in the order of their documents."""
+    return sorted(path for path in Path(folder).rglob("*.parquet") if path.name not in REPORTS)
 
 
-def clear_documents(folder: Path, stem: str = "", kept: Container[str] = ()) -> None:
-    """Remove what an earlier or interrupted run of a stage left in its folder, but the files named in `kept`.
+def clear_documents(folder: Path, stem: str = "", kept: Container[Path] = ()) -> None:
+    """Remove what an earlier or interrupted attempt left in a folder and its partitions, but the files in `kept`.
 
-    With `stem`, of one writer only.
+    With `stem`, only what writers with this stem left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{stem}-" + "[0-9]" * 5 if stem else "*"
-    for stale in [*folder.glob(f"{name}.parquet"), *folder.glob(f"{name}.parquet.part")]:
-        if stale.name not in kept:
+    for stale in [*folder.rglob(f"{name}.parquet"), *folder.rglob(f"{name}.parquet.part")]:
+        if stale not in kept:
             stale.unlink()
-
-
-def part_id(id: str, part: int) -> str:
-    """The id of part `part` of a document that was cut into several."""
-    return f"{id}~{part}"
-
-
-def whole_id(id: str) -> str:
-    """The id of the document that this is a part of; the id itself of a whole one."""
-    return _PART.sub("", id)
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A part of a document file that is read at once: the unit in which stages read."""
+    """A part of a document file that is read at once: the unit in which steps read."""
 
     path: Path
     index: int

@@ -1,4 +1,7 @@
-"""Files at URLs, fetched once into a cache: an interrupted download goes on, and what came is checked."""
+"""Files at web addresses, downloaded once into a cache; a download that broke off is resumed, and what came is checked.
+
+Files in buckets and on the Hub are read in place, by their own clients.
+"""
 
 import base64
 import contextlib
@@ -19,22 +22,18 @@ from typing import Any
 import fsspec
 
 from affinage.data.atomic import write_json
-from affinage.data.hub_answers import refusal_of
-from affinage.errors import UserError, first_line
-from affinage.hardware.movement import waits_for_others
+from affinage.errors import TransientError, UserError, first_line
 from affinage.paths import from_home
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
-_ATTEMPTS = 4  # in a row that bring nothing
 PAUSE = 1.0  # seconds before the second attempt; doubled each time
+_ATTEMPTS = 4  # in a row that bring nothing
 _TIMEOUT = 30.0  # seconds without a byte
+_VERSION_TIMEOUT = 10.0  # seconds in which a server must give the version of a file
 _CHUNK_BYTES = 1 << 20
-_BROKEN_OFF = (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)  # by who answers, or the way
+_BROKEN_OFF = (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
 
-
-_ASK = 10.0  # seconds in which a server must say which version of a file it has
-
-_asked: dict[str, str] = {}  # URL -> the version that the server had when this process asked
+_versions: dict[str, str] = {}  # URL -> the version that the server had when this process asked
 _silent: set[str] = set()  # servers that did not answer this process, which are not asked again
 
 
@@ -42,95 +41,9 @@ class Unreachable(Exception):
     """Nothing came this time; it may next time."""
 
 
-def version_of(url: str, *, again: bool = False) -> str:
-    """What tells the version of the file that a server has now: its ETag, else size and time of change.
-
-    Returns "" where the server gives none. It is asked once in a process, unless `again`.
-
-    Raises:
-        Unreachable: it does not answer.
-    """
-    server = url.split("/", 3)[2] if "://" in url else url
-    if again:
-        _asked.pop(url, None)
-    elif server in _silent:
-        raise Unreachable(f"{server} does not answer")
-    if url not in _asked:
-        try:
-            _asked[url] = _web_version(url) if url.startswith(("http://", "https://")) else _stored_version(url)
-        except Unreachable:
-            _silent.add(server)
-            raise
-    return _asked[url]
-
-
-def version_of_copy(url: str) -> str:
-    """The version of the downloaded copy; "" if there is none, or nobody knows which it is."""
-    path = cached_path(url)
-    return str(_facts(path).get("version") or "") if path.is_file() else ""
-
-
-def forget(url: str) -> None:
-    """Remove the downloaded copy of a URL, or of all files that a glob or folder at a URL stands for."""
-    _asked.pop(url, None)
-    cached_path(url).unlink(missing_ok=True)
-    if not url.startswith(("http://", "https://")):
-        with contextlib.suppress(Exception):  # what cannot be listed cannot be fetched either
-            for member in _members(url):
-                cached_path(member).unlink(missing_ok=True)
-
-
-def _web_version(url: str) -> str:
-    request = _request(url, {"User-Agent": "affinage", "Accept-Encoding": "identity"})
-    request.method = "HEAD"
-    try:
-        with urllib.request.urlopen(request, timeout=_ASK) as answer:
-            return _version_in(answer.headers)
-    except urllib.error.HTTPError as error:
-        if error.code in (408, 429) or (error.code >= 500 and error.code != 501):
-            raise Unreachable(f"the server answers {error.code} {error.reason}") from None
-        return ""  # not to this question
-    except (OSError, *_BROKEN_OFF) as error:
-        raise Unreachable(first_line(error)) from None
-
-
-def _version_in(headers: Any) -> str:
-    if headers.get("ETag"):
-        return str(headers["ETag"])
-    return f"{headers.get('Content-Length', '?')} bytes, {headers['Last-Modified']}" if headers["Last-Modified"] else ""
-
-
-def _stored_version(url: str) -> str:
-    """Of one file its version, of several a hash of theirs."""
-    try:
-        members = _members(url)
-    except Exception as error:  # each library has its own
-        raise Unreachable(first_line(error)) from error
-    versions = {name: _version_of_entry(entry) for name, entry in members.items()}
-    if len(versions) == 1 or not all(versions.values()):
-        return next(iter(versions.values())) if len(versions) == 1 else ""
-    digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()
-    return f"{len(versions)} files, {digest[:32]}"
-
-
-def _members(url: str) -> dict[str, Any]:
-    """The files at a URL of an object store with their facts: one, those of a folder, or those that match a glob."""
-    filesystem, place = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    try:
-        entry = filesystem.info(place)
-        found = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
-    except FileNotFoundError:
-        found = filesystem.glob(place, detail=True) if fsspec.core.has_magic(place) else {}
-    return {filesystem.unstrip_protocol(name): facts for name, facts in sorted(found.items())}
-
-
-def _version_of_entry(entry: Any) -> str:
-    known = ("etag", "ETag", "md5Hash", "blob_id", "generation")
-    if mark := next((entry[name] for name in known if entry.get(name)), None):
-        return str(mark)
-    times = ("LastModified", "last_modified", "updated", "mtime", "created")
-    time = next((entry[name] for name in times if entry.get(name)), None)
-    return f"{entry.get('size')} bytes, {time}" if time else ""
+def is_web(url: str) -> bool:
+    """Whether a URL is a web address, of which a copy is downloaded."""
+    return url.startswith(("http://", "https://"))
 
 
 def cache_folder() -> Path:
@@ -145,16 +58,104 @@ def cached_path(url: str) -> Path:
     return cache_folder() / "downloads" / digest / (url.split("?", 1)[0].rstrip("/").rpartition("/")[2] or "file")
 
 
-def cached(url: str, sha256: str = "", *, pause: float = PAUSE) -> Path:
-    """The local copy of the file at a URL, which is fetched if it is not there.
+# ---- versions ----
 
-    What an interrupted download left is kept beside it as `.part` and gone on with, if the server's file is still the
-    same one; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Safe to
-    call from several processes at once: one fetches, the others wait. `pause` is the seconds before the second attempt.
-    Without `sha256`, a copy of another version than the server has now is fetched again.
+
+def version_of(url: str, *, again: bool = False) -> str:
+    """The version of the file that a server, or a bucket, has now: its ETag, else size and time of change.
+
+    Returns "" where the server gives none. It is asked once in a process, unless `again`.
 
     Raises:
-        UserError: the server cannot be reached, has no such file, or sent another one than asked for.
+        Unreachable: it does not answer.
+    """
+    server = url.split("/", 3)[2] if "://" in url else url
+    if again:
+        _versions.pop(url, None)
+    elif server in _silent:
+        raise Unreachable(f"{server} does not answer")
+    if url not in _versions:
+        try:
+            _versions[url] = _web_version(url) if is_web(url) else _stored_version(url)
+        except Unreachable:
+            _silent.add(server)
+            raise
+    return _versions[url]
+
+
+def version_of_copy(url: str) -> str:
+    """The version of the downloaded copy; "" if there is none, or its version is not known."""
+    path = cached_path(url)
+    return str(_facts(path).get("version") or "") if path.is_file() else ""
+
+
+def forget(url: str) -> None:
+    """Remove the downloaded copy of a URL."""
+    _versions.pop(url, None)
+    cached_path(url).unlink(missing_ok=True)
+
+
+def _web_version(url: str) -> str:
+    request = _request(url, {"User-Agent": "affinage", "Accept-Encoding": "identity"})
+    request.method = "HEAD"
+    try:
+        with urllib.request.urlopen(request, timeout=_VERSION_TIMEOUT) as answer:
+            return _version_in(answer.headers)
+    except urllib.error.HTTPError as error:
+        if error.code in (408, 429) or (error.code >= 500 and error.code != 501):
+            raise Unreachable(f"the server answers {error.code} {error.reason}") from None
+        return ""  # it does not answer such questions
+    except (OSError, *_BROKEN_OFF) as error:
+        raise Unreachable(first_line(error)) from None
+
+
+def _version_in(headers: Any) -> str:
+    if headers.get("ETag"):
+        return str(headers["ETag"])
+    return f"{headers.get('Content-Length', '?')} bytes, {headers['Last-Modified']}" if headers["Last-Modified"] else ""
+
+
+def _stored_version(url: str) -> str:
+    """The version of one file in a bucket, or a hash of those of all files of a folder or glob."""
+    try:
+        filesystem, place = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        try:
+            entry = filesystem.info(place)
+            found = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
+        except FileNotFoundError:
+            found = filesystem.glob(place, detail=True) if fsspec.core.has_magic(place) else {}
+    except Exception as error:  # each library has its own
+        raise Unreachable(first_line(error)) from error
+    versions = {name: _version_of_entry(entry) for name, entry in sorted(found.items())}
+    if len(versions) == 1 or not all(versions.values()):
+        return next(iter(versions.values())) if len(versions) == 1 else ""
+    digest = hashlib.sha256(json.dumps(versions).encode()).hexdigest()
+    return f"{len(versions)} files, {digest[:32]}"
+
+
+def _version_of_entry(entry: Any) -> str:
+    known = ("etag", "ETag", "md5Hash", "blob_id", "generation")
+    if mark := next((entry[name] for name in known if entry.get(name)), None):
+        return str(mark)
+    times = ("LastModified", "last_modified", "updated", "mtime", "created")
+    changed = next((entry[name] for name in times if entry.get(name)), None)
+    return f"{entry.get('size')} bytes, {changed}" if changed else ""
+
+
+# ---- downloading ----
+
+
+def cached(url: str, sha256: str = "", *, pause: float = PAUSE) -> Path:
+    """The local copy of the file at a web address, which is downloaded if it is not there.
+
+    What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
+    same; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Safe to
+    call from several processes at once: one downloads, the others wait. `pause` is the seconds before the second
+    attempt. Without `sha256`, a copy of another version than the server has now is downloaded again.
+
+    Raises:
+        UserError: the server has no such file, or sent another one than expected.
+        TransientError: the server cannot be reached.
     """
     path = cached_path(url)
     if not sha256 and _was_replaced(url):
@@ -163,7 +164,7 @@ def cached(url: str, sha256: str = "", *, pause: float = PAUSE) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(path.name + ".lock")):
             if not path.is_file():
-                _fetch(url, path, sha256, pause)
+                _download(url, path, sha256, pause)
     if sha256 and _facts(path).get("sha256") != sha256:
         _refuse_hash(url, path, sha256, str(_facts(path).get("sha256")))
     return path
@@ -178,32 +179,33 @@ def _was_replaced(url: str) -> bool:
         return False
 
 
-def _fetch(url: str, path: Path, sha256: str, pause: float) -> None:
+def _download(url: str, path: Path, sha256: str, pause: float) -> None:
     part = path.with_name(path.name + ".part")
     try:
-        _fetch_all(url, path, part, pause)
+        _download_all(url, path, part, pause)
     except OSError as error:
         raise UserError(
             f"the download cannot be written: {error.strerror or error}",
             where=str(part),
-            fix=f"Is the disk full? {CACHE_VARIABLE}=FOLDER keeps downloads elsewhere; it goes on where it stopped.",
+            fix=f"Is the disk full? {CACHE_VARIABLE}=FOLDER keeps downloads elsewhere; the download is resumed.",
         ) from None
-    digest = _sha256(part)
+    with part.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 and digest != sha256:
         part.unlink()
         _refuse_hash(url, path, sha256, digest)
-    known = {"version": _facts(path).get("version", "")}
-    write_json(_facts_path(path), {"url": url, "bytes": part.stat().st_size, "sha256": digest, **known})
+    version = _facts(path).get("version", "")
+    write_json(_facts_path(path), {"url": url, "bytes": part.stat().st_size, "sha256": digest, "version": version})
     os.replace(part, path)
 
 
-def _fetch_all(url: str, path: Path, part: Path, pause: float) -> None:
-    """Fetch into `part` until it is as long as the server says, with as many attempts as bring anything."""
+def _download_all(url: str, path: Path, part: Path, pause: float) -> None:
+    """Download into `part` until it is as long as the server says, with as many attempts as bring anything."""
     idle = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
         try:
-            total = _fetch_more(url, path, part)
+            total = _download_more(url, path, part)
             size = part.stat().st_size
             if size == total or (total is None and size):
                 return
@@ -214,14 +216,12 @@ def _fetch_all(url: str, path: Path, part: Path, pause: float) -> None:
                 raise Unreachable(f"{size} bytes came of a file of {total}")
             reason = f"the connection ended after {size} of {total} bytes"
         except Unreachable as error:
-            if refused := refusal_of(url, error.__cause__):
-                raise refused from None
             reason = str(error)
         now = part.stat().st_size if part.exists() else 0
         idle = 0 if now > before else idle + 1
         if idle >= _ATTEMPTS:
-            kept = f"; {now / 1e6:.1f} MB are kept, the next run goes on from there" if now else ""
-            raise UserError(
+            kept = f"; {now / 1e6:.1f} MB are kept, the next run resumes there" if now else ""
+            raise TransientError(
                 f"cannot download {url}: {reason}{kept}",
                 fix="Is there a network? A copy on this machine can be the source's `path`, or in data.mirror.",
             )
@@ -229,17 +229,12 @@ def _fetch_all(url: str, path: Path, part: Path, pause: float) -> None:
             time.sleep(pause * 2 ** (idle - 1))
 
 
-def _fetch_more(url: str, path: Path, part: Path) -> int | None:
-    """Append what is missing to `part`; returns the bytes of the whole file, if the server says."""
-    fetch = _from_http if url.startswith(("http://", "https://")) else _from_store
-    return fetch(url, path, part)
-
-
-def _from_http(url: str, path: Path, part: Path) -> int | None:
+def _download_more(url: str, path: Path, part: Path) -> int | None:
+    """Append what is missing to `part`; returns the bytes of the whole file, if the server gives them."""
     start = part.stat().st_size if part.exists() else 0
     mark = _facts(path).get("mark") if start else None
     headers = {"User-Agent": "affinage", "Accept-Encoding": "identity"}
-    if start and mark:  # without a mark nobody knows whether the rest would be of the same file
+    if start and mark:  # without a mark the rest may be of another file
         headers |= {"Range": f"bytes={start}-", "If-Range": mark}
     try:
         with urllib.request.urlopen(_request(url, headers), timeout=_TIMEOUT) as answer:
@@ -270,15 +265,14 @@ def _from_http(url: str, path: Path, part: Path) -> int | None:
 def _request(url: str, headers: dict[str, str]) -> urllib.request.Request:
     """A request, with the user and password that ~/.netrc (or the file NETRC) has for the server."""
     request = urllib.request.Request(url, headers=headers)
+    host = request.host.rpartition(":")[0] or request.host
     try:
-        known = netrc.netrc(os.environ.get("NETRC") or None).authenticators(
-            request.host.rpartition(":")[0] or request.host
-        )
+        known = netrc.netrc(os.environ.get("NETRC") or None).authenticators(host)
     except (OSError, netrc.NetrcParseError):
         known = None
     if known is not None:
-        told = base64.b64encode(f"{known[0]}:{known[2]}".encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {told}")  # not for whom it is sent on to
+        credentials = base64.b64encode(f"{known[0]}:{known[2]}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {credentials}")  # for no server that it redirects to
     return request
 
 
@@ -287,35 +281,8 @@ def _append(answer: Any, part: Path, start: int) -> None:
     with part.open("r+b" if part.exists() else "wb") as file:
         file.seek(start)
         file.truncate()
-        while True:
-            try:
-                chunk = answer.read(_CHUNK_BYTES)
-            except Exception as error:  # each library has its own for a connection that breaks
-                raise Unreachable(f"the connection broke: {first_line(error)}") from error
-            if not chunk:
-                return
+        while chunk := answer.read(_CHUNK_BYTES):
             file.write(chunk)
-
-
-def _from_store(url: str, path: Path, part: Path) -> int | None:
-    """From an object store: gs, s3, hf and what else fsspec reads."""
-    start = part.stat().st_size if part.exists() else 0
-    try:
-        filesystem, place = fsspec.core.url_to_fs(url)
-        info = filesystem.info(place)
-        source = filesystem.open(place, "rb", cache_type="none")
-    except FileNotFoundError:
-        raise UserError(f"there is no file {url}") from None
-    except Exception as error:
-        raise Unreachable(first_line(error)) from error
-    version = _version_of_entry(info)
-    if start and (not version or _facts(path).get("version") != version):
-        start = 0
-    write_json(_facts_path(path), {"url": url, "version": version})
-    with source:
-        source.seek(start)
-        _append(source, part, start)
-    return info.get("size")
 
 
 def _facts_path(path: Path) -> Path:
@@ -323,21 +290,16 @@ def _facts_path(path: Path) -> Path:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What is known about a download: its URL, size and hash; of an unfinished one, what tells the file's version."""
+    """What is known about a download: its URL, size, hash and version."""
     try:
         return dict(json.loads(_facts_path(path).read_text()))
     except (OSError, ValueError):
         return {}
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _refuse_hash(url: str, path: Path, wanted: str, found: str) -> None:
+def _refuse_hash(url: str, path: Path, expected: str, found: str) -> None:
     raise UserError(
-        f"the file at {url} is not the one asked for: its SHA-256 is {found}, not {wanted}",
+        f"the file at {url} is not the expected one: its SHA-256 is {found}, not {expected}",
         fix=f"Is `sha256` right? If so, delete {path.parent} and try again.",
     )
 
@@ -345,6 +307,5 @@ def _refuse_hash(url: str, path: Path, wanted: str, found: str) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        with waits_for_others():
-            fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from affinage.config.data import DataSettings
 from affinage.data.atomic import write_json
 from affinage.errors import TransientError, UserError, first_line, is_transient
-from affinage.hardware.movement import waits_for_others
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -129,8 +128,7 @@ class RayExecutor(Executor):
         waiting = [remote.remote(shared, task) for task in todo[:ahead]]
         for position in range(len(todo)):
             try:
-                with waits_for_others():  # Ray reports a worker that is gone
-                    result = self._ray.get(waiting[position])
+                result = self._ray.get(waiting[position])
             except self._ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, UserError):
                     raise error.cause from None
@@ -154,7 +152,7 @@ def open_executor(settings: DataSettings, temporary: Path | None = None) -> Iter
     if settings.executor == "local":
         yield Executor(workers)
         return
-    from affinage.hardware.ray_cluster import connect  # Ray is an extra
+    from affinage.cluster.ray_cluster import connect  # Ray is an extra
 
     ours = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
     ray = connect(

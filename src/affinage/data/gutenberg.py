@@ -1,11 +1,11 @@
-"""Books of Project Gutenberg: without their header and licence, cut into chapters, with what the header says."""
+"""Books of Project Gutenberg: without their header and license, cut into chapters, with what the header says."""
 
 import re
 from collections.abc import Iterator
 
-from affinage.data.records import BadRecord, Record
+from affinage.data.readers import BadRecord, Record
 
-LICENCE = "public domain in the USA (Project Gutenberg)"
+LICENSE = "public domain in the USA (Project Gutenberg)"
 _LANGUAGES = {
     **{"english": "en", "french": "fr", "german": "de", "spanish": "es", "italian": "it", "portuguese": "pt"},
     **{"dutch": "nl", "latin": "la", "greek": "el", "finnish": "fi", "swedish": "sv", "danish": "da"},
@@ -74,9 +74,9 @@ def chapters(book: Record) -> Iterator[Record | BadRecord]:
         return
     stated = _LANGUAGE.search(head)
     language = _LANGUAGES.get(stated[1].lower(), "") if stated else ""
-    body = strip_licence(text)
+    body = strip_license(text)
     if not body:
-        yield BadRecord(id, "empty", "nothing between header and licence", text[:200])
+        yield BadRecord(id, "empty", "nothing between header and license", text[:200])
         return
     for position, part in enumerate(split_chapters(body)):
         yield Record(
@@ -85,12 +85,12 @@ def chapters(book: Record) -> Iterator[Record | BadRecord]:
             source=book.source,
             language=book.language or language,
             url=book.url or (f"https://www.gutenberg.org/ebooks/{number[1]}" if number else ""),
-            licence=book.licence or LICENCE,
+            license=book.license or LICENSE,
         )
 
 
-def strip_licence(text: str) -> str:
-    """The text of a book between Project Gutenberg's header and licence, in their present and their older forms."""
+def strip_license(text: str) -> str:
+    """The text of a book between Project Gutenberg's header and license, in their present and their older forms."""
     for start in _STARTS:
         if found := start.search(text, 0, _HEAD_CHARACTERS + 2_000):
             text = text[found.end() :]

@@ -1,9 +1,9 @@
-"""What the Hugging Face Hub says when it does not give what was asked for, in the words of a message."""
+"""What the Hugging Face Hub answers when it does not give what was requested, in the words of a message."""
 
-from affinage.errors import UserError, causes, first_line
+from affinage.errors import TransientError, UserError, causes, first_line
 
 _NETWORK = ("httpx", "httpx2", "aiohttp", "huggingface_hub")  # packages whose errors are of the network, not of a file
-PATIENCE = 120.0  # seconds without a word after which a request to the Hub has failed
+PATIENCE = 120.0  # seconds without an answer after which a request to the Hub has failed
 _LATER = "Run the same command again: what is complete is kept."
 _COPIES = {  # what there is without the Hub
     "dataset": "A copy on this machine can be named as the source's `path`, or in data.mirror.",
@@ -12,20 +12,22 @@ _COPIES = {  # what there is without the Hub
 
 
 def limit_requests(seconds: float = PATIENCE) -> None:
-    """Give huggingface_hub's requests a limit: they have none where a Hub takes the connection and says nothing."""
+    """Give huggingface_hub's requests a limit: they have none where a Hub accepts the connection and sends nothing."""
     from huggingface_hub import get_session
 
     get_session().timeout = seconds
 
 
 def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:
-    """What to tell of an error that the Hub, or the way to it, answered a request for a repository with.
+    """The message for an error that the Hub, or the way to it, answered a request for a repository with.
+
+    It is a TransientError where a later attempt may succeed.
 
     Args:
         error: as huggingface_hub or `datasets` raised it.
         kind: `dataset` or `model`.
         name: of the repository.
-        revision: that was asked for, if any.
+        revision: that was requested, if any.
         where: in the recipe, for the message.
     """
     from huggingface_hub import constants
@@ -50,18 +52,19 @@ def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where
         return UserError(f"the Hub has no such {kind} (or hides it): {name!r}", where=where, fix=fix)
     if isinstance(cause, HfHubHTTPError):
         status = cause.response.status_code
-        said = f"{status} {cause.response.reason_phrase}".strip()
+        answer = f"{status} {cause.response.reason_phrase}".strip()
         if status == 401:
             known = "authorization" in cause.response.request.headers
-            what = "does not take the token that it was given" if known else "answers nobody without a token"
-            return UserError(f"the Hub {what}: {said}", where=where, fix="Log in: hf auth login. Or set HF_TOKEN.")
+            what = "does not accept the token" if known else "answers nobody without a token"
+            return UserError(f"the Hub {what}: {answer}", where=where, fix="Log in: hf auth login. Or set HF_TOKEN.")
         if status == 429 or status >= 500:
-            return UserError(f"the Hub gives nothing of the {kind} {name!r} now: {said}", where=where, fix=_LATER)
+            what = f"the Hub cannot give the {kind} {name!r} now: {answer}"
+            return TransientError(what, where=where, fix=_LATER)
         return UserError(f"the Hub refuses the {kind} {name!r}: {first_line(cause)}", where=where)
-    offline = any(isinstance(one, OfflineModeIsEnabled) for one in causes(error))
-    asked = "HF_HUB_OFFLINE forbids it." if offline else "Is there a network?"
     what = f"the Hugging Face Hub cannot be reached for the {kind} {name!r}: {first_line(error)}"
-    return UserError(what, where=where, fix=f"{asked} {_COPIES[kind]}")
+    if any(isinstance(one, OfflineModeIsEnabled) for one in causes(error)):
+        return UserError(what, where=where, fix=f"HF_HUB_OFFLINE forbids it. {_COPIES[kind]}")
+    return TransientError(what, where=where, fix=f"Is there a network? {_COPIES[kind]}")
 
 
 def dataset_of(url: str) -> str:
@@ -70,7 +73,7 @@ def dataset_of(url: str) -> str:
 
 
 def refusal_of(url: str, error: BaseException | None, where: str = "") -> UserError | None:
-    """What to tell where the Hub does not give a dataset of its to us; None for other URLs, and for what may pass."""
+    """The message where the Hub refuses a dataset of its; None for other URLs, and for what may pass."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     if not dataset_of(url) or not isinstance(error, Exception):

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from affinage.config.sources import SourceSettings
+from affinage.data.files import DamagedFile
 from affinage.data.hub_answers import PATIENCE, is_of_the_network, limit_requests, refusal
 from affinage.data.places import is_folder
-from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
+from affinage.data.readers import BadRecord, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 
-MAX_PARTS = 64  # of a dataset that was saved as one table
+_SAVED_PARTS, _SAVED_ROWS = 64, 100_000  # a dataset that was saved as one table is read in parts of so many rows
 _SECONDS = 15.0  # that the Hub may take to answer
 _RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
 
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """Part `index` of `parts` of a dataset: some of its files."""
+    """Part `index` of `parts` of a dataset: one of its files."""
 
     place: str  # its name on the Hub, or the path of its folder
     index: int
@@ -31,7 +31,7 @@ class DatasetPart:
 
     @property
     def name(self) -> str:
-        """How ids and messages call it, the same on every machine."""
+        """Its name in ids and messages, the same on every machine."""
         name = Path(self.place).name if is_folder(self.place) else self.place
         return name if self.parts == 1 else f"{name}/{self.index}-of-{self.parts}"
 
@@ -39,8 +39,8 @@ class DatasetPart:
 def at_commit(place: str, settings: SourceSettings, where: str, *, patience: float = PATIENCE) -> SourceSettings:
     """The settings with the commit that the dataset is at now as its revision, so that all of it is read at that one.
 
-    The Hub is asked once; a request has failed after `patience` seconds without a word. Raises UserError if there is no
-    such dataset or revision, it is gated, or the Hub cannot be reached.
+    A request has failed after `patience` seconds without an answer. Raises UserError if there is no such dataset or
+    revision or it is gated, and TransientError if the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -68,13 +68,36 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
     if is_folder(place) and not Path(place).is_dir():
         raise UserError(f"there is no folder {place!r}", where=where, fix="A dataset of the Hub is OWNER/NAME.")
     try:
-        dataset = _open(place, settings) if of_text else _opened(place, settings.model_dump_json())
+        dataset = _with_needed_columns(place, settings) if of_text else _opened(place, settings.model_dump_json())
         parts = max(1, dataset.num_shards)
     except Exception as error:
         if is_of_the_network(error):
             raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
         raise UserError(f"cannot open the dataset {place!r}: {first_line(error)}", where=where) from None
     return [DatasetPart(place, index, parts) for index in range(parts)]
+
+
+def stream(part: DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+    """The records of one part of a dataset. Raises DamagedFile where it cannot be read."""
+    rows = _rows(_with_needed_columns(part.place, settings), part, settings)
+    for number, row in enumerate(rows, 1):
+        yield record_of(row, f"{part.name}#{number}", settings)
+
+
+def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
+    """The rows of one part of a dataset as they are, with all columns. Raises DamagedFile where it cannot be read."""
+    return _rows(_opened(part.place, settings.model_dump_json()), part, settings)
+
+
+def _rows(opened: Any, part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
+    dataset = _own(opened)
+    try:
+        yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
+    except Exception as error:  # of `datasets`, pyarrow, the network
+        if is_of_the_network(error) and not is_folder(part.place):  # what damage loses would be lost for good
+            raise refusal(error, "dataset", part.place, revision=settings.revision, where=part.name) from None
+        reason = f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}"
+        raise DamagedFile(reason) from None
 
 
 def _own(dataset: Any) -> Any:
@@ -85,48 +108,23 @@ def _own(dataset: Any) -> Any:
     return copy.deepcopy(dataset)
 
 
-def stream(part: DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:
-    """The records of one part of a dataset. Raises DamagedFile where it cannot be read."""
-    dataset = _own(_open(part.place, settings))  # it is opened once, and holds a position
-    if part.parts > 1:
-        dataset = dataset.shard(num_shards=part.parts, index=part.index)
-    try:
-        for number, row in enumerate(dataset, 1):
-            yield record_of(row, f"{part.name}#{number}", settings)
-    except (UserError, DamagedFile):
-        raise
-    except Exception as error:  # of `datasets`, pyarrow, the network
-        raise _unread(error, part, settings) from None
-
-
-def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
-    """The rows of one part of a dataset as they are, with all columns. Raises DamagedFile where it cannot be read."""
-    dataset = copy.deepcopy(_opened(part.place, settings.model_dump_json()))
-    try:
-        yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
-    except Exception as error:  # of `datasets`, pyarrow, the network
-        raise _unread(error, part, settings) from None
-
-
-def _unread(error: Exception, part: DatasetPart, settings: SourceSettings) -> UserError | DamagedFile:
-    """What to tell where reading fails. A network that fails is no damage: what damage loses is lost for good."""
-    if is_of_the_network(error) and not is_folder(part.place):
-        return refusal(error, "dataset", part.place, revision=settings.revision, where=part.name)
-    return DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}")
+def _with_needed_columns(place: str, settings: SourceSettings) -> Any:
+    """The streamed dataset, with the columns alone that a record is made of."""
+    dataset = _opened(place, settings.model_dump_json())
+    names = dataset.column_names
+    if names:
+        if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
+            raise ValueError(f"it has no column {settings.text_key!r}; it has {', '.join(names)}")
+        dataset = dataset.select_columns([name for name in names if name in needed_columns(settings)])
+    return dataset
 
 
 @lru_cache(maxsize=2)
 def _opened(place: str, key: str) -> Any:
     import datasets
 
-    # Else each process loads torch, for data loaders that there are none of.
-    with patch.object(datasets.config, "TORCH_AVAILABLE", False):
-        return _loaded(place, SourceSettings.model_validate_json(key))
-
-
-def _loaded(place: str, settings: SourceSettings) -> Any:
-    import datasets
-
+    settings = SourceSettings.model_validate_json(key)
+    datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
     datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
     if is_folder(place) and _was_saved(Path(place)):
@@ -135,9 +133,9 @@ def _loaded(place: str, settings: SourceSettings) -> Any:
             if settings.split not in found:
                 raise ValueError(f"it has no split {settings.split!r}; it has {', '.join(found)}")
             found = found[settings.split]
-        return found.to_iterable_dataset(num_shards=min(MAX_PARTS, max(1, len(found) // 100_000)))
-    # Else a folder here with the name that the Hub knows it by would be read in its place. And where the Hub fails,
-    # what somebody loaded earlier, of whatever commit, would be taken from the cache.
+        return found.to_iterable_dataset(num_shards=min(_SAVED_PARTS, max(1, len(found) // _SAVED_ROWS)))
+    # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache, for
+    # where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
     path = place if is_folder(place) else f"hf://datasets/{place}"
     limit_requests()
     with tempfile.TemporaryDirectory() as empty:
@@ -150,17 +148,6 @@ def _loaded(place: str, settings: SourceSettings) -> Any:
             cache_dir=empty,
             streaming=True,
         )
-
-
-def _open(place: str, settings: SourceSettings) -> Any:
-    """The streamed dataset, with the columns alone that are needed."""
-    dataset = _opened(place, settings.model_dump_json())
-    names = dataset.column_names
-    if names:
-        if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
-            raise ValueError(f"it has no column {settings.text_key!r}; it has {', '.join(names)}")
-        dataset = dataset.select_columns([name for name in names if name in needed_columns(settings)])
-    return dataset
 
 
 def _was_saved(folder: Path) -> bool:

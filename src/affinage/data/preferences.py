@@ -25,7 +25,7 @@ from affinage.data.chat import (
 from affinage.data.conversation_shapes import asked, text_message, turns
 from affinage.data.dataloader import Batch, DataLoader, ValidationRows
 from affinage.data.executor import LOCAL, Executor
-from affinage.data.records import encodable
+from affinage.data.foreign_json import encodable
 from affinage.data.token_shards import find_shard_folders, open_shards
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_shards import Example, TuningTask, write_tuning_shards

@@ -4,35 +4,64 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from affinage.config.sources import SourceSettings
-from affinage.data import records
-from affinage.data.file_kinds import kind_of
-from affinage.data.foreign_json import of_a_line
-from affinage.data.gutenberg import chapters
-from affinage.data.opening import CHUNK_BYTES, SourceFile, damage_told, open_plain, open_stored
-from affinage.data.records import BadRecord, Record, needed_columns, record_of
-from affinage.data.table_rows import rows_of_batch
-from affinage.data.warc import read_warc
-from affinage.data.wikipedia import read_dump
-from affinage.errors import UserError
+from affinage.data.files import CHUNK_BYTES, SourceFile, kind_of, open_plain, open_stored, reports_damage
+from affinage.data.foreign_json import encodable, of_a_line
+from affinage.errors import UserError, plain
+
+MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
+NOT_ASKED_FOR = "not asked for"  # the reason of records that a source's `filter` leaves out
+BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is not a string", "binary", "too large")
+
+_FIELD = re.compile(r"\{([^{}]+)\}")
+_CHARSET = re.compile(rb"character set encoding:\s*([\w.-]+)", re.IGNORECASE)  # in the header of a Gutenberg book
+_HEADER_BYTES = 8_000
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document as its file has it. Fields that the file does not have are empty."""
+
+    id: str
+    text: str
+    source: str = ""
+    language: str = ""
+    url: str = ""
+    license: str = ""
+    replaced: bool = False  # the text had lone surrogates, for which UTF-8 has no form
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that cannot become a document: a reason to count, and the place and particulars to show."""
+
+    id: str
+    reason: str
+    detail: str
+    text: str = ""
+
 
 Records = Iterator[Record | BadRecord]
 
-_CHARSET = re.compile(rb"character set encoding:\s*([\w.-]+)", re.IGNORECASE)  # in the header of a Gutenberg book
-_HEADER_BYTES = 8_000
-
 
 def read_records(file: SourceFile, settings: SourceSettings) -> Records:
-    """Stream the records of a file; broken ones come as BadRecord.
+    """Stream the records of a file, or of its part; broken ones come as BadRecord.
 
-    Ids that the file does not give are `<file>#<line>` (lines and rows count from 1), or `<file>` for a text file.
-    Raises DamagedFile where the file as a whole cannot be read (on), UserError where a table has no column of text.
+    Ids that the file does not give are `<file>#<line>` (lines and rows count from 1), `<file>` for a text file, and
+    `<file>@<byte>` for the lines of a file that is read in parts.
+    Raises DamagedFile where the file as a whole cannot be read on, UserError where a table has no column of text.
     """
+    from affinage.data.warc import read_warc
+    from affinage.data.wikipedia import read_dump
+
     readers: dict[str, Callable[[SourceFile, SourceSettings], Records]] = {
         "text": _read_text,
         "lines": _read_lines,
@@ -40,24 +69,105 @@ def read_records(file: SourceFile, settings: SourceSettings) -> Records:
         "warc": read_warc,
         "dump": read_dump,
     }
-    with damage_told():
+    with reports_damage():
         yield from as_kind(readers[kind_of(file.name, code=settings.kind == "code")](file, settings), settings)
 
 
 def as_kind(found: Records, settings: SourceSettings) -> Records:
-    """Records as documents of the source's kind: of a book its chapters, all else as it is."""
-    if settings.kind != "gutenberg":
-        yield from found
-        return
+    """Records as documents of the source's kind: the chapters of a book, all else as it is."""
+    from affinage.data.gutenberg import chapters
+
     for record in found:
-        if isinstance(record, BadRecord):
-            yield record
-        else:
+        if settings.kind == "gutenberg" and isinstance(record, Record):
             yield from chapters(record)
+        else:
+            yield record
+
+
+# ---- records of objects and rows ----
+
+
+def needed_columns(settings: SourceSettings) -> set[str]:
+    """The top-level keys or columns that may be read for a record of this source."""
+    keys = ["source", "language", "lang", "licence", "license", "metadata", *settings.filter]
+    for key in (settings.text_key, settings.id_key, settings.url_key, settings.license_key):
+        keys += _FIELD.findall(key) or [key]
+    return {part for key in keys for part in (key, key.split(".", 1)[0])}
+
+
+def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
+    """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
+    for key, wanted in settings.filter.items():
+        value = _in_words(_look_up(fields, key))
+        if value not in ((wanted,) if isinstance(wanted, str) else wanted):
+            return BadRecord(place, NOT_ASKED_FOR, f"{key} is {value!r}")
+    text = _look_up(fields, settings.text_key)
+    if text is _MISSING:
+        there = encodable(", ".join(map(str, fields)))
+        return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {there}")
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            return _not_utf8(place, error)
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        return BadRecord(place, "text is not a string", f"{settings.text_key!r} is {kind}", str(text)[:200])
+    if not text.strip():
+        return BadRecord(place, "empty", f"{settings.text_key!r} is empty")
+    whole = encodable(text)
+    return Record(
+        id=_first(fields, [settings.id_key]) or place,
+        text=whole,
+        source=_first(fields, ["source"]),
+        language=_first(fields, ["language", "lang"]),
+        url=_filled_in(fields, settings.url_key),
+        license=_first(fields, [settings.license_key] if settings.license_key else ["licence", "license"]),
+        replaced=whole != text,
+    )
+
+
+def _look_up(fields: Mapping[str, Any], key: str) -> Any:
+    """The value of a key; `a.b` is the key of that name, or else the key b within a."""
+    if key in fields:
+        return fields[key]
+    outer, dot, inner = key.partition(".")
+    within = fields.get(outer) if dot else None
+    return _look_up(within, inner) if isinstance(within, Mapping) else _MISSING
+
+
+def _in_words(value: Any) -> str:
+    """A word or whole number as text without control characters, a list of words joined; "" for anything else."""
+    if isinstance(value, list):
+        return ", ".join(filter(None, map(_in_words, value)))
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return ""
+    return plain(encodable(str(value)))
+
+
+def _first(fields: Mapping[str, Any], keys: list[str]) -> str:
+    return next(filter(None, (_in_words(_look_up(fields, key)) for key in keys)), "")
+
+
+def _filled_in(fields: Mapping[str, Any], pattern: str) -> str:
+    """The value of a key, or a pattern with the values of its keys; "" if one of them has none."""
+    keys = _FIELD.findall(pattern)
+    if not keys:
+        return _in_words(_look_up(fields, pattern))
+    values = {key: _in_words(_look_up(fields, key)) for key in keys}
+    return _FIELD.sub(lambda match: values[match[1]], pattern) if all(values.values()) else ""
+
+
+def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
+    glimpse = error.object[max(0, error.start - 60) : error.start + 140].decode("utf-8", "replace")
+    return BadRecord(place, "not UTF-8", f"{error.reason} at byte {error.start}", glimpse)
+
+
+# ---- kinds of files ----
 
 
 def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
-    limit = records.MAX_RECORD_BYTES
+    limit = MAX_RECORD_BYTES
     with open_plain(file) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
@@ -75,8 +185,7 @@ def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
         text = content.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         if stated is None:
-            glimpse = _glimpse(content, error.start)
-            yield BadRecord(file.name, "not UTF-8", f"{error.reason} at byte {error.start}", glimpse)
+            yield _not_utf8(file.name, error)
             return
         text = content.decode(_codec(stated[1]), "replace")
     yield Record(file.name, text) if text.strip() else BadRecord(file.name, "empty", "no text in the file")
@@ -93,38 +202,49 @@ def _codec(stated: bytes) -> str:
 
 
 def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
-    limit = records.MAX_RECORD_BYTES
+    limit = MAX_RECORD_BYTES
     with open_plain(file) as stream:
         lines = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(Any, stream), CHUNK_BYTES)
+        at = max(0, file.start - 1)
+        if at:  # a line belongs to the part that its first byte is in
+            lines.seek(at)
+            at += _skip_line(lines)
         number, blank = 0, True
-        while line := lines.readline(limit):
+        while (file.stop is None or at < file.stop) and (line := lines.readline(limit)):
             number += 1
-            place = f"{file.name}#{number}"
+            place = f"{file.name}#{number}" if file.stop is None else f"{file.name}@{at}"
+            at += len(line)
             blank = blank and line.isspace()
             if len(line) == limit and not line.endswith(b"\n"):
-                while (rest := lines.readline(CHUNK_BYTES)) and not rest.endswith(b"\n"):
-                    pass
+                at += _skip_line(lines)
                 yield BadRecord(place, "too large", f"a line over {limit / 1e6:.0f} MB")
             elif not line.isspace():
                 yield _parse_line(line, place, settings)
-    if blank:
+    if blank and file.stop is None:
         yield BadRecord(file.name, "empty", "no text in the file")
+
+
+def _skip_line(lines: io.BufferedReader) -> int:
+    """Read to the end of the line without holding it; returns the bytes of it."""
+    size = 0
+    while rest := lines.readline(CHUNK_BYTES):
+        size += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return size
 
 
 def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | BadRecord:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return BadRecord(place, "not UTF-8", f"{error.reason} at byte {error.start}", _glimpse(line, error.start))
+        return _not_utf8(place, error)
     except (ValueError, RecursionError) as error:
-        return BadRecord(place, "not JSON", of_a_line(error), _glimpse(line, 0))
+        return BadRecord(place, "not JSON", of_a_line(error), line[:140].decode("utf-8", "replace"))
     if not isinstance(fields, dict):
-        return BadRecord(place, "not a JSON object", f"a {type(fields).__name__}", _glimpse(line, 0))
+        glimpse = line[:140].decode("utf-8", "replace")
+        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
     return record_of(fields, place, settings)
-
-
-def _glimpse(content: bytes, position: int) -> str:
-    return content[max(0, position - 60) : position + 140].decode("utf-8", "replace")
 
 
 def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
@@ -138,12 +258,37 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
                 fix="Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}].",
             )
         columns = [name for name in names if name in needed_columns(settings)]
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns):
-            for row in rows_of_batch(batch):
-                number += 1
-                place = f"{file.name}#{number}"
-                if isinstance(row, UnicodeDecodeError):
-                    yield BadRecord(place, "not UTF-8", f"{row.reason} in a text", _glimpse(row.object, row.start))
-                else:
-                    yield record_of(row, place, settings)
+        for first, group in _row_groups(table, file):
+            number = first
+            for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
+                for row in rows_of_batch(batch):
+                    number += 1
+                    place = f"{file.name}#{number}"
+                    bad = isinstance(row, UnicodeDecodeError)
+                    yield _not_utf8(place, row) if bad else record_of(row, place, settings)
+
+
+def _row_groups(table: pq.ParquetFile, file: SourceFile) -> Iterator[tuple[int, int]]:
+    """(rows before it, number) of every row group that begins in the part of the file."""
+    first = 0
+    for group in range(table.num_row_groups):
+        facts = table.metadata.row_group(group)
+        columns = [facts.column(k) for k in range(facts.num_columns)]
+        begins = min((one.dictionary_page_offset or one.data_page_offset for one in columns), default=0)
+        if file.stop is None or file.start <= begins < file.stop:
+            yield first, group
+        first += facts.num_rows
+
+
+def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """The rows as objects; one with a text that is not UTF-8, which Parquet does not forbid, as the error."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass  # no row has been yielded yet
+    for number in range(batch.num_rows):
+        try:
+            yield from batch.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            yield error

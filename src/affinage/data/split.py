@@ -20,17 +20,16 @@ from affinage.data.documents import (
     document_files,
     row_groups,
     text_bytes,
-    whole_id,
 )
 from affinage.data.executor import LOCAL, Executor, Progress
-from affinage.data.funnel import Funnel
 from affinage.data.order import document_keys
+from affinage.data.stats import Stats
 from affinage.errors import UserError
 
 A_FEW = 4  # documents, or groups of them; of so many in a source and language, one goes to validation at least
-NEAR_COPY = "near copy of a validation document"  # the reason in the funnel
+NEAR_COPY = "near copy of a validation document"  # the reason in the stats
 Divided = tuple[pa.RecordBatch, pa.RecordBatch]  # documents to train on, and to validate on
-Divide = Callable[[RowGroup, pa.RecordBatch, Funnel], Divided]  # counts what is in neither in the funnel
+Divide = Callable[[RowGroup, pa.RecordBatch, Stats], Divided]  # counts what is in neither in the stats
 
 
 def split(
@@ -52,7 +51,7 @@ def split(
     validation document`. So no near copy of a validation document is trained on, whatever was deduplicated before.
     This is exact, and needs memory for the validation documents: about twice their text.
     By tail: of every document the last share of its characters, from the next line (or word) on, becomes a validation
-    document; its id ends in `/tail`. Near copies are not looked for.
+    document, with the same id. Near copies are not looked for.
     In the summary, `documents_out` counts the training documents and `validation` has the others by
     `<source>.<language>`. Raises UserError if a share was asked for and nothing is left to train on.
     """
@@ -68,10 +67,10 @@ def split(
         held_out = _held_out(groups, settings, seed)
         divide = partial(_by_document, held_out, _known_copies(held_out, settings.max_similarity, executor))
 
-    def write(path: Path) -> tuple[Funnel, Funnel]:
+    def write(path: Path) -> tuple[Stats, Stats]:
         return _write(path.stem, [group for group in groups if group.path == path], folder, divide)
 
-    train, validation = Funnel(), Funnel()
+    train, validation = Stats(), Stats()
     for train_part, validation_part in executor.map(write, paths, threads=True, progress=progress):
         train.merge(train_part)
         validation.merge(validation_part)
@@ -120,9 +119,9 @@ def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dic
 
 def _with_group_ids(batch: pa.RecordBatch, separator: str) -> pa.RecordBatch:
     """The batch with the id of every document cut to what it shares with those that stay with it."""
-    ids = [whole_id(document) for document in batch["id"].to_pylist()]
-    if separator:
-        ids = [document.split(separator, 1)[0] for document in ids]
+    if not separator:
+        return batch
+    ids = [document.split(separator, 1)[0] for document in batch["id"].to_pylist()]
     return batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
 
 
@@ -148,7 +147,7 @@ def _known_copies(held_out: dict[RowGroup, np.ndarray], threshold: float, execut
 
 
 def _by_document(
-    held_out: dict[RowGroup, np.ndarray], copies: _Copies | None, group: RowGroup, batch: pa.RecordBatch, train: Funnel
+    held_out: dict[RowGroup, np.ndarray], copies: _Copies | None, group: RowGroup, batch: pa.RecordBatch, train: Stats
 ) -> Divided:
     validating = held_out[group]
     training = ~validating
@@ -163,18 +162,18 @@ def _by_document(
     return batch.filter(pa.array(training)), batch.filter(pa.array(validating))
 
 
-def _by_tail(share: float, group: RowGroup, batch: pa.RecordBatch, train: Funnel) -> Divided:
+def _by_tail(share: float, group: RowGroup, batch: pa.RecordBatch, train: Stats) -> Divided:
     heads, tails = [], []
     for document in batch.to_pylist():
         head, tail = cut_tail(document["text"], share)
         heads.append(document | {"text": head})
         if tail:
-            tails.append(document | {"text": tail, "id": f"{document['id']}/tail"})
+            tails.append(document | {"text": tail})
     return pa.RecordBatch.from_pylist(heads, batch.schema), pa.RecordBatch.from_pylist(tails, batch.schema)
 
 
-def _write(stem: str, groups: list[RowGroup], folder: Path, divide: Divide) -> tuple[Funnel, Funnel]:
-    train, validation = Funnel(), Funnel()
+def _write(stem: str, groups: list[RowGroup], folder: Path, divide: Divide) -> tuple[Stats, Stats]:
+    train, validation = Stats(), Stats()
     with (
         DocumentWriter(folder / "train", stem, observe=train.leave) as training,
         DocumentWriter(folder / "validation", stem, observe=validation.leave) as validating,

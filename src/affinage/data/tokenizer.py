@@ -20,8 +20,7 @@ from tokenizers import pre_tokenizers
 
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.fast_bpe import FastBpe
-from affinage.data.foreign_json import read_object
-from affinage.data.records import encodable
+from affinage.data.foreign_json import encodable, read_object
 from affinage.data.special_tokens import (
     BOS,
     CONTROL_PIECES,

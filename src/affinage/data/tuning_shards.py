@@ -24,8 +24,8 @@ from affinage.data.atomic import write_array
 from affinage.data.chat import conversation_marks
 from affinage.data.conversation_files import Part, lines_of, located, parts
 from affinage.data.executor import LOCAL, Executor, clear_completions
+from affinage.data.files import SourceFile
 from affinage.data.hub_datasets import at_commit
-from affinage.data.opening import SourceFile
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit, in_bins
 from affinage.data.places import is_on_hub

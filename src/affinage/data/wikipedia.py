@@ -15,13 +15,12 @@ from xml.sax.saxutils import unescape
 from mwparserfromhell.parser import ParserError
 
 from affinage.config.sources import SourceSettings
-from affinage.data import records
-from affinage.data.file_kinds import compression_of
-from affinage.data.opening import CHUNK_BYTES, SourceFile, open_plain, open_stored
-from affinage.data.records import BadRecord, DamagedFile, Record
+from affinage.data import readers
+from affinage.data.files import CHUNK_BYTES, DamagedFile, SourceFile, compression_of, open_plain, open_stored
+from affinage.data.readers import BadRecord, Record
 from affinage.data.wikitext import wikitext_to_text
 
-LICENCE = "cc-by-sa-4.0"
+LICENSE = "cc-by-sa-4.0"
 _STREAM = re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59")  # how a bzip2 stream begins: 10 bytes, at a whole byte
 _STREAM_BYTES = 10
 _HEAD_BYTES = 1_000_000
@@ -107,7 +106,7 @@ def _pages(content: Iterator[bytes], name: str, ends: bool) -> Iterator[bytes | 
     Where the dump `ends` in this content, its end must be there.
     """
     tail = b""
-    limit, buffer, skipping, number = min(_PAGE_BYTES, records.MAX_RECORD_BYTES), b"", False, 0
+    limit, buffer, skipping, number = min(_PAGE_BYTES, readers.MAX_RECORD_BYTES), b"", False, 0
     for chunk in content:
         buffer += chunk
         tail = (tail + chunk[-_TAIL_BYTES:])[-_TAIL_BYTES:]
@@ -151,4 +150,4 @@ def _article(page: bytes, site: _Site, name: str) -> Record | BadRecord | None:
     if not text:
         return BadRecord(id, "empty", f"no text in the article {title!r}")
     url = f"{site.base}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
-    return Record(id, f"{title}\n\n{text}", language=site.language, url=url, licence=LICENCE)
+    return Record(id, f"{title}\n\n{text}", language=site.language, url=url, license=LICENSE)

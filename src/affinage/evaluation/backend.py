@@ -12,6 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from affinage.cluster.processes import Processes
 from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
 from affinage.evaluation.batch_size import shorter_rows_that_fit
 from affinage.evaluation.ledger import Ledger
@@ -19,7 +20,6 @@ from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import Sampling
-from affinage.hardware.hosts import Hosts
 
 # Seconds that one host may take longer than another to fetch a task's data and to write its questions. Waited for here,
 # where it is known what for: inside a program of all hosts who is early would seem to stand still.
@@ -220,7 +220,7 @@ class JaxLM(TemplateLM):
 
     def _generated(self, prompts: list[list[int]], wanted: Request) -> list[Generation]:
         """What follows the prompts; greedy texts that the ledger has are not generated again."""
-        Hosts.at_work().meet("the questions of a task", seconds=_APART)
+        Processes.at_work().barrier("the questions of a task", seconds=_APART)
         ledger, longest = self._ledger, max(map(len, prompts)) + wanted.max_new_tokens
         generator = Generator(self.model, batch=shorter_rows_that_fit(self._batch, longest, self.model))
         if ledger is None or wanted.sampling.temperature > 0:  # draws are named by a prompt's place among all
@@ -262,7 +262,7 @@ class JaxLM(TemplateLM):
         )
 
     def _score(self, pairs: list[tuple[list[int], list[int]]], what: str) -> list[tuple[float, bool]]:
-        Hosts.at_work().meet("the questions of a task", seconds=_APART)
+        Processes.at_work().barrier("the questions of a task", seconds=_APART)
         scored = 0
 
         def count(more: int) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from affinage.cluster.processes import Processes
 from affinage.generation.model import LoadedModel, logits_of
-from affinage.hardware.hosts import Hosts
-from affinage.planning.liveness import measure, trace
-from affinage.planning.settle import present
+from affinage.planning.auto_remat import present
+from affinage.planning.trace import peak_memory
 
 MOST = 64  # rows, for each device that rows are split over
 ROOM = 0.45  # of the memory beside the weights: XLA keeps up to twice the estimate on processors
@@ -24,7 +24,7 @@ def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
     what fits on each of them.
     """
     # A host knows the memory of its own devices alone.
-    fitting = Hosts.at_work().least("rows that fit", _fitting_here(model, beside))
+    fitting = Processes.at_work().all_min("rows that fit", _fitting_here(model, beside))
     return model.row_multiple * (2 ** int(math.log2(min(MOST, fitting))) if fitting > 1 else 1)
 
 
@@ -60,7 +60,7 @@ def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
         lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention="xla")
         return lazy.hidden
 
-    return measure(trace(hidden, params, shape, shape), {}, platform).total / _TRACED
+    return peak_memory(hidden, params, shape, shape, platform=platform) / _TRACED
 
 
 def bytes_on_a_device(leaf: jax.Array) -> int:

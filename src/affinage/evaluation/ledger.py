@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from affinage.cluster.processes import Processes
 from affinage.generation.decode import Generation, Request
 from affinage.generation.model import LoadedModel
-from affinage.hardware.hosts import Hosts
 from affinage.model.parameter import Tree
 
 _SECONDS = 2.0  # between writes
@@ -52,8 +52,8 @@ class Ledger:
     """
 
     def __init__(self, path: Path, model: str) -> None:
-        hosts = Hosts.at_work()
-        self._path = path if hosts.first else None
+        processes = Processes.at_work()
+        self._path = path if processes.first else None
         self._known: dict[str, tuple[float, bool]] = {}
         self._texts: dict[str, Generation] = {}
         self._waiting: list[str] = []
@@ -62,8 +62,12 @@ class Ledger:
             self._read(self._path, model)
         known: list[list[Any]] = [[key, *answer] for key, answer in self._known.items()]
         known += [[key, asdict(text)] for key, text in self._texts.items()]
-        for start in range(0, hosts.share("how many answers are known", len(known), seconds=None), _TOLD_AT_ONCE):
-            for line in hosts.share("answers that are known", known[start : start + _TOLD_AT_ONCE], seconds=None):
+        for start in range(
+            0, processes.broadcast("how many answers are known", len(known), seconds=None), _TOLD_AT_ONCE
+        ):
+            for line in processes.broadcast(
+                "answers that are known", known[start : start + _TOLD_AT_ONCE], seconds=None
+            ):
                 self._take(line)
 
     def _read(self, path: Path, model: str) -> None:

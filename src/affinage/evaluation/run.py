@@ -1,8 +1,10 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
+import contextlib
+import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ import numpy as np
 from lm_eval.tasks import TaskManager
 
 from affinage import __version__
+from affinage.cluster.processes import Processes
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.contamination import Contamination
 from affinage.errors import UserError
@@ -27,8 +30,6 @@ from affinage.evaluation.result_folder import STATE, identity, write_results
 from affinage.evaluation.scorable import readable, refuse_unscorable
 from affinage.evaluation.tasks import ChatTemplateUse, TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
-from affinage.hardware.collector import collected_seldom
-from affinage.hardware.hosts import Hosts
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
@@ -89,7 +90,7 @@ def evaluate(
     if apply_chat_template is True and not has_chat_template(model, chat):
         fix = "Ask a model that was trained to chat, or say `auto` or `false`."
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
-    started, contamination, hosts = time.monotonic(), None, Hosts.at_work()
+    started, contamination, processes = time.monotonic(), None, Processes.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
     with tamed_harness():
         manager = task_manager(found.named)
@@ -101,7 +102,7 @@ def evaluate(
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     asked = [*(str(task["task"]) for task in found.local), *found.named]
-    with tamed_harness(), readable(asked), reachable_data(found.fetched), collected_seldom():
+    with tamed_harness(), readable(asked), reachable_data(found.fetched), _rare_collections():
         for chosen, templated in found.rounds(chat, apply_chat_template):
             if chosen:
                 drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)
@@ -110,8 +111,8 @@ def evaluate(
                 items |= raw["samples"]
         if seen is not None:
             progress("looking for the items in the training text")
-            contamination = _look(seen, found, manager, task_folders or {}) if hosts.first else None
-            hosts.share("the end of the look", None, seconds=None)
+            contamination = _look(seen, found, manager, task_folders or {}) if processes.first else None
+            processes.broadcast("the end of the look", None, seconds=None)
     seconds = time.monotonic() - started
     count = sum(task["items"] for task in outcome.values())
     results = {
@@ -133,9 +134,9 @@ def evaluate(
     if texts:
         progress("measuring bits per byte")
         bits = {name: {"model": model_bits_per_byte(lm, some)} for name, some in texts.items()}
-        for name, some in texts.items() if compressors and hosts.first else ():
+        for name, some in texts.items() if compressors and processes.first else ():
             bits[name] |= compressor_bits_per_byte(some)
-        hosts.share("the end of the compression", None, seconds=None)
+        processes.broadcast("the end of the compression", None, seconds=None)
         results["bits_per_byte"] = bits
     if answered is not None:
         for name, of_task in items.items():
@@ -173,6 +174,17 @@ def drawn_places(task: str, items: int, count: int, seed: int) -> list[int]:
     """The places of `count` of a task's items that a seed draws, ascending."""
     random = np.random.default_rng([seed, *task.encode()])
     return sorted(map(int, random.choice(items, min(count, items), replace=False)))
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Inside, Python collects garbage with every 100,000th new object: millions of requests and answers live on."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _run(

@@ -27,7 +27,6 @@ class Chip:
             assumes. From published runs (MaxText's tables): their MFU, and what is lost beside the products.
         network_bandwidth: bytes/s per chip, in one direction, to chips that the links do not reach (DCN, InfiniBand).
         price: US dollars per chip and hour, on demand; prices change, `hardware.price` in a recipe overrides it.
-        price_source: what is known of where the price comes from.
     """
 
     name: str
@@ -43,7 +42,12 @@ class Chip:
     achievable: float = 0.7
     network_bandwidth: float = 0.0
     price: float | None = None
-    price_source: str = ""
+
+    @property
+    def price_source(self) -> str:
+        """Where the price comes from."""
+        seller = "list price" if self.name.startswith("TPU") else "smaller clouds' price"
+        return f"{seller} on demand as remembered in 2025; set hardware.price to yours" if self.price else ""
 
     @property
     def memory_per_device(self) -> int | None:
@@ -63,62 +67,19 @@ class Chip:
         return self.bfloat16_flops is not None
 
 
-# Nobody looked these prices up: they are orders of magnitude to compare slices by.
-_TPU_PRICES = "list price on demand as remembered in 2025; set hardware.price to yours"
-_GPU_PRICES = "smaller clouds' price on demand as remembered in 2025; set hardware.price to yours"
-
+# Columns in the order of the attributes of `Chip`. Sources of the figures, by line:
+# TPU v2, v3: cloud.google.com/tpu/docs/v2 and /v3 (per chip); links as in "A Domain-Specific Supercomputer for Training
+#   Deep Neural Networks" (Norrie et al., 2020, table 1): 4 of 496 and 656 Gbit/s.
+# TPU v4: "TPU v4: An Optically Reconfigurable Supercomputer" (Jouppi et al., 2023, table 4): 6 links of 50 GB/s.
+# TPU v5e, v5p: cloud.google.com/tpu/docs: 1,600 Gbit/s per chip over 4 links, 4,800 over 6.
+# TPU v6e, TPU7x: cloud.google.com/tpu/docs/tpu7x: 800 and 1,200 GB/s per chip, both directions, over 4 and 6 links.
+# A100: NVIDIA's datasheet (2021); 12 NVLinks of 25 GB/s each way. H100, H200, B200, L4: NVIDIA's datasheets, dense
+#   (half of the figures "with sparsity"); 18 NVLinks of 25 GB/s (B200: 50); L4 has PCIe only.
+# Prices are orders of magnitude to compare slices by; nobody looked them up.
 CHIPS: tuple[Chip, ...] = (
-    # TPU v2, v3: cloud.google.com/tpu/docs/v2 and /v3 (per chip); links as in "A Domain-Specific Supercomputer for
-    # Training Deep Neural Networks" (Norrie et al., 2020, table 1): 4 of 496 and 656 Gbit/s.
-    Chip(
-        "TPU v2",
-        r"TPU v2",
-        2,
-        45e12,
-        None,
-        16 * GiB,
-        700e9,
-        4,
-        62e9,
-        usable_bytes=int(7.5 * GiB),
-        achievable=0.6,
-        network_bandwidth=3e9,
-        price=1.125,
-        price_source=_TPU_PRICES,
-    ),
-    Chip(
-        "TPU v3",
-        r"TPU v3",
-        2,
-        123e12,
-        None,
-        32 * GiB,
-        900e9,
-        4,
-        82e9,
-        usable_bytes=int(15.5 * GiB),
-        achievable=0.6,
-        network_bandwidth=3e9,
-        price=2.0,
-        price_source=_TPU_PRICES,
-    ),
-    # TPU v4: "TPU v4: An Optically Reconfigurable Supercomputer" (Jouppi et al., 2023, table 4): 6 links of 50 GB/s.
-    Chip(
-        "TPU v4",
-        r"TPU v4",
-        1,
-        275e12,
-        None,
-        32 * GiB,
-        1200e9,
-        6,
-        50e9,
-        usable_bytes=int(30.75 * GiB),
-        network_bandwidth=6.25e9,
-        price=3.22,
-        price_source=_TPU_PRICES,
-    ),
-    # TPU v5e: cloud.google.com/tpu/docs/v5e: 1,600 Gbit/s per chip over 4 links.
+    Chip("TPU v2", r"TPU v2", 2, 45e12, None, 16 * GiB, 700e9, 4, 62e9, int(7.5 * GiB), 0.6, 3e9, 1.125),
+    Chip("TPU v3", r"TPU v3", 2, 123e12, None, 32 * GiB, 900e9, 4, 82e9, int(15.5 * GiB), 0.6, 3e9, 2.0),
+    Chip("TPU v4", r"TPU v4", 1, 275e12, None, 32 * GiB, 1200e9, 6, 50e9, int(30.75 * GiB), 0.7, 6.25e9, 3.22),
     Chip(
         "TPU v5e",
         r"TPU v5 lite|TPU v5e",
@@ -129,29 +90,12 @@ CHIPS: tuple[Chip, ...] = (
         819e9,
         4,
         50e9,
-        usable_bytes=int(15.75 * GiB),
-        network_bandwidth=3.125e9,
-        price=1.2,
-        price_source=_TPU_PRICES,
+        int(15.75 * GiB),
+        0.7,
+        3.125e9,
+        1.2,
     ),
-    # TPU v5p: cloud.google.com/tpu/docs/v5p: 4,800 Gbit/s per chip over 6 links.
-    Chip(
-        "TPU v5p",
-        r"TPU v5|TPU v5p",
-        1,
-        459e12,
-        None,
-        95 * GiB,
-        2765e9,
-        6,
-        100e9,
-        usable_bytes=int(95.74 * GiB),
-        network_bandwidth=6.25e9,
-        price=4.2,
-        price_source=_TPU_PRICES,
-    ),
-    # TPU v6e and TPU7x: cloud.google.com/tpu/docs/tpu7x: 800 and 1,200 GB/s per chip, both directions together, over
-    # 4 and 6 links. A chip of TPU7x is two devices.
+    Chip("TPU v5p", r"TPU v5|TPU v5p", 1, 459e12, None, 95 * GiB, 2765e9, 6, 100e9, int(95.74 * GiB), 0.7, 6.25e9, 4.2),
     Chip(
         "TPU v6e",
         r"TPU v6 lite|TPU v6e",
@@ -162,137 +106,20 @@ CHIPS: tuple[Chip, ...] = (
         1640e9,
         4,
         100e9,
-        usable_bytes=int(31.25 * GiB),
-        achievable=0.6,
-        network_bandwidth=12.5e9,
-        price=2.7,
-        price_source=_TPU_PRICES,
+        int(31.25 * GiB),
+        0.6,
+        12.5e9,
+        2.7,
     ),
-    Chip(
-        "TPU7x",
-        r"TPU7x?",
-        2,
-        2307e12,
-        None,
-        192 * GiB,
-        7380e9,
-        6,
-        100e9,
-        usable_bytes=int(94.75 * GiB),
-        achievable=0.6,
-        network_bandwidth=12.5e9,
-        price=12.0,
-        price_source=_TPU_PRICES,
-    ),
-    # A100: NVIDIA A100 datasheet (2021); 12 NVLinks of 25 GB/s each way. Bandwidth of the 40 GB and the 80 GB part.
-    Chip(
-        "A100 80GB",
-        r"NVIDIA A100.*80GB.*",
-        1,
-        312e12,
-        19.5e12,
-        80 * GiB,
-        2039e9,
-        12,
-        25e9,
-        achievable=0.75,
-        network_bandwidth=25e9,
-        price=1.5,
-        price_source=_GPU_PRICES,
-    ),
-    Chip(
-        "A100 40GB",
-        r"NVIDIA A100.*",
-        1,
-        312e12,
-        19.5e12,
-        40 * GiB,
-        1555e9,
-        12,
-        25e9,
-        achievable=0.75,
-        network_bandwidth=25e9,
-        price=1.3,
-        price_source=_GPU_PRICES,
-    ),
-    # H100, H200: NVIDIA H100 and H200 datasheets, dense (half of the figures "with sparsity"); 18 NVLinks of 25 GB/s.
-    Chip(
-        "H100 PCIe",
-        r"NVIDIA H100 PCIe",
-        1,
-        756e12,
-        51e12,
-        80 * GiB,
-        2000e9,
-        12,
-        25e9,
-        achievable=0.6,
-        network_bandwidth=25e9,
-        price=2.5,
-        price_source=_GPU_PRICES,
-    ),
-    Chip(
-        "H100",
-        r"NVIDIA H100.*",
-        1,
-        989.4e12,
-        67e12,
-        80 * GiB,
-        3350e9,
-        18,
-        25e9,
-        achievable=0.65,
-        network_bandwidth=50e9,
-        price=3.0,
-        price_source=_GPU_PRICES,
-    ),
-    Chip(
-        "H200",
-        r"NVIDIA (H200|GH200).*",
-        1,
-        989.4e12,
-        67e12,
-        141 * 10**9,
-        4800e9,
-        18,
-        25e9,
-        achievable=0.65,
-        network_bandwidth=50e9,
-        price=4.0,
-        price_source=_GPU_PRICES,
-    ),
-    # B200: NVIDIA DGX B200 datasheet, dense, per GPU; 18 NVLinks of 50 GB/s. L4: NVIDIA L4 datasheet, dense; PCIe only.
-    Chip(
-        "B200",
-        r"NVIDIA B200.*",
-        1,
-        2250e12,
-        75e12,
-        180 * 10**9,
-        8000e9,
-        18,
-        50e9,
-        achievable=0.6,
-        network_bandwidth=50e9,
-        price=5.6,
-        price_source=_GPU_PRICES,
-    ),
-    Chip(
-        "L4",
-        r"NVIDIA L4",
-        1,
-        121e12,
-        30.3e12,
-        24 * 10**9,
-        300e9,
-        1,
-        32e9,
-        network_bandwidth=3e9,
-        price=0.71,
-        price_source=_GPU_PRICES,
-    ),
-    # A processor's peak depends on its cores, clock and vector width, which JAX does not tell.
-    Chip("CPU", r"cpu"),
+    Chip("TPU7x", r"TPU7x?", 2, 2307e12, None, 192 * GiB, 7380e9, 6, 100e9, int(94.75 * GiB), 0.6, 12.5e9, 12.0),
+    Chip("A100 80GB", r"NVIDIA A100.*80GB.*", 1, 312e12, 19.5e12, 80 * GiB, 2039e9, 12, 25e9, None, 0.75, 25e9, 1.5),
+    Chip("A100 40GB", r"NVIDIA A100.*", 1, 312e12, 19.5e12, 40 * GiB, 1555e9, 12, 25e9, None, 0.75, 25e9, 1.3),
+    Chip("H100 PCIe", r"NVIDIA H100 PCIe", 1, 756e12, 51e12, 80 * GiB, 2000e9, 12, 25e9, None, 0.6, 25e9, 2.5),
+    Chip("H100", r"NVIDIA H100.*", 1, 989.4e12, 67e12, 80 * GiB, 3350e9, 18, 25e9, None, 0.65, 50e9, 3.0),
+    Chip("H200", r"NVIDIA (H200|GH200).*", 1, 989.4e12, 67e12, 141 * 10**9, 4800e9, 18, 25e9, None, 0.65, 50e9, 4.0),
+    Chip("B200", r"NVIDIA B200.*", 1, 2250e12, 75e12, 180 * 10**9, 8000e9, 18, 50e9, None, 0.6, 50e9, 5.6),
+    Chip("L4", r"NVIDIA L4", 1, 121e12, 30.3e12, 24 * 10**9, 300e9, 1, 32e9, None, 0.7, 3e9, 0.71),
+    Chip("CPU", r"cpu"),  # its peak depends on cores, clock and vector width, which JAX does not tell
 )
 
 

@@ -82,8 +82,8 @@ def check_compiler(where: Slice) -> None:
         raise UserError("compiling for a GPU needs JAX's CUDA plug-in", where="--compile", fix=fix)
 
 
-class Described:
-    """A slice that is compiled for, see `affinage.hardware.acquisition.Hardware`; a processor is this machine's."""
+class DescribedDevices:
+    """A slice that is compiled for, see `affinage.hardware.devices.Hardware`; a CPU is this machine's."""
 
     def __init__(self, where: Slice) -> None:
         self._where = where

@@ -1,38 +1,97 @@
-"""Get hold of the devices that a run computes on."""
+"""The devices that a training computes on, and what is set before JAX starts."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import platform
+import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.allocator import keep_freed_memory
-from affinage.hardware.hosts import Hosts
-from affinage.hardware.kept_programs import keep_only_what_reads_back_whole
-from affinage.hardware.present import accelerator_is_here
 
 if TYPE_CHECKING:
     import jax
 
+# TPUs (of both drivers), NVIDIA's GPUs, AMD's, and GPUs as Linux under Windows has them.
+_DEVICE_FILES = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
+
+# Parameters of glibc's mallopt: keep memory at the top of the heap; grow by 64 MiB; no mapping of its own below 1 GiB,
+# nor above; one heap for all threads, which is the only one that can keep more than 64 MiB.
+_MALLOPT = ((-1, -1), (-2, 2**26), (-3, 2**30), (-4, 0), (-8, 1))
+
+
+class Hardware(Protocol):
+    """Something to compute on, for `TrainJob.hardware`.
+
+    `LocalDevices`, `affinage.hardware.described.DescribedDevices`, or a class of your own.
+    """
+
+    def acquire(self) -> "Sequence[jax.Device]":
+        """Return the devices, waiting where that takes time. Called again it returns the same ones.
+
+        Raises:
+            UserError: they cannot be had.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give them back. Harmless where nothing was acquired."""
+        ...
+
+
+class LocalDevices:
+    """The devices that JAX finds, see `acquire`."""
+
+    def acquire(self) -> "list[jax.Device]":
+        """See `acquire`."""
+        return acquire()
+
+    def release(self) -> None:
+        """They are this process's until it ends."""
+
+
+def accelerator_is_here() -> bool:
+    """Whether the kernel shows a device that JAX could compute on; macOS has no such files."""
+    return any(next(Path("/dev").glob(pattern), None) is not None for pattern in _DEVICE_FILES)
+
 
 def prepare() -> None:
-    """Set what only has an effect before JAX is imported, and what makes a second start fast.
-
-    Call it first in a process that will train. Calling it again, or too late, is harmless.
-    """
+    """Set what only has an effect before JAX is imported. Calling it again, or too late, is harmless."""
     if "jax" not in sys.modules:
         if importlib.util.find_spec("libtpu") is not None and not accelerator_is_here():
-            # It is there for its compiler: looking for a TPU with it takes a second, and says in five lines that there
-            # is none.
+            # It is there for its compiler: looking for a TPU with it takes a second and prints five lines.
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         keep_freed_memory()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ side talks about itself at lower levels
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory where XLA computes on the CPU; call it before JAX starts threads.
+
+    XLA's CPU backend allocates one buffer for all temporaries of a step and frees it at the end. By default glibc gives
+    it back to the kernel, so each step faults its pages in again: more than half of the time of a small step. The price
+    is that the process stays at its peak memory.
+    """
+    chosen = os.environ.get("JAX_PLATFORMS", "")
+    on_cpu = chosen.split(",")[0] == "cpu" if chosen else not accelerator_is_here()
+    if on_cpu and platform.libc_ver()[0] == "glibc":
+        for option, value in _MALLOPT:
+            ctypes.CDLL(None).mallopt(option, value)
+
+
+def give_back_freed_memory() -> None:
+    """Give what is free in glibc's heap back to the kernel: for after work that needed far more than what follows."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def compilation_cache() -> Path:
-    """The user's folder of compiled steps. It holds native code: nobody else may write there."""
+    """The user's folder of compiled programs. It holds native code: nobody else may write there."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "affinage" / f"programs-jax-{importlib.metadata.version('jax')}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,24 +100,22 @@ def compilation_cache() -> Path:
 
 
 def acquire() -> "list[jax.Device]":
-    """All devices that JAX finds, ready to compute: of all hosts where they work together, else of this one.
+    """All devices that JAX finds, ready to compute: of all processes where they work together, else of this one.
 
     Raises:
-        UserError: where JAX finds no device of the platform that was asked for.
+        UserError: JAX finds no device of the requested platform.
     """
     prepare()
     import jax
 
-    # An entry of the cache costs milliseconds to write; the small programs of a start add up to seconds.
-    # The variable itself is left alone: each process that this one starts has a folder by its own environment.
+    # The variable itself is left alone: a process that this one starts has a folder by its own environment.
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))
     jax.config.update("jax_compilation_cache_dir", folder)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # many small programs add up to seconds
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    keep_only_what_reads_back_whole()
     try:
-        return list(jax.devices() if Hosts.current.together else jax.local_devices())
+        found = list(jax.devices() if Processes.current.together else jax.local_devices())
     except (RuntimeError, AssertionError) as error:  # an assertion, without words, where the platform has no plug-in
         wanted = os.environ.get("JAX_PLATFORMS", "")
         raise UserError(
@@ -66,14 +123,18 @@ def acquire() -> "list[jax.Device]":
             where=f"JAX_PLATFORMS={wanted}" if wanted else "",
             fix="Unset JAX_PLATFORMS to use what is here, or install JAX for the accelerator, e.g. `jax[cuda12]`.",
         ) from error
+    if found[0].platform == "cpu" and Processes.current.count > 1:
+        # XLA reads CPU programs back from the cache with the collectives of their loops unordered: processes would mix
+        # up each other's messages (jaxlib 0.10).
+        jax.config.update("jax_enable_compilation_cache", False)
+    return found
 
 
-class Present:
-    """The devices that are here, see `affinage.hardware.acquisition.Hardware`."""
-
-    def acquire(self) -> "list[jax.Device]":
-        """See `acquire`."""
-        return acquire()
-
-    def release(self) -> None:
-        """They are this process's until it ends."""
+def peak_bytes(devices: "Sequence[jax.Device]") -> int:
+    """Most bytes in use on the fullest of this process's devices since it began; of a CPU, of the whole process."""
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
+    peaks = [int(found["peak_bytes_in_use"]) for found in stats if "peak_bytes_in_use" in found]
+    if peaks:
+        return max(peaks)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else 1024 * resident

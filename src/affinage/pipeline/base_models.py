@@ -185,7 +185,7 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
     settings = getattr(loaded.recipe, section)
     if not isinstance(settings, TrainSettings) or settings.resume_from is None:
         return None
-    from affinage.checkpoint.seal import SEAL
+    from affinage.checkpoint.metadata import COMMIT
 
     where = loaded.locate((section, "resume_from"))
     named, _, step = settings.resume_from.partition("@")
@@ -196,7 +196,7 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
         raise UserError(f"`{settings.resume_from}` is this run itself", where=where, fix=fix)
     kept = sorted(
         int(path.parent.name)
-        for path in (folder / "checkpoints").glob(f"*/{SEAL}")
+        for path in (folder / "checkpoints").glob(f"*/{COMMIT}")
         if path.parent.name.isdecimal() and not path.parent.is_symlink()
     )
     if not kept or (step and (not step.isdecimal() or int(step) not in kept)):
@@ -214,6 +214,6 @@ def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
     found = extended(loaded, section)
     if found is None:
         return {}
-    from affinage.checkpoint.seal import seal_hash
+    from affinage.checkpoint.metadata import fingerprint
 
-    return {"resume_from": seal_hash(found[0] / "checkpoints" / str(found[1]))}
+    return {"resume_from": fingerprint(found[0] / "checkpoints" / str(found[1]))}

@@ -52,7 +52,7 @@ def _image_steps(loaded: LoadedRecipe) -> list[Step]:
     assert recipe.data is not None and recipe.data.arrays is not None
     arrays = recipe.data.arrays
     config = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
-    steps = [Step("arrays", images.arrays, config, files=() if arrays.path == DIGITS else (arrays.path,))]
+    steps = [Step("arrays", images.arrays, config, version=2, files=() if arrays.path == DIGITS else (arrays.path,))]
     if recipe.pretrain is not None:
         config = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
         sources = extension_fingerprint(loaded, "pretrain")
@@ -71,14 +71,16 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun, version=2)]
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
-    steps.append(Step("ingest", texts.collect, {"data": _ingested(data)}, world, files=files, resumable=True))
-    steps.append(Step("filter", texts.clean, {"data": _json(data, "clean", "languages")}, ("ingest",), resumable=True))
+    config = {"data": _ingested(data)}
+    steps.append(Step("ingest", texts.ingest, config, world, version=2, files=files, resumable=True))
+    config = {"data": _json(data, "clean", "languages")}
+    steps.append(Step("filter", texts.clean, config, ("ingest",), version=2, resumable=True))
     if data.dedup is not None:
-        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",)))
+        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",), version=2))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    steps.append(Step("split", texts.split, config, (steps[-1].name,)))
+    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=2))
     if begun:
         steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
@@ -89,9 +91,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "train-tokenizer")
         steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files, version=2))
-    steps.append(
-        Step("tokenize", texts.rows, _part(recipe, "packing", "seed"), ("split", "train-tokenizer"), resumable=True)
-    )
+    config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
+    steps.append(Step("tokenize", texts.tokenize, config, inputs, version=2, resumable=True))
     return steps
 
 
@@ -102,7 +103,7 @@ def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], las
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    return Step("decontaminate", texts.decontaminate, config, (last,), files=tuple(files), resumable=True)
+    return Step("decontaminate", texts.decontaminate, config, (last,), version=2, files=tuple(files), resumable=True)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
@@ -137,7 +138,8 @@ def _tuning_data_step(
         config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
-    return Step(name, fn, config, ("train-tokenizer", *_if(tuning.from_world, "synthesize")), files=tuple(files))
+    inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
+    return Step(name, fn, config, inputs, version=2, files=tuple(files), resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
@@ -160,7 +162,11 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
         precomputed = _if(recipe.dpo.precompute_ref_log_probs, "ref-logprobs")
         if precomputed:
             config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
-            steps.append(Step("ref-logprobs", preferences.reference, config, inputs, sources=sources, distributed=True))
+            steps.append(
+                Step(
+                    "ref-logprobs", preferences.reference, config, inputs, version=2, sources=sources, distributed=True
+                )
+            )
         config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
         world, files = _read_by_monitor(recipe.dpo)
         inputs, sources = (*precomputed, *inputs, *world), sources | extension_fingerprint(loaded, "dpo")
@@ -181,6 +187,7 @@ def _training_step(
         fn,
         config,
         inputs,
+        version=2,
         files=tuple(files),
         sources=sources or {},
         distributed=True,

@@ -89,8 +89,8 @@ def model_fingerprint(target: Target, runs: Path) -> str:
 
     Raises UserError if there is no such model.
     """
-    from affinage.checkpoint.seal import seal_hash
-    from affinage.checkpoint.steps import complete_steps
+    from affinage.checkpoint.metadata import fingerprint
+    from affinage.checkpoint.store import complete_steps
 
     folder, step = locate(target, runs)
     if target.kind == "hub":
@@ -99,7 +99,7 @@ def model_fingerprint(target: Target, runs: Path) -> str:
     else:
         checkpoints = checkpoints_of(folder, step)
         there = [each for each in complete_steps(checkpoints) if step in (None, each)]
-        parts = [[str(each), seal_hash(checkpoints / str(each))] for each in there[-1:]]
+        parts = [[str(each), fingerprint(checkpoints / str(each))] for each in there[-1:]]
         parts.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
@@ -109,7 +109,7 @@ def training_of(target: Target) -> dict[str, Any]:
 
     `target` is a model, not a run.
     """
-    from affinage.checkpoint.steps import complete_steps
+    from affinage.checkpoint.store import complete_steps
 
     folder, step = target.path, target.step
     is_hub = not (folder / MODEL).is_file()

@@ -14,6 +14,7 @@ from affinage.errors import UserError
 from affinage.pipeline.models import made_from
 from affinage.pipeline.store import read_manifest
 from affinage.pipeline.trainings import FEED
+from affinage.results import DOCUMENT_STEPS, DocumentsResult, SplitResult, TokenizeResult, TokenizerResult, read_result
 
 if TYPE_CHECKING:
     from affinage.data.dataloader import DataLoader
@@ -24,7 +25,7 @@ _ROWS = {
     "sft": "sft-data",
     "dpo": "preference-data",
 }  # the stage that makes the rows of a training
-DOCUMENT_STAGES = ("ingest", "filter", "dedup", "decontaminate", "split")  # in their order
+_COUNTS = {"documents_in", "documents_out", "bytes_in", "bytes_out", "removed", "by_source", "by_language"}
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,10 @@ class TrainingRows:
 def documents_of(run: Path, stage: str) -> dict[str, Path]:
     """The folders of documents that a stage of a run left, by part: "" or, of `split`, train and validation."""
     result = run / stage
-    if stage not in DOCUMENT_STAGES:
-        raise UserError(f"`{stage}` has no documents", fix=f"Stages with documents: {', '.join(DOCUMENT_STAGES)}.")
+    if stage not in DOCUMENT_STEPS:
+        raise UserError(f"`{stage}` has no documents", fix=f"Stages with documents: {', '.join(DOCUMENT_STEPS)}.")
     if read_manifest(result) is None:
-        there = [name for name in DOCUMENT_STAGES if read_manifest(run / name) is not None]
+        there = [name for name in DOCUMENT_STEPS if read_manifest(run / name) is not None]
         raise UserError(f"this run has no result of `{stage}`", where=str(run), fix=f"It has {', '.join(there)}.")
     return {part: result / part for part in ("train", "validation")} if stage == "split" else {"": result}
 
@@ -172,18 +173,47 @@ def last_seen(run: Path, text: str) -> dict[str, int]:
     """In how many documents of each stage before the split a text occurs."""
     from affinage.data.lineage import occurrences
 
-    done = [stage for stage in DOCUMENT_STAGES[:-1] if read_manifest(run / stage) is not None]
+    done = [stage for stage in [*DOCUMENT_STEPS][:-1] if read_manifest(run / stage) is not None]
     return {stage: sum(1 for _ in occurrences(run / stage, text)) for stage in done}
 
 
 def lost_at(seen: Mapping[str, int]) -> dict[str, int]:
     """How many of the documents that `last_seen` counts each stage removed, the split too, if it removed any."""
-    stages = [*seen, DOCUMENT_STAGES[-1]]
+    stages = [*seen, "split"]
     found = {after: seen[before] - seen.get(after, 0) for before, after in pairwise(stages)}
     return {stage: count for stage, count in found.items() if count > 0}
 
 
 def reasons_of(run: Path, stage: str) -> dict[str, int]:
     """What a stage of documents removed some for, and how many."""
-    manifest = read_manifest(run / stage)
-    return dict(manifest["summary"].get("removed", {})) if manifest else {}
+    result = read_result(run / stage, DocumentsResult)
+    return result.removed if result else {}
+
+
+def data_facts(run: Path) -> dict[str, Any]:
+    """Counts of a run's data steps as JSON: those of {stages, held_out, rows, groups, tokenizer, training} that exist.
+
+    `stages` are the steps from documents to documents, `held_out` the validation sets, `training` the epochs of
+    pretraining.
+    """
+    documents = {name: result for name, kind in DOCUMENT_STEPS.items() if (result := read_result(run / name, kind))}
+    facts: dict[str, Any] = {
+        "stages": {name: result.model_dump(include=_COUNTS) for name, result in documents.items()},
+    }
+    if isinstance(split := documents.get("split"), SplitResult):
+        facts["held_out"] = {name: size.model_dump() for name, size in split.validation.items()}
+    if tokenizer := read_result(run / "train-tokenizer", TokenizerResult):
+        facts["tokenizer"] = tokenizer.model_dump(include={"vocabulary", "languages", "sources"})
+    if rows := read_result(run / "tokenize", TokenizeResult):
+        packed = rows.model_dump(exclude_none=True, exclude={"seconds"})
+        facts |= {"groups": packed.pop("groups"), "rows": packed, "training": _epochs(run)}
+    return facts
+
+
+def _epochs(run: Path) -> dict[str, Any] | None:
+    rows = TrainingRows(run, "pretrain")
+    try:
+        facts = {"steps": rows.steps, "batch": rows.feed.batch_size, "mixture": rows.told["mixture"]}
+        return facts | {"epochs": rows.feed.epochs(rows.steps)}
+    except UserError:  # no pretraining, or of a batch size that nobody knows yet
+        return None

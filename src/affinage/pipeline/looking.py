@@ -6,7 +6,7 @@ from typing import Any
 
 from affinage.errors import UserError
 from affinage.pipeline.lineage import documents_of
-from affinage.pipeline.store import read_manifest
+from affinage.results import DocumentsResult, read_result
 
 
 def documents(
@@ -28,13 +28,11 @@ def documents(
 def removed(run: Path, stage: str, reason: str) -> list[dict[str, Any]]:
     """The samples that a stage kept of what it removed for a reason."""
     documents_of(run, stage)  # says what there is if the stage has no documents
-    manifest = read_manifest(run / stage)
-    assert manifest is not None
-    counts, samples = manifest["summary"].get("removed", {}), manifest["summary"].get("samples", {})
-    if reason not in counts:
-        listed = ", ".join(f"{name!r} ({count})" for name, count in counts.items()) or "none"
+    result = read_result(run / stage, DocumentsResult) or DocumentsResult()
+    if reason not in result.removed:
+        listed = ", ".join(f"{name!r} ({count})" for name, count in result.removed.items()) or "none"
         raise UserError(f"`{stage}` removed nothing for {reason!r}", fix=f"Its reasons: {listed}.")
-    return list(samples.get(reason, ()))
+    return [sample.model_dump() for sample in result.samples.get(reason, ())]
 
 
 def table_beside(run: Path, stage: str, table: str) -> Iterator[dict[str, Any]]:

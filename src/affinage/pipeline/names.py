@@ -328,7 +328,7 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
     if target.kind in ("run", "recipe"):
         name = f"{name if target.kind == 'run' else run_of(target, runs).name}/{training}"
         run = run_of(target, runs)
-    saved = [int(seal.parent.name) for seal in checkpoints_of(folder, step).glob("*/SHA256SUMS")]
+    saved = [int(mark.parent.name) for mark in checkpoints_of(folder, step).glob("*/commit_success.txt")]
     planned = (_json(folder / "summary.json"), _json(folder / "feed.json"), request[0].settings.get(training) or {})
     steps = next((facts["steps"] for facts in planned if isinstance(facts.get("steps"), int)), None)
     later = TRAININGS[: TRAININGS.index(training)] if training in TRAININGS else ()

@@ -122,8 +122,8 @@ def _reason(step: Step, store: Store, request: Request, before: tuple[Request, s
     if read_request(folder):
         if not step.resumable:
             return "not finished; starts again"
-        # By the seal, which is written last: to ask `checkpoint` takes importing JAX.
-        if step.has_progress and not any(folder.glob("checkpoints/[0-9]*/SHA256SUMS")):
+        # By the mark that is written last: `affinage.checkpoint` takes importing JAX.
+        if step.has_progress and not any(folder.glob("checkpoints/[0-9]*/commit_success.txt")):
             return "not finished; without a checkpoint to resume from"
         return "not finished; resumes"
     if before is None:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from affinage.cluster.processes import Processes
 from affinage.config.data import DataSettings
 from affinage.config.tuning import DpoSettings
-from affinage.hardware.hosts import Hosts
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash
 from affinage.pipeline.texts import chat_tokenizer, print_counts
@@ -79,7 +79,7 @@ def _write_reference(context: StepContext, program: Any, params: Any, rows: Path
             context.progress(f"{part}/{name} {number / len(batches):.0%}")
             compiled = compiled or program.compile_value(ANSWERS, batch)
             found.append(np.asarray(jax.device_get(compiled(params, program.put(batch))))[..., 0])
-        if Hosts.current.first:
+        if Processes.current.first:
             write_array(context.folder / part / f"{name}.npy", np.concatenate(found)[: batches.rows])
         counts[name] = batches.rows
     return counts

@@ -17,8 +17,7 @@ from affinage.pipeline.build import local_tasks
 from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.plugins import load_plugins
-from affinage.signing import signing_key
-from affinage.tracking.choice import check_trackers
+from affinage.tracking import check_trackers
 
 _VERIFY = ("transformers", "torch")  # packages
 
@@ -69,7 +68,6 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         with _written(loaded, "packing", "output_path"):
             check_url(recipe.packing.output_path)
     if {"pretrain", "sft", "dpo"} & set(stages):
-        signing_key()
         with _written(loaded, "trackers"):
             check_trackers(recipe.runtime.trackers)
     if recipe.pretrain is not None and "pretrain" in stages:
@@ -154,7 +152,7 @@ def _check_export(loaded: LoadedRecipe) -> None:
 
 def check_sources(loaded: LoadedRecipe) -> None:
     """See that the text is there that the recipe reads, without reading it. Raises UserError if it is not."""
-    from affinage.data.sources import check as check_source
+    from affinage.data.ingest import check as check_source
 
     data = loaded.recipe.data
     if data is None:
@@ -205,9 +203,9 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.parallel.used_axes import check_axes_used
     from affinage.training import rows_per_step
-    from affinage.training.choices import check_choices
     from affinage.training.frozen import frozen_of
     from affinage.training.layerwise import check_remat, check_update
+    from affinage.training.optimizer import check_choices
 
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocab_size
@@ -256,7 +254,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
 
 def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> None:
     """What follows a pretraining that is still to be made begins with a step that this will save and keep."""
-    from affinage.checkpoint.steps import kept_steps
+    from affinage.checkpoint.store import kept_steps
 
     tunings = [name for name in loaded.recipe.trainings if name != "pretrain"]
     step = getattr(loaded.recipe, tunings[0]).from_step if tunings else None

@@ -13,10 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
-from affinage.checkpoint.remote_steps import CHECKPOINTS
-from affinage.checkpoint.seal import is_what_was_sealed
+from affinage.checkpoint.uploader import CHECKPOINTS, has_hash
 from affinage.errors import UserError
-from affinage.hardware.movement import waits_for_others
 from affinage.pipeline.store import MANIFEST, Request, Store, read_manifest
 
 # What only the next stage reads whole; of these others want to know what they were made from, and how much there was.
@@ -82,9 +80,9 @@ class RemoteResults:
             say(f"copying {name} from {self._remote.url}: {sum(f['bytes'] for f in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
         for file, facts in files.items():
-            if not is_what_was_sealed(part / file, facts["sha256"]):
+            if not has_hash(part / file, facts["sha256"]):
                 self._remote.get(f"{name}/{file}", part / file)
-            if not is_what_was_sealed(part / file, facts["sha256"]):
+            if not has_hash(part / file, facts["sha256"]):
                 shutil.rmtree(part)
                 raise UserError(
                     f"{file} is not what was copied there",
@@ -123,11 +121,10 @@ class RemoteResults:
     def wait(self) -> str:
         """Until all are there, as long as files come to their end; "" if they are, else why not."""
         files, since = self._files, time.monotonic()
-        with waits_for_others():
-            while self._done < self._asked and time.monotonic() - since < _STUCK:
-                time.sleep(0.05)
-                if self._files != files:
-                    files, since = self._files, time.monotonic()
+        while self._done < self._asked and time.monotonic() - since < _STUCK:
+            time.sleep(0.05)
+            if self._files != files:
+                files, since = self._files, time.monotonic()
         stuck = f"no file has arrived there for {_STUCK:.0f} s" if self._done < self._asked else ""
         return self._failure or stuck
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
-from affinage.hardware.hosts import Hosts
 from affinage.pipeline.models import CHAT, TRAININGS, load_trained
 from affinage.pipeline.seen import seen_by
 from affinage.pipeline.step import StepContext, Summary
@@ -33,7 +33,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
     results = evaluate(
         replace(model, attention=settings.attention),
         settings.tasks,
-        folder=context.folder if Hosts.current.first else None,
+        folder=context.folder if Processes.current.first else None,
         keep=context.folder / _ANSWERS,
         task_folders={POCKET_WORLD: inputs["synthesize"] / "tasks"} if "synthesize" in inputs else {},
         data_dir=settings.data_dir,
@@ -52,7 +52,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
     )
     said = answers(model, recipe.report.questions) if chat else continuations(model, recipe.report.prompts)
     results["samples"] |= said
-    if Hosts.current.first:
+    if Processes.current.first:
         (context.folder / _ANSWERS).unlink()  # the results are there now
         write_json(context.folder / "results.json", results)
     return results
@@ -93,7 +93,7 @@ def _trained(context: StepContext, training: str, name: str) -> "LoadedModel":
     recipe, inputs = context.recipe, context.inputs
     sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
     # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
-    mesh = sizes if Hosts.current.together else None
+    mesh = sizes if Processes.current.together else None
     return load_trained(
         inputs[training], inputs["train-tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding
     )

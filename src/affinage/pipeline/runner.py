@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import rich
 
+from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.errors import TransientError, UserError, errno_of
-from affinage.hardware.hosts import Hosts
-from affinage.hardware.movement import waits_for_others
-from affinage.hardware.standstill import Standstill
 from affinage.pipeline.locks import Lock
 from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, plan, select
 from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import Request, Store, link, versions, write_json
+from affinage.results import RESULTS, Result, read_result
 
 if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
@@ -48,7 +47,7 @@ class ProgressListener(Protocol):
     def on_metrics(self, row: Mapping[str, Any]) -> None:
         """The running training has written a line of its metrics."""
 
-    def on_end(self, planned: PlannedStep, manifest: dict[str, Any]) -> None:
+    def on_end(self, planned: PlannedStep, result: Result, seconds: float) -> None:
         """A step is complete."""
 
 
@@ -103,31 +102,30 @@ class PipelineRunner:
         Raises:
             UserError: also if another process is at the same run.
         """
-        Hosts.current.share(_SAME, self._common())
+        Processes.current.broadcast(_SAME, self._common())
         try:
-            check_same_folder(Hosts.current, self.runs.folder)
+            check_same_folder(Processes.current, self.runs.folder)
             return self._run(listener)
         finally:
-            Hosts.current.share(_NEXT, None)
+            Processes.current.broadcast(_NEXT, None)
 
     def follow(self) -> None:
         """Compute what all processes compute together, as the first one, which calls `run`, announces it."""
-        first, mine = Hosts.current.share(_SAME, None, seconds=None), self._common()
+        first, mine = Processes.current.broadcast(_SAME, None, seconds=None), self._common()
         if first != mine:
             both = [(name, mine.get(name), value) for name, value in first.items()]
             differences = [f"{name} is {here} and not {there}" for name, here, there in both if here != there]
             raise UserError(
-                f"process {Hosts.current.index} does not run the same as process 0: {', '.join(differences)}",
+                f"process {Processes.current.index} does not run the same as process 0: {', '.join(differences)}",
                 where=str(self.loaded.path),
                 fix="Give all processes the same recipe, options and installation.",
             )
-        check_same_folder(Hosts.current, self.runs.folder)
+        check_same_folder(Processes.current, self.runs.folder)
         store, steps = self.runs.store, {step.name: step for step in self._all}
-        while (work := Hosts.current.share(_NEXT, None, seconds=None)) is not None:
+        while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
             inputs = {name: store.find(name, key) for name, key in work["inputs"].items()}
             context = StepContext(self.loaded, store.find(work["step"], work["key"]), inputs, self.folder)
-            Standstill.sign(work["step"])
-            with Hosts.current.all_at_work(), self._errors_with_lines():
+            with Processes.current.all_at_work(), self._errors_with_lines():
                 steps[work["step"]].fn(context)
 
     def _common(self) -> dict[str, str]:
@@ -176,25 +174,24 @@ class PipelineRunner:
         step, store = planned.step, self.runs.store
         inputs = {name: store.find(name, key) for name, key in planned.request.inputs.items()}
 
-        def progress(message: str) -> None:
-            Standstill.sign()
-            listener.on_progress(message)
-
         with self._undone_if_refused(planned):
             folder = store.begin(planned.request, resume=step.resumable)
             if step.resumable:
                 link(self.folder / step.name, folder)  # so that one can look at a training while it runs
             listener.on_begin(planned, folder)
-            Standstill.sign(step.name)
             started, clock = time.time(), time.monotonic()
             with self._errors_with_lines(), _full_disk_in_one_message(folder):
-                context = StepContext(self.loaded, folder, inputs, self.folder, progress, listener.on_metrics)
+                context = StepContext(
+                    self.loaded, folder, inputs, self.folder, listener.on_progress, listener.on_metrics
+                )
                 if step.setup is not None:
                     step.setup(context, forced=planned.forced)
                 with _with_all_processes(planned.request) if step.distributed else contextlib.nullcontext():
                     summary = step.fn(context)
                 manifest = store.finish(planned.request, summary, started=started, clock=clock)
-        listener.on_end(planned, manifest)
+        result = read_result(folder, RESULTS.get(step.name, Result))
+        assert result is not None
+        listener.on_end(planned, result, manifest["seconds"])
 
     # ---- other processes ----
 
@@ -236,8 +233,7 @@ class PipelineRunner:
             if not printed:
                 _print(f"{request.step}: waiting for {lock.holder}, which is making it")
             printed = True
-            with waits_for_others():
-                time.sleep(_POLL)
+            time.sleep(_POLL)
         try:
             yield not store.is_complete(request)
         finally:
@@ -334,8 +330,8 @@ def _print(line: str) -> None:
 @contextlib.contextmanager
 def _with_all_processes(request: Request) -> Iterator[None]:
     """Inside, the processes that follow compute the same step."""
-    Hosts.current.share(_NEXT, {"step": request.step, "key": request.key, "inputs": request.inputs})
-    with Hosts.current.all_at_work():
+    Processes.current.broadcast(_NEXT, {"step": request.step, "key": request.key, "inputs": request.inputs})
+    with Processes.current.all_at_work():
         yield
 
 

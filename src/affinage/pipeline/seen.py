@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from affinage.config.data import DecontaminateSettings
 from affinage.pipeline.models import made_from
-from affinage.pipeline.store import Request, Store, read_manifest, read_request
+from affinage.pipeline.store import Request, Store, read_request
+from affinage.results import RESULT, read_json
 
 if TYPE_CHECKING:
     from affinage.data.benchmark_items import BenchmarkItem
@@ -107,9 +108,7 @@ def _kept(store: Store, request: Request) -> "Occurrences | None":
     if not store.is_complete(request):
         return None
     folder = store.path(request)
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    return Occurrences(manifest["summary"]["texts"], np.load(folder / _COUNTS, allow_pickle=False))
+    return Occurrences(read_json(folder / RESULT)["texts"], np.load(folder / _COUNTS, allow_pickle=False))
 
 
 def _keep(store: Store, request: Request, found: "Occurrences", started: float, clock: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 
-Summary = dict[str, Any]  # JSON-able facts about a result, which end up in its manifest and in the report
+Summary = dict[str, Any]  # JSON-able facts about a result, which become its `result.json`
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Results of steps, each in a folder that is named by what the result is a function of.
 
-A result is a folder `<step>-<key>/`. Its `request.json` holds what it was made from. Its `manifest.json` is written
-last and holds the size and hash of every file: a folder without one is incomplete and is never read as a result.
-After a kill or a loss of power at any moment, a folder with a manifest holds all files that the manifest names. A
-result is deleted by one rename first, so that a half-deleted one cannot be mistaken for a half-made one.
+A result is a folder `<step>-<key>/`. Its `request.json` holds what it was made from, its `result.json` what the step
+reports about it (see `affinage.results`). Its `manifest.json` is written last and holds the size and hash of every
+file: a folder without one is incomplete and is never read as a result. After a kill or a loss of power at any moment,
+a folder with a manifest holds all files that the manifest names. A result is deleted by one rename first, so that a
+half-deleted one cannot be mistaken for a half-made one.
 """
 
 import contextlib
@@ -24,10 +25,10 @@ from typing import Any
 
 import affinage
 from affinage.errors import UserError
+from affinage.results import MANIFEST, RESULT
 
-MANIFEST = "manifest.json"
 REQUEST = "request.json"
-FORMAT = 2  # of the folders and keys; with another one, every result is made again
+FORMAT = 3  # of the folders and keys; with another one, every result is made again
 _FIELDS = ("step", "version", "settings", "inputs", "sources")
 _NAME = re.compile(r"[\w-]+")
 _REPORTED = (
@@ -129,11 +130,11 @@ class Store:
             shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
     def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> dict[str, Any]:
-        """Write the manifest, which makes the folder a result, and return it.
+        """Write `result.json` and then the manifest, which makes the folder a result; returns the manifest.
 
         Args:
             request: of the result.
-            summary: JSON-able facts about it.
+            summary: JSON-able facts about it; see `affinage.results`.
             started: when the work began, in seconds since 1970.
             clock: what `time.monotonic()` was then.
 
@@ -141,14 +142,15 @@ class Store:
             UserError: the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
-        written = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-        names = sorted(name for name in written if name != MANIFEST)
-        if REQUEST not in names:
+        if not (folder / REQUEST).is_file():
             raise UserError(
                 "the folder of this result was deleted or moved while it was made",
                 where=str(folder),
                 fix="Put it back, or run the same command to make it again.",
             )
+        write_json(folder / RESULT, summary)
+        written = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+        names = sorted(name for name in written if name != MANIFEST)
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             facts = list(pool.map(lambda name: _hash(folder / name, to_disk=True), names))
         for inner in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
@@ -160,7 +162,6 @@ class Store:
             "files": dict(zip(names, facts, strict=True)),
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.monotonic() - clock, 3),
-            "summary": summary,
             "versions": versions(),
         }
         write_json(folder / MANIFEST, manifest)

@@ -22,14 +22,14 @@ def world(context: StepContext) -> Summary:
     return write_world(context.folder, megabytes=pocket_bytes(context.recipe) / 1e6, seed=context.recipe.seed)
 
 
-def collect(context: StepContext) -> Summary:
+def ingest(context: StepContext) -> Summary:
     """Read every source into one form."""
-    from affinage.data.collect import collect
     from affinage.data.executor import open_executor
+    from affinage.data.ingest import ingest
 
     settings = _data(context)
     with open_executor(settings) as executor:
-        return collect(
+        return ingest(
             settings, context.folder, context.inputs.get("synthesize"), executor=executor, progress=_share(context)
         )
 
@@ -134,7 +134,7 @@ def compare_tokenizers(context: StepContext) -> Summary:
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
-def rows(context: StepContext) -> Summary:
+def tokenize(context: StepContext) -> Summary:
     """Write the documents as shards of packed tokens."""
     from affinage.data.executor import open_executor
     from affinage.data.tokenize import tokenize

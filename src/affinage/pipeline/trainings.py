@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
+from affinage.cluster.processes import Processes
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.config.tuning import TuningSettings
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.pipeline.base_models import (
     BEGUN_WITH,
     MODEL,
@@ -92,7 +92,7 @@ def sft(context: StepContext) -> Summary:
     assert asked is not None
     tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
     graph = graph_of(context, tokenizer)
-    if Hosts.current.first:
+    if Processes.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
         for _, example in show_examples(context.inputs["sft-data"], tokenizer, 1):
             rich.get_console().print(example, markup=False, highlight=False)
@@ -195,7 +195,7 @@ def token_rows(
     feed = DataLoader(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
     # How to find the rows of a step again; the number of devices may have a part in the batch.
     told = {"rows": rows.name, "seed": context.recipe.seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
-    if Hosts.current.first:
+    if Processes.current.first:
         write_json(context.folder / FEED, told)
     # A micro-batch is what fits in memory.
     held_out = validation_sets(
@@ -224,7 +224,7 @@ def parallel_of(context: StepContext, graph: "Graph", settings: TrainSettings, t
         return parallel
     from affinage.hardware.devices import acquire
     from affinage.parallel import MeshLayout, make_mesh, table_with
-    from affinage.planning.settle import remat_for_devices
+    from affinage.planning.auto_remat import remat_for_devices
     from affinage.training import rows_per_step
 
     mesh = make_mesh(mesh_of(context), acquire())
@@ -303,21 +303,20 @@ def bring_from_remote(context: StepContext, *, forced: bool) -> None:
     """
     url = remote_of(context)
     if url is not None:
-        from affinage.checkpoint.mirror import bring_newest, forget
+        from affinage.checkpoint.uploader import download_newest, forget
 
         if forced:
             forget(url)
             return
         name = context.folder.name.rpartition("-")[0]
         tell = partial(rich.get_console().print, markup=False, highlight=False, soft_wrap=True)
-        bring_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
+        download_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
 
 
 def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
-    from affinage.checkpoint.mirror import Mirror
-    from affinage.checkpoint.remote_steps import CHECKPOINTS
-    from affinage.checkpoint.steps import drop_remains
+    from affinage.checkpoint.store import remove_incomplete
+    from affinage.checkpoint.uploader import CHECKPOINTS, Uploader
     from affinage.tracking import trackers_of
     from affinage.training import train
     from affinage.training.job import Extension
@@ -327,16 +326,16 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
     extension = extended(context.loaded, job.name)
     keep, url = context.recipe.runtime.checkpoint, remote_of(context)
     if url is not None:
-        mirror = Mirror(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
-        job = replace(job, mirror=mirror)
+        uploader = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        job = replace(job, uploader=uploader)
     begun = None if extension is None else Extension(*extension)
     job = replace(job, runtime=context.recipe.runtime, trackers=makers, extends=begun, measured=context.on_metrics)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
     told = {"graph": graph.to_dict(), **facts, **_begun_with(context)}
     told |= {"lora": lora.model_dump(mode="json")} if lora else {}
-    if Hosts.current.first:
+    if Processes.current.first:
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     summary = train(job)
-    if Hosts.current.first:
-        drop_remains(context.folder / CHECKPOINTS)  # they are no part of the result
+    if Processes.current.first:
+        remove_incomplete(context.folder / CHECKPOINTS)  # they are no part of the result
     return summary

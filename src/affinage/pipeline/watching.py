@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import rich
 from rich.markup import escape
 
+from affinage.cluster.processes import Processes
 from affinage.config.training import MonitorSettings
 from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.pipeline.looks import evaluated, in_percent, model_in_training
 from affinage.pipeline.names import KEPT
 from affinage.pipeline.step import StepContext
@@ -64,7 +64,7 @@ class Watch:
         self.say: Callable[[str], None] = print
         path = self.folder / LOOKS
         looks = json.loads(path.read_text(encoding="utf-8"))["looks"] if path.is_file() else []
-        self.looks = Hosts.at_work().share("the looks so far", looks)
+        self.looks = Processes.at_work().broadcast("the looks so far", looks)
 
     def due(self, step: int) -> bool:
         """See `affinage.training.job.Judge`."""
@@ -97,7 +97,7 @@ class Watch:
             self.looks.append(found)
             if not found["worse"] and self.settings.on_regression != "log":
                 self.keep(step, state)
-            if Hosts.at_work().first:
+            if Processes.at_work().first:
                 write_json(self.folder / LOOKS, {"threshold": self.threshold(len(answers)), "looks": self.looks})
             self.say(f"step {step:,}/{self.steps:,}  watched: {', '.join(_in_words(found))}")
         return "; ".join(_degradations(found)) if self.settings.on_regression == "stop" else ""
@@ -157,7 +157,7 @@ def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
         )
     if schedule.warmup_steps > steps - schedule.from_step:
         schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
-    if Hosts.current.first:
+    if Processes.current.first:
         why = seen_enough(feed, steps, settings.num_epochs)
         rich.print(f"{where}: ends at step {steps:,} of {settings.steps:,}, when {escape(why)}; null lets it go on")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})

@@ -8,10 +8,9 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice
 from affinage.model.analysis import parameters
-from affinage.planning.compiled import Verdict, compile_on
-from affinage.planning.local import lay_out
+from affinage.planning.compiled import CompileReport, compile_on
+from affinage.planning.per_device import per_device
 from affinage.planning.plan import NOTHING_COUNTED, Counted, Plan, make_plan, planned_graph, training_settings
-from affinage.planning.search import state_of
 
 HEAD = 128  # of attention
 _FFN, _FFN_MULTIPLE = 8 / 3, 512  # times the width, rounded up to it: a gated layer with the parameters of 4 x width
@@ -42,7 +41,7 @@ class Attempt:
 
     layers: int
     parameters: int
-    verdict: Verdict
+    report: CompileReport
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,13 @@ class Capacity:
     @property
     def largest(self) -> Attempt:
         """The one that `plan` is of."""
-        return max((one for one in self.attempts if one.verdict.fits), key=lambda one: one.layers)
+        return max((one for one in self.attempts if one.report.fits), key=lambda one: one.layers)
 
     @property
     def fax(self) -> FaxRow | None:
         """FAX's model of this width on this slice."""
         rows = (row for row in FAX if row.slice == self.plan.where.name)
-        return next((row for row in rows if row.width == self.plan.split.graph.shapes["blocks"].width), None)
+        return next((row for row in rows if row.width == self.plan.device.graph.shapes["blocks"].width), None)
 
 
 def shape(width: int, where: Slice) -> list[str]:
@@ -101,7 +100,7 @@ def capacity(
     tries: int = 6,
     told: Callable[[Attempt], None] = lambda _: None,
     counted: Counted = NOTHING_COUNTED,
-    compiler: Callable[[str, Sequence[str], Slice, Counted], Verdict] | None = None,
+    compiler: Callable[[str, Sequence[str], Slice, Counted], CompileReport] | None = None,
 ) -> Capacity:
     """Search the most layers, a multiple of `step`, that the slice's compiler lets train.
 
@@ -113,18 +112,18 @@ def capacity(
         tries: compilations at most; the search ends when the next larger model was refused, or with these.
         told: called after each compilation.
         counted: see `planned_graph`.
-        compiler: gives the verdicts; None: the slice's own.
+        compiler: gives the reports; None: the slice's own.
 
     Raises:
         UserError: where no model was found that fits.
     """
     attempts: list[Attempt] = []
-    verdict_of = compiler or compile_on
+    report_of = compiler or compile_on
 
     def attempt(layers: int) -> Attempt:
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
         count = parameters(planned_graph(load_recipe(recipe, settings), counted)).total
-        one = Attempt(layers, count, verdict_of(recipe, settings, where, counted))
+        one = Attempt(layers, count, report_of(recipe, settings, where, counted))
         attempts.append(one)
         told(one)
         return one
@@ -133,7 +132,7 @@ def capacity(
     room = where.chip.memory_per_device or 0
     for layers in _proposals(attempts, fixed, per_layer, room, step, tries):
         attempt(layers)
-    fitting = [one.layers for one in attempts if one.verdict.fits]
+    fitting = [one.layers for one in attempts if one.report.fits]
     if not fitting:
         raise UserError(
             f"none of {', '.join(str(one.layers) for one in attempts)} layers fits {where.name}",
@@ -156,13 +155,13 @@ def _proposals(
     first = whole((_SHARE_OF_STATE * room - fixed) / per_layer)
     yield first
     while len(attempts) < tries:
-        low = max((one.layers for one in attempts if one.verdict.fits), default=0)
-        high = min((one.layers for one in attempts if not one.verdict.fits), default=0)
+        low = max((one.layers for one in attempts if one.report.fits), default=0)
+        high = min((one.layers for one in attempts if not one.report.fits), default=0)
         if high and high - low <= step:
             return
         newest = attempts[-1]
         slope = _slope(attempts) or per_layer
-        guess = newest.layers + (room - newest.verdict.peak_bytes) / slope if newest.verdict.peak_bytes else 0
+        guess = newest.layers + (room - newest.report.peak_bytes) / slope if newest.report.peak_bytes else 0
         lowest, highest = low + step, (high - step if high else max(low + step, whole(guess)))
         if not low <= guess <= max(high, highest + step):  # no amount was told, or one that cannot be
             guess = (low + high) / 2 if high else low + step
@@ -171,7 +170,7 @@ def _proposals(
 
 def _slope(attempts: list[Attempt]) -> float:
     """Bytes of a layer, by the newest two peaks; 0 where there are none."""
-    told = [(one.layers, one.verdict.peak_bytes) for one in attempts if one.verdict.peak_bytes][-2:]
+    told = [(one.layers, one.report.peak_bytes) for one in attempts if one.report.peak_bytes][-2:]
     if len(told) < 2:
         return 0.0
     (a, first), (b, second) = told
@@ -186,7 +185,8 @@ def _held(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted)
         _, settings, context = training_settings(loaded.recipe)
         mesh = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
         graph = planned_graph(loaded, counted)
-        return state_of(lay_out(graph, settings, mesh, context, where.devices, loaded.recipe.parallel), settings)[0]
+        device = per_device(graph, settings, mesh, context, where, loaded.recipe.parallel)
+        return device.bytes_of(device.state)
 
     two, four = state(2), state(4)
     return 2 * two - four, (four - two) / 2

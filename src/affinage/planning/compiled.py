@@ -19,7 +19,7 @@ from typing import Any
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.described import NO_AUTOTUNING, Described, check_compiler
+from affinage.hardware.described import NO_AUTOTUNING, DescribedDevices, check_compiler
 from affinage.hardware.slices import Slice, find_slice
 from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
 from affinage.plugins import load_plugins
@@ -36,7 +36,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CompileReport:
     """What the compiler said.
 
     Attributes:
@@ -64,7 +64,9 @@ class Verdict:
     message: str = ""
 
 
-def compile_on(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted = NOTHING_COUNTED) -> Verdict:
+def compile_on(
+    recipe: str, overrides: Sequence[str], where: Slice, counted: Counted = NOTHING_COUNTED
+) -> CompileReport:
     """Compile a recipe's training step for a slice, in a process of its own, which loads the recipe's plug-ins.
 
     Raises:
@@ -81,7 +83,7 @@ def compile_on(recipe: str, overrides: Sequence[str], where: Slice, counted: Cou
         told = json.loads(answer.read_text())
     if "error" in told:
         raise UserError(**told["error"])
-    return Verdict(**told)
+    return CompileReport(**told)
 
 
 def _environment(where: Slice) -> dict[str, str]:
@@ -100,7 +102,7 @@ def _environment(where: Slice) -> dict[str, str]:
     return os.environ | quiet | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> Verdict:
+def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> CompileReport:
     """The same in this process.
 
     Raises:
@@ -122,7 +124,7 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
     except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
         text = None
     # Only a TPU's compiler refuses by itself.
-    return Verdict(
+    return CompileReport(
         fits=where.platform == "tpu" or room is None or peak <= room,
         peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
@@ -157,17 +159,17 @@ def loops_of(text: str) -> str:
     return "\n".join(computations.get(name, "") for name in sorted(inside))
 
 
-def out_of_memory(message: str, seconds: float = 0.0) -> Verdict:
-    """The verdict in the compiler's refusal."""
+def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
+    """The report in the compiler's refusal."""
     needed = _NEEDED.search(message)
     amount = int(float(needed[1]) * _UNITS[needed[2]]) if needed else 0
-    return Verdict(False, amount, seconds=seconds, message=message.splitlines()[0])
+    return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
 
 
 def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> Any:
     import numpy as np
 
-    from affinage.model.activations import batch_shapes
+    from affinage.model.batch import batch_shapes
     from affinage.parallel import make_mesh
     from affinage.training.job import TrainJob, rows_per_step
     from affinage.training.program import Program
@@ -177,13 +179,13 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Count
     name, settings, context = training_settings(loaded.recipe)
     graph = planned_graph(loaded, counted)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
-    hardware = Described(where)
+    hardware = DescribedDevices(where)
     mesh = make_mesh(sizes, hardware.acquire())
     shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), context)
     batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}
     parallel = loaded.recipe.parallel
     if parallel.remat == "auto":
-        parallel = make_plan(loaded.recipe, graph, where).split.parallel
+        parallel = make_plan(loaded.recipe, graph, where).device.parallel
     nothing: Any = None
     job = TrainJob(
         graph=graph,

@@ -9,9 +9,9 @@ from affinage.config.recipe import Recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
-from affinage.planning.local import lay_out
+from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import Plan, make_plan, training_settings
-from affinage.planning.roofline import least_time
+from affinage.planning.search import bound
 from affinage.training.frozen import frozen_of
 from affinage.training.layerwise import check_remat, check_update
 
@@ -21,41 +21,33 @@ MOST_CHIPS = 4096
 
 @dataclass(frozen=True)
 class Point:
-    """A slice on the curve; `efficiency` is tokens/s a chip, of those of the smallest slice on which it fits."""
+    """A slice on the curve; `efficiency` is tokens/s a chip, relative to the smallest slice that fits."""
 
     plan: Plan
     efficiency: float
 
     @property
     def why(self) -> str:
-        """What a step's seconds are, in percent: products, memory, links that are waited for, stages that wait."""
-        parts = {"compute": 0.0, "memory": self.plan.time.update + self.plan.time.adding, "links": 0.0}
-        for node in self.plan.time.nodes:
-            parts["links"] += node.exposed
-            parts[node.bound if node.bound != "links" or node.hidden > node.exposed else "compute"] += (
-                node.seconds - node.exposed
-            )
-        if self.plan.time.bubble:
-            parts["bubble"] = self.plan.time.bubble
-        return ", ".join(f"{name} {part / self.plan.time.seconds:.0%}" for name, part in parts.items())
+        """What a step's seconds go to, in percent."""
+        time = self.plan.time
+        return ", ".join(f"{name} {part / time.seconds:.0%}" for name, part in time.parts.items() if part)
 
 
 def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: Slice) -> list[Point]:
     """The recipe on `first` and on slices of twice, four times, ... its chips, up to 4,096.
 
-    Strong scaling keeps the batch, weak scaling the rows of a device. On each slice it is the fastest of the recipe's
-    own mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context`, among those that fit; slices on
-    which none does are left out.
+    Strong scaling keeps the batch, weak scaling the rows of a device. Each slice takes the fastest of the recipe's own
+    mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context` that fit; slices without one are left
+    out.
 
     Raises:
-        UserError: where it fits none, for settings that go with no mesh, and for a processor, of which there are no
-            slices.
+        UserError: if it fits none, for settings that go with no mesh, and for a processor, which has no slices.
     """
     if first.platform == "cpu":
         raise UserError(
             "a curve goes over ever larger slices, and a processor has none",
             where="--curve",
-            fix="Say with which it begins, such as --on v4-32 or --on h100x8.",
+            fix="Name the first of them, such as --on v4-32 or --on h100x8.",
         )
     name, settings, _ = training_settings(recipe)
     check_remat(settings, recipe.parallel.remat)
@@ -72,7 +64,7 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
         raise UserError(
             f"{recipe.name} fits no slice from {first.name} on",
             where="--curve",
-            fix="Set more micro_batches or `parallel.remat=block`.",
+            fix=f"Set more `{name}.gradient_accumulation_steps` or `parallel.remat=block`.",
         )
     base = plans[0].tokens_per_second / plans[0].where.chips
     return [Point(made, made.tokens_per_second / made.where.chips / base) for made in plans]
@@ -96,29 +88,25 @@ def _larger(first: Slice) -> Iterator[Slice]:
 
 
 def _fastest(recipe: Recipe, graph: Graph, where: Slice) -> Plan | None:
-    own: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
-    meshes = [own]
-    for tensor, context in itertools.product(_TENSOR, _CONTEXT):
-        meshes.append({"fsdp": "auto", "tensor": tensor, "context": context})
+    """The fastest mesh that fits, best first by what it cannot stay below."""
     _, settings, length = training_settings(recipe)
     least = "none" if recipe.parallel.remat == "auto" else recipe.parallel.remat
     parallel = recipe.parallel.model_copy(update={"remat": least})
+    meshes: list[dict[str, int | str]] = [{str(axis): size for axis, size in recipe.mesh.items()}]
+    meshes += [{"fsdp": "auto", "tensor": t, "context": c} for t, c in itertools.product(_TENSOR, _CONTEXT)]
     bounds: list[tuple[float, int, Recipe]] = []
+    wholes: dict[str, PerDevice] = {}
     for number, mesh in enumerate(meshes):
         try:
-            split = lay_out(graph, settings, mesh, length, where.devices, parallel)
-            bound = least_time(split, settings, where, 0.0)
+            device = per_device(graph, settings, mesh, length, where, parallel)
+            bounds.append((bound(device, where, wholes), number, recipe.model_copy(update={"mesh": mesh})))
         except UserError:
             continue
-        bounds.append((bound, number, recipe.model_copy(update={"mesh": mesh})))
     best: Plan | None = None
-    for bound, _, changed in sorted(bounds, key=lambda entry: entry[:2]):
-        if best is not None and best.time.seconds <= bound:
+    for least_seconds, _, changed in sorted(bounds, key=lambda entry: entry[:2]):
+        if best is not None and best.time.seconds <= least_seconds:
             break  # none of the others can be faster
-        try:
-            made = make_plan(changed, graph, where)
-        except UserError:
-            continue
+        made = make_plan(changed, graph, where)
         if made.fits and (best is None or made.time.seconds < best.time.seconds):
             best = made
     return best

@@ -2,39 +2,41 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+import jax
+
 from affinage.config.load import LoadedRecipe
+from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import Recipe
 from affinage.config.training import TrainSettings
-from affinage.config.tuning import DpoSettings
+from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
-from affinage.hardware.chips import GiB
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
-from affinage.hardware.slices import Slice, chip_called, compared, find_slice
+from affinage.hardware.slices import Slice, chip_called, compared, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
-from affinage.model.kinds.attention_choice import Need, obstacles
 from affinage.model.preferred import preference_graph
-from affinage.parallel.mesh import axis_sizes
+from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.sharding import table_with
 from affinage.parallel.used_axes import without_experts
-from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
-from affinage.planning.experts import is_dropless
-from affinage.planning.guard import epoch_guard
-from affinage.planning.local import Split, lay_out
-from affinage.planning.memory import Memory, step_memory
-from affinage.planning.remedy import remedy
-from affinage.planning.roofline import StepTime, step_time
-from affinage.planning.settle import Choice, choose_remat
-from affinage.training.program import compute_dtype
+from affinage.planning.auto_remat import Choice, choose_remat
+from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
+from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
+from affinage.planning.per_device import PerDevice, per_device
+from affinage.planning.trace import padding
 
 Training = Literal["pretrain", "sft", "dpo"]
 TRAININGS = get_args(Training)
-ANSWER = 128  # tokens of a prompt with an answer, where nobody has counted them yet
-_HOUR = 3600
 NEARLY_FULL = 0.9
+_ANSWER = 128  # tokens of a prompt with an answer, if nobody has counted them yet
+_HOUR = 3600
+_OF_A_GPU = 0.92  # of its memory, what JAX may well be given; the rest is for libraries of kernels and collectives
+_FEW_EPOCHS = 4  # repeated data are worth nearly as much as new ones up to here (Muennighoff et al., 2023)
+_WORTH_A_HINT = 0.03  # share of a step
+_SMALL_BATCH = 0.25  # share of a step that does not grow with the batch
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,22 @@ class Plan:
         recipe: its name.
         section: of the recipe, the training: pretrain, sft or dpo.
         where: the slice.
-        split: how it is split.
-        settings: of the training.
+        device: the step of one device.
         memory: of one device.
         time: of one step.
         facts: what the settings come to.
         contradictions: of the recipe's claims.
-        price: US dollars per chip and hour, None where it is not known.
+        price: US dollars per chip and hour, None if it is not known.
         price_source: what is known of where it comes from; empty for the recipe's own.
         choice: what `remat: auto` stands for here.
-        guard: what `num_epochs` does to the steps, in words; empty where it does nothing.
+        data_rows: of the training data, None if they are not packed yet.
+        saves: checkpoints that are kept.
     """
 
     recipe: str
     section: str
     where: Slice
-    split: Split
-    settings: TrainSettings
+    device: PerDevice
     memory: Memory
     time: StepTime
     facts: Facts
@@ -69,7 +70,13 @@ class Plan:
     price: float | None
     price_source: str = ""
     choice: Choice | None = None
-    guard: str = ""
+    data_rows: int | None = None
+    saves: int = 1
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Of the training."""
+        return self.device.settings
 
     @property
     def capacity(self) -> int:
@@ -83,7 +90,7 @@ class Plan:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether it fits by less than estimates are off now and then."""
+        """Whether it fits by less than estimates are sometimes off."""
         return self.fits and self.memory.total > NEARLY_FULL * self.capacity
 
     @property
@@ -94,7 +101,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Of all devices together."""
-        return self.split.rows * self.split.context / self.time.seconds
+        return self.device.rows * self.device.seq_len / self.time.seconds
 
     @property
     def mfu(self) -> float | None:
@@ -109,91 +116,43 @@ class Plan:
 
     @property
     def cost_per_billion(self) -> float | None:
-        """US dollars for 1e9 tokens: what slices compare by, also where their number decides over the batch."""
+        """US dollars for 1e9 tokens, by which slices compare even if their number decides over the batch."""
         return None if self.cost is None else self.cost / self.facts.tokens * 1e9
 
     @cached_property
+    def save_bytes(self) -> int:
+        """Of one checkpoint of the training."""
+        leaves = jax.tree.leaves(self.device.state._replace(frozen=None))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What may go wrong, or could go better."""
-        found = []
-        if not self.fits:
-            missing = (self.memory.total - self.capacity) / GiB
-            found.append(f"does not fit: {missing:.2f} GiB too much; {remedy(self)}")
-        elif self.nearly_full:
-            found.append("nearly full: let the compiler say whether it fits, with --compile")
-        # A GPU's kernel is taken only by name, and then refuses what it cannot do.
-        dropping = self._attention_with_dropout() if self.where.platform == "tpu" else []
-        if dropping:
-            setting = f"model.nodes.{dropping[0]}.attention.dropout=0"
-            found.append(
-                f"dropout of attention in `{dropping[0]}` keeps the chip's own kernel from being used: all "
-                f"pairs of positions are computed and kept. See what `--set {setting}` does to this plan"
-            )
-        if self.where.platform == "gpu" and any(map(is_dropless, self.split.graph.nodes)):
-            found.append(
-                "planned is what experts without a capacity have to multiply; on GPUs XLA may fill their groups up "
-                "with zeros, which takes as many times longer as there are experts: a `capacity_factor` avoids that"
-            )
-        if self._attention_by_name():
-            found.append(
-                "attention is computed without a kernel: all pairs of positions are, and are kept. See what "
-                f"`--set {self.section}.attention=cudnn` does to this plan"
-            )
-        if self.split.sizes["expert"] > 1 and (said := without_experts(self.split.graph, self.split.table)):
-            found.append(said)
-        return (*found, *([self.guard] if self.guard else []))
-
-    def _attention_by_name(self) -> bool:
-        """Whether a GPU's own kernel would take all of this model's attention, if it were asked for."""
-        if self.where.platform != "gpu" or self.settings.attention != "auto" or self.split.stages > 1:
-            return False
-        graph, dtype = self.split.graph, compute_dtype(self.settings.precision, self.where.chip)
-        needs = [
-            Need(
-                "gpu",
-                dtype,
-                attention.head_width(graph.shapes[node.inputs[0]].width),
-                self.split.context,
-                cached=False,
-                dropout=attention.dropout,
-                softcap=attention.softcap,
-                described=True,
-            )
-            for node in graph.nodes
-            if (attention := getattr(node.kind, "attention", None)) is not None
-        ]
-        return bool(needs) and not any(obstacles("cudnn", need) for need in needs)
-
-    def _attention_with_dropout(self) -> list[str]:
-        kinds = {node.name: getattr(node.kind, "attention", None) for node in self.split.graph.nodes}
-        return [name for name, attention in kinds.items() if attention is not None and attention.dropout > 0]
+        """What may go wrong, or could go better, one line each."""
+        return tuple(_warnings(self))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        where, chip = self.where, self.where.chip
+        where, device = self.where, self.device
+        derived = {
+            name: getattr(self.facts, name) for name in ("tokens", "flops_by_rule", "tokens_per_parameter", "epochs")
+        }
         return {
             "recipe": self.recipe,
             "stage": self.section,
             "slice": {
                 "name": where.name,
-                "chip": chip.name,
+                "chip": where.chip.name,
                 "chips": where.chips,
                 "devices": where.devices,
                 "hosts": where.hosts,
                 "shape": list(where.shape),
             },
-            "mesh": {axis: size for axis, size in self.split.sizes.items() if size > 1} or {"data": 1},
-            "rows": self.split.rows,
-            "micro_batches": self.split.micro_batches,
-            "remat": self.split.parallel.model_dump(mode="json")["remat"],
-            "context": self.split.context,
-            "facts": dataclasses.asdict(self.facts)
-            | {
-                "tokens": self.facts.tokens,
-                "flops_by_rule": self.facts.flops_by_rule,
-                "tokens_per_parameter": self.facts.tokens_per_parameter,
-                "epochs": self.facts.epochs,
-            },
+            "mesh": {axis: size for axis, size in device.sizes.items() if size > 1} or {"data": 1},
+            "rows": device.rows,
+            "micro_batches": device.micro_batches,
+            "remat": device.parallel.model_dump(mode="json")["remat"],
+            "context": device.seq_len,
+            "facts": dataclasses.asdict(self.facts) | derived,
             "contradictions": [dataclasses.asdict(found) for found in self.contradictions],
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
             "fits": self.fits,
@@ -201,7 +160,6 @@ class Plan:
                 "seconds": self.time.seconds,
                 "update": self.time.update,
                 "adding": self.time.adding,
-                "sums_again": self.time.again,
                 "bubble": self.time.bubble,
                 "bound": self.time.bound,
                 "collectives": self.time.collectives,
@@ -213,6 +171,7 @@ class Plan:
             "price_per_chip_hour": self.price,
             "cost": self.cost,
             "cost_per_billion_tokens": self.cost_per_billion,
+            "save_bytes": self.save_bytes,
             "warnings": list(self.warnings),
         }
 
@@ -233,10 +192,10 @@ def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
 
 
 def only(stage: Training, recipe: Recipe) -> list[str]:
-    """Settings that leave of a recipe's trainings `stage`, and so have it planned.
+    """Overrides that leave `stage` alone of a recipe's trainings, so that it is planned.
 
     Raises:
-        UserError: where the recipe has none.
+        UserError: if the recipe does not have it.
     """
     if getattr(recipe, stage) is None:
         has = [name for name in TRAININGS if getattr(recipe, name) is not None]
@@ -247,11 +206,11 @@ def only(stage: Training, recipe: Recipe) -> list[str]:
 
 @dataclass(frozen=True)
 class Counted:
-    """What only a run's data can tell of its model, as far as it has told.
+    """What a run's data have shown of its model so far.
 
     Attributes:
-        vocabulary: what `vocab: auto` is; None: what the tokenizer is to have.
-        documents: of a row of pairs; None: as many as have ANSWER tokens each.
+        vocabulary: the size that `vocab: auto` stands for; None: what the tokenizer is to have.
+        documents: of a row of pairs; None: as if each had 128 tokens.
     """
 
     vocabulary: int | None = None
@@ -273,7 +232,7 @@ def planned_graph(loaded: LoadedRecipe, counted: Counted = NOTHING_COUNTED) -> G
 
 def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int | None) -> Graph:
     """The model with the loss of preferences; `documents` as in `Counted`."""
-    return preference_graph(graph, settings, documents or 2 * max(1, round(context / (2 * ANSWER))))
+    return preference_graph(graph, settings, documents or 2 * max(1, round(context / (2 * _ANSWER))))
 
 
 def make_plan(
@@ -281,51 +240,94 @@ def make_plan(
 ) -> Plan:
     """Estimate a recipe on a slice; nothing is compiled and no device is used.
 
-    Of the training data `data_tokens` and `data_rows` are known where they have been packed.
+    Args:
+        recipe: its first training is planned.
+        graph: as `planned_graph` makes it.
+        where: the slice.
+        data_tokens: of the training data, if they have been packed.
+        data_rows: the same.
 
     Raises:
         UserError: as training would: for a mesh, a batch and a model that do not divide.
     """
-    section, settings, context = training_settings(recipe)
+    section, settings, seq_len = training_settings(recipe)
     if all(name != "tokens" for name, _ in graph.inputs):
-        context = 1
+        seq_len = 1
     where = measured(where)
     mesh = {str(axis): size for axis, size in recipe.mesh.items()}
-    split = lay_out(graph, settings, mesh, context, where.devices, recipe.parallel)
-    choice = choose_remat(split, settings, where.chip, where.platform) if recipe.parallel.remat == "auto" else None
+    device = per_device(graph, settings, mesh, seq_len, where, recipe.parallel)
+    choice = choose_remat(device) if recipe.parallel.remat == "auto" else None
     if choice is not None:
-        split = dataclasses.replace(split, parallel=recipe.parallel.model_copy(update={"remat": choice.remat}))
-    memory = step_memory(split, settings, where.chip, where.platform)
-    facts = facts_of(graph, settings, split.rows, context, data_tokens)
-    # What is claimed is claimed of the pretraining.
+        parallel = recipe.parallel.model_copy(update={"remat": choice.remat})
+        device = dataclasses.replace(device, parallel=parallel)
+    facts = facts_of(graph, settings, device.rows, seq_len, data_tokens)
+    # The claims are about pretraining.
     claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
-    time = step_time(split, settings, where, memory)
     own = own_price(recipe, where)
     price, source = (where.chip.price, where.chip.price_source) if own is None else (own, "")
     return Plan(
         recipe.name,
         section,
         where,
-        split,
-        settings,
-        memory,
-        time,
+        device,
+        step_memory(device),
+        step_time(device, where),
         facts,
         tuple(claimed),
         price,
         source,
         choice,
-        epoch_guard(settings, split.rows, context, data_rows),
+        data_rows,
+        recipe.runtime.checkpoint.keep_last,
     )
 
 
-def own_price(recipe: Recipe, where: Slice) -> float | None:
-    """What the recipe says that a chip of the slice costs in an hour, in US dollars; None where it says nothing of it.
+def forecast(
+    graph: Graph,
+    settings: TrainSettings,
+    parallel: ParallelSettings,
+    *,
+    rows: int,
+    context: int,
+    mesh: Mapping[str, int],
+    device_kind: str,
+    devices: int,
+) -> tuple[Memory, StepTime] | None:
+    """The estimate for a training on the devices that it runs on, or ran on; None for chips that no table knows.
 
-    A single price is that of the chips of the recipe's own slice, or, where it names none, of whatever is planned for.
+    A processor is one device, however many JAX is set to see in it: they share its cores. Its speed is measured now, in
+    seconds of its own: the estimate is for an idle one.
+
+    Args:
+        graph: the model.
+        settings: of the training.
+        parallel: how it is split beside the mesh.
+        rows: of a step.
+        context: tokens of a row.
+        mesh: devices along its axes.
+        device_kind: as JAX calls it.
+        devices: how many.
+    """
+    where = slice_of(device_kind, devices)
+    if where is None:
+        return None
+    where = measured(where)
+    sizes = {axis: mesh.get(axis, 1) for axis in AXES} if where.platform != "cpu" else {"data": 1}
+    settings = settings.model_copy(update={"batch_size": rows, "per_device_batch_size": None})
+    try:
+        device = per_device(graph, settings, dict(sizes), context, where, parallel)
+    except UserError:
+        return None
+    return step_memory(device), step_time(device, where)
+
+
+def own_price(recipe: Recipe, where: Slice) -> float | None:
+    """What the recipe says that a chip of the slice costs in an hour, in US dollars; None if it does not say.
+
+    A single price is that of the chips of the recipe's own slice, or, if it names none, of whatever is planned for.
 
     Raises:
-        UserError: for a price of a kind of chip that there is not.
+        UserError: for a price of a kind of chip that does not exist.
     """
     price = recipe.hardware.price
     if isinstance(price, dict):
@@ -338,38 +340,32 @@ def _own_slice(recipe: Recipe) -> str | None:
     return recipe.hardware.slice or (recipe.claims.slice if recipe.claims else None)
 
 
-def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
-    """The batch nearest to the recipe's that divides over its mesh on a slice; None where its own does.
+def default_slice(recipe: Recipe) -> Slice:
+    """What the recipe itself says it is for; otherwise this machine's processor."""
+    return find_slice(_own_slice(recipe) or "cpu")
 
-    Also None where there is no telling: for a mesh that is refused, and for rows that are given per device.
+
+def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
+    """The batch nearest to the recipe's that divides over its mesh on a slice; None if its own does.
+
+    Also None for a mesh that is refused, and for rows that are given per device.
     """
     _, settings, _ = training_settings(recipe)
     try:
-        pieces = _row_parts(recipe, where) * settings.gradient_accumulation_steps
+        sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
     except UserError:
         return None
+    row_parts = math.prod(sizes[axis] for axis in table_with(recipe.parallel.sharding)["batch"])
+    pieces = row_parts * settings.gradient_accumulation_steps
     if settings.batch_size is None or settings.batch_size % pieces == 0:
         return None
     return max(1, round(settings.batch_size / pieces)) * pieces
 
 
-def micro_batches_that_keep(recipe: Recipe, where: Slice) -> int | None:
-    """The most micro-batches below the recipe's over which its batch divides on a slice; None where none do."""
-    _, settings, _ = training_settings(recipe)
-    pieces, fewer = _row_parts(recipe, where), range(settings.gradient_accumulation_steps - 1, 0, -1)
-    return next((parts for parts in fewer if (settings.batch_size or 1) % (pieces * parts) == 0), None)
-
-
-def _row_parts(recipe: Recipe, where: Slice) -> int:
-    """Into how many parts the mesh splits the rows of a batch on a slice; raises UserError if there is no such mesh."""
-    sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
-    return math.prod(sizes[axis] for axis in table_with(recipe.parallel.sharding)["batch"])
-
-
 def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:
-    """The recipe on all slices of `compared`: what fits first, then by cost of a token; the impossible last."""
+    """The recipe on all slices of `compared`: those that fit first, then by cost of a token; the impossible last."""
     if not isinstance(recipe.hardware.price, dict) and _own_slice(recipe) is None:
-        # One price and nothing that says whose: it cannot be that of all chips.
+        # A single price without a slice cannot be that of all chips.
         recipe = recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"price": None})})
     found: list[Plan] = []
     refused: list[Plan | tuple[Slice, UserError]] = []
@@ -382,14 +378,82 @@ def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]
     return [*found, *refused]
 
 
-def default_slice(recipe: Recipe) -> Slice:
-    """What the recipe itself says it is for; otherwise this machine's processor."""
-    return find_slice(_own_slice(recipe) or "cpu")
-
-
 def measured(where: Slice) -> Slice:
-    """The slice with figures for a processor, which have to be measured."""
+    """The slice with the speed of a processor, which has to be measured."""
     if where.platform != "cpu":
         return where
     chip = dataclasses.replace(where.chip, float32_flops=measured_flops(), memory_bandwidth=measured_bandwidth())
     return dataclasses.replace(where, chip=chip)
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    device, settings, time = plan.device, plan.settings, plan.time
+    if not plan.fits:
+        missing = f"does not fit: {memory_text(plan.memory.total - plan.capacity)} too much"
+        if plan.where.platform == "gpu" and plan.memory.total <= _OF_A_GPU * (plan.where.chip.memory_bytes or 0):
+            yield f"{missing}; it fits with XLA_CLIENT_MEM_FRACTION={_OF_A_GPU} in the environment of run and plan"
+        else:
+            remat = "" if plan.choice else ", or `--set parallel.remat=auto` to compute activations again"
+            yield f"{missing}; find settings that fit with --search{remat}"
+    elif plan.nearly_full:
+        yield "nearly full: check with the compiler whether it fits, with --compile"
+    yield from _attention_warnings(plan)
+    vocabularies = {vocab for node in device.local_graph.nodes if (vocab := getattr(node.kind, "vocab", None))}
+    for vocab in vocabularies:
+        lost = 1 - 1 / padding(vocab, device.matrix_unit)
+        if lost > _WORTH_A_HINT:
+            yield (
+                f"a vocabulary of {vocab:,} does not divide by {device.matrix_unit}, the matrix unit: {lost:.0%} of "
+                "the logits' products are lost"
+            )
+    growing = sum(node.compute + node.memory for node in time.nodes)
+    fixed = 1 - growing / time.seconds
+    if fixed > _SMALL_BATCH and device.stages == 1:
+        gain = 2 * time.seconds / (time.seconds + growing) - 1
+        yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
+    if plan.facts.epochs is not None and plan.facts.epochs > _FEW_EPOCHS:
+        yield f"{plan.facts.epochs:.1f} epochs over the data: beyond {_FEW_EPOCHS} they are worth less and less"
+    if isinstance(settings, TuningSettings) and settings.num_epochs is not None and plan.data_rows is not None:
+        last = max(1, int(plan.data_rows * settings.num_epochs / device.rows))
+        if last < settings.steps and settings.mixture is None:
+            yield f"num_epochs: {settings.num_epochs:g} ends the training after step {last:,} of {settings.steps:,}"
+    if device.sizes["expert"] > 1 and (unused := without_experts(device.graph, device.table)):
+        yield unused
+
+
+def _attention_warnings(plan: Plan) -> Iterator[str]:
+    """What keeps attention from the chip's fast path."""
+    device = plan.device
+    for node in device.graph.nodes:
+        attention, ffn = (getattr(node.kind, half, None) for half in ("attention", "ffn"))
+        if plan.where.platform == "gpu" and getattr(ffn, "capacity_factor", 0.0) is None:
+            yield (
+                f"experts of `{node.name}` have no capacity: on GPUs XLA may pad their groups with zeros, which takes "
+                "as many times longer as there are experts; a `capacity_factor` avoids that"
+            )
+        if attention is None or plan.where.platform == "cpu":
+            continue
+        if attention.dropout > 0:
+            other = _without_dropout(plan, node.name)
+            then, now = (f"{one.time.seconds:.3g} s and {memory_text(one.memory.total)}" for one in (other, plan))
+            yield (
+                f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. "
+                f"With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now {now}"
+            )
+            continue
+        head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
+        lost = 1 - 1 / padding(head, device.matrix_unit)
+        share = lost * sum(op.times * op.flops for op in device.traced.ops if op.kind == "pallas_call")
+        share /= max(1.0, sum(op.times * op.flops for op in device.traced.ops))
+        if share > _WORTH_A_HINT:
+            yield (
+                f"heads of {head} use {1 - lost:.0%} of a matrix unit of {device.matrix_unit}: with fewer, wider heads "
+                f"about {share:.0%} of the products' time is saved"
+            )
+
+
+def _without_dropout(plan: Plan, name: str) -> Plan:
+    graph = plan.device.graph.to_dict()
+    graph["nodes"][name]["attention"]["dropout"] = 0.0
+    device = dataclasses.replace(plan.device, graph=parse(graph))
+    return dataclasses.replace(plan, device=device, memory=step_memory(device), time=step_time(device, plan.where))

@@ -10,10 +10,11 @@ from affinage.config.sources import SourceSettings
 from affinage.data.places import unique
 from affinage.hub.card import CardFacts
 from affinage.report.evaluations import Evaluation
-from affinage.report.facts import Facts, Flow
-from affinage.report.reading import listing, mapping, mappings, string
+from affinage.report.facts import Facts
+from affinage.report.sections import by_size
 from affinage.report.strings import spoken, strings
 from affinage.report.summary import verdict
+from affinage.results import DocumentsResult, Size
 
 _CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages that are only guessed are written otherwise
 _LEAST = 0.01  # share of the bytes: less of a language may be mistakes of language id
@@ -25,15 +26,15 @@ def card_facts(facts: Facts, license: str) -> CardFacts:
     Nothing in it tells the time: the same model has the same card.
     """
     language = spoken(facts.language)
-    words, data = strings(language), mapping(facts.recipe.get("data"))
+    words, data, flows = strings(language), facts.settings.data, list(facts.flows.values())
     return CardFacts(
         license=license,
         language=language,
         summary=verdict(facts, language, timed=False) if facts.trainings else "",
-        description=string(facts.recipe.get("description")),
+        description=facts.settings.description,
         command=facts.command,
-        languages=_languages(facts.flows) or tuple(map(string, listing(data.get("languages")))),
-        sources=_sources(facts.flows[-1], data) if facts.flows else (),
+        languages=_languages(flows) or tuple(data.languages),
+        sources=_sources(flows[-1].by_source, data.sources) if flows else (),
         training={
             f"{words[training.name]}{words['colon']} {words[what]}": count
             for training in facts.trainings
@@ -44,19 +45,19 @@ def card_facts(facts: Facts, license: str) -> CardFacts:
     )
 
 
-def _languages(flows: Sequence[Flow]) -> tuple[str, ...]:
+def _languages(flows: Sequence[DocumentsResult]) -> tuple[str, ...]:
     """The languages that were found in the text which is trained on; none if nobody looked."""
-    found = next((flow.languages for flow in reversed(flows) if flow.languages), ())
-    least = _LEAST * sum(share.bytes or 0 for share in found)
-    large = (share.name for share in found if (share.bytes or 0) >= least)
+    found: Mapping[str, Size] = next((flow.by_language for flow in reversed(flows) if flow.by_language), {})
+    least = _LEAST * sum(size.bytes or 0 for size in found.values())
+    large = (name for name, size in found.items() if (size.bytes or 0) >= least)
     return tuple(sorted(name for name in large if _CODE.fullmatch(name) and name != "und"))
 
 
-def _sources(flow: Flow, data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    licences = _licences(mappings(data.get("sources")))
+def _sources(found: Mapping[str, Size], sources: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    licences = _licences(sources)
     return [
-        {"name": one.name, "licence": licences.get(one.name, ""), "documents": one.documents, "bytes": one.bytes}
-        for one in flow.sources
+        {"name": name, "licence": licences.get(name, ""), "documents": size.documents, "bytes": size.bytes}
+        for name, size in by_size(found)
     ]
 
 
@@ -67,8 +68,8 @@ def _licences(sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         try:
             title = SourceSettings.model_validate(dict(one)).title
         except ValidationError:  # of another version
-            title = string(one.get("name"))
-        found[unique(title, found)] = string(one.get("license"))
+            title = str(one.get("name") or "")
+        found[unique(title, found)] = str(one.get("license") or "")
     return found
 
 

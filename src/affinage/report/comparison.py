@@ -11,7 +11,6 @@ from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import Facts, collect_facts
-from affinage.report.reading import mapping
 from affinage.report.summary import verdict
 
 _NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
@@ -75,7 +74,11 @@ class Comparison:
                     **{name: values[place] for name, values in self.quantities.items()},
                     "bits_per_byte": bits_per_byte(one.facts),
                     "scores": {
-                        task: {s.metric: {"value": s.value, "stderr": s.stderr} for s in one.evaluation.scores}
+                        task: {
+                            s.metric: {"value": s.value, "stderr": s.stderr}
+                            for s in one.evaluation.scores
+                            if s.task == task
+                        }
                         for task in dict.fromkeys(s.task for s in one.evaluation.scores)
                     }
                     if one.evaluation
@@ -112,7 +115,7 @@ def entrant(
     """
     facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
     judged = facts.evaluations[-1] if facts.evaluations else None
-    return Entrant(name, facts, results, read_evaluation(name, results, {}) if results is not None else judged, anew)
+    return Entrant(name, facts, results, read_evaluation(name, results) if results is not None else judged, anew)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
@@ -140,7 +143,7 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
 
 def _judging(one: Entrant) -> str:
     """The command that judges it, with the tasks where its recipe does not say what it evaluates."""
-    tasks = mapping(one.facts.recipe.get("evaluate")).get("tasks")
+    tasks = one.facts.settings.evaluate.tasks
     return shlex.join(["affinage", "eval", one.name, *([] if tasks else ["--tasks", "TASK"])])
 
 
@@ -173,13 +176,13 @@ def _quantities(one: Entrant) -> dict[str, Any]:
     seconds = sum(training.worked or 0.0 for training in trainings) or None
     flops = [t.flops_per_step * t.steps for t in trainings if t.flops_per_step and t.steps]
     found = {
-        "parameters": first.parameters,
+        "parameters": first.parameters.total,
         "tokens": sum(training.tokens or 0 for training in trainings) or None,
         "images": sum(training.images or 0 for training in trainings) or None,
         "flops": sum(flops) or None,
-        "devices": first.devices or None,
+        "devices": str(first.devices) or None,
         "training_seconds": seconds,
-        "device_hours": seconds * first.device_count / _HOUR if seconds and first.device_count else None,
+        "device_hours": seconds * first.devices.count / _HOUR if seconds and first.devices.count else None,
         "seconds": one.facts.seconds,
         "tokens_per_second": first.tokens_per_second,
         "mfu": first.mfu,
@@ -190,5 +193,5 @@ def _quantities(one: Entrant) -> dict[str, Any]:
 
 def bits_per_byte(facts: Facts) -> dict[str, float]:
     """Of each validation set, after the first training."""
-    sets = facts.trainings[0].validated if facts.trainings else ()
-    return {one.name: one.bits_per_byte for one in sets if one.bits_per_byte is not None}
+    sets = facts.trainings[0].validation if facts.trainings else {}
+    return {name: one.bits_per_byte for name, one in sets.items() if one.bits_per_byte is not None}

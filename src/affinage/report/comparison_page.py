@@ -140,7 +140,7 @@ def _losses(found: Comparison, name: str, words: dict[str, str], quantities: Qua
 
 def _mean_validation(training: Training) -> list[Point]:
     """The mean over the validation sets, at the steps at which all of them were looked at."""
-    sets = [dict(points) for points in training.validation.values()]
+    sets = [dict(points) for points in training.validation_curves.values()]
     steps = sorted(set.intersection(*(set(one) for one in sets))) if sets else []
     return [(step, sum(one[step] for one in sets) / len(sets)) for step in steps]
 

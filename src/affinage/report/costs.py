@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.report.reading import json_file, mapping, string, whole
+from affinage.results import TrainedModel, lenient, read_json
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ def node_costs(folder: Path) -> tuple[tuple[Node, ...], int | None]:
     from affinage.model import parse
     from affinage.model.analysis import analyse
 
-    written = json_file(folder / "model.json")
-    context = whole(written.get("context"))
-    if not mapping(written.get("graph")):
+    model = lenient(TrainedModel, read_json(folder / "model.json"))
+    context = model.context
+    if not model.graph:
         return (), None
     try:
-        graph = parse(mapping(written["graph"]))
+        graph = parse(model.graph)
         if not context and any(name == "tokens" for name, _ in graph.inputs):
             return (), None
         analysis = analyse(graph, 1, context or 1)
@@ -45,12 +45,13 @@ def node_costs(folder: Path) -> tuple[tuple[Node, ...], int | None]:
     return tuple(nodes), context
 
 
-def written_nodes(model: Mapping[str, Any]) -> tuple[Node, ...]:
+def written_nodes(nodes: Mapping[str, Mapping[str, Any]]) -> tuple[Node, ...]:
     """The nodes as a recipe writes them, for a run that trained nothing."""
-    return tuple(_written(name, mapping(entry)) for name, entry in mapping(model.get("nodes")).items())
+    return tuple(_written(name, entry) for name, entry in nodes.items())
 
 
 def _written(name: str, entry: Mapping[str, Any]) -> Node:
     inputs = entry.get("in", ())
     names = tuple(map(str, inputs)) if isinstance(inputs, list | tuple) else (str(inputs),)
-    return Node(name, string(entry.get("kind")), names, whole(entry.get("repeat")) or 1, "", None, None)
+    kind, repeat = entry.get("kind"), entry.get("repeat")
+    return Node(name, str(kind or ""), names, repeat if isinstance(repeat, int) else 1, "", None, None)

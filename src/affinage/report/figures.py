@@ -27,10 +27,10 @@ from affinage.report.charts import (
     thinned,
 )
 from affinage.report.evaluations import IN_CHAT, Evaluation, marked_of
-from affinage.report.probes import Probe
 from affinage.report.quantities import Quantities
 from affinage.report.sections import labels_in_words
 from affinage.report.trainings import Training
+from affinage.results import ProbeResult
 
 SMALL = (  # the small charts beside the loss
     *("learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
@@ -74,10 +74,10 @@ class Artist:
         """Training loss, raw and smoothed, with the loss on each validation set."""
         raw = training.curves.get("loss", [])
         series = self._smoothed(raw, "training_raw", "training_loss")
-        for i, (name, points) in enumerate(training.validation.items()):
+        for i, (name, points) in enumerate(training.validation_curves.items()):
             label = self.words["validation_of"].format(name=name)
             series.append(Series(label, thinned(points, 60), 1 + i, "points"))
-        if not raw and not training.validation:
+        if not raw and not training.validation_curves:
             return None
         values = [y for one in series for _, y in one.points if y > 0]
         log = max(values, default=1.0) > LOG_RANGE * min(values, default=1.0)
@@ -86,12 +86,12 @@ class Artist:
         label = self.words["loss_label"]
         return self._curves(self.words["loss"], series, axis, label, WIDE, 340.0, training.resumed_at)
 
-    def looks(self, training: Training) -> list[Figure]:
-        """Benchmarks while it was trained, and bits per byte of each language, where they were looked at twice."""
-        tasks = list(dict.fromkeys(task for look in training.looks for task in look.scores))
+    def benchmarks(self, training: Training) -> list[Figure]:
+        """Benchmarks while it was trained, and bits per byte of each language, where there are at least two points."""
+        tasks = list(dict.fromkeys(task for point in training.eval_points for task in point.scores))
         scored = []
         for i, task in enumerate(tasks):
-            found = [(look.step, look.scores[task]) for look in training.looks if task in look.scores]
+            found = [(point.step, point.scores[task]) for point in training.eval_points if task in point.scores]
             known = [(float(step), value, error or 0.0) for step, (value, error, _) in found if value is not None]
             points, errors = [(x, y) for x, y, _ in known], [error for _, _, error in known]
             ringed = [worse for _, (value, _, worse) in found if value is not None]
@@ -205,14 +205,15 @@ class Artist:
         in_chat = any(IN_CHAT in row.label for row in rows)
         return Figure(self.words["scores"], self.words["in_chat_note"] if in_chat else "", picture, tuple(legend))
 
-    def probe(self, probe: Probe) -> Figure:
+    def probe(self, probe: ProbeResult) -> Figure:
         """Accuracy with every number of labels, of trained and untrained features and of the pixels side by side."""
         rows = []
-        for one in probe.compared:
+        for one in probe.probe:
             label = labels_in_words(one.labels_per_class, self.words, self.quantities)
-            rows.append(Row(label, [Interval(s.accuracy, s.error or 0.0, i) for i, s in enumerate(one.scores)]))
+            scores = enumerate(one.scores.values())
+            rows.append(Row(label, [Interval(s.accuracy or 0.0, s.stderr or 0.0, i) for i, s in scores]))
         lowest = min(one.value - one.error for row in rows for one in row.intervals)
-        legend = [Key(self.feature_name(name), i, "points") for i, name in enumerate(probe.features)]
+        legend = [Key(self.feature_name(name), i, "points") for i, name in enumerate(probe.probe[0].scores)]
         axis = Axis(self.words["probe_axis"], ".0%")
         low = max(0.0, math.floor(lowest * 10) / 10)
         picture = responsive(
@@ -244,11 +245,11 @@ class Artist:
         several = len([evaluation for evaluation in evaluations if evaluation.compression]) > 1
         for evaluation in evaluations:
             name = self.model_name(evaluation.model) if several else self.words["this_model"]
-            for one in evaluation.compression:
-                bits.setdefault(one.name, {})[name] = one.model
+            for text, by in evaluation.compression.items():
+                bits.setdefault(text, {})[name] = by["model"]
         for evaluation in evaluations:
-            for one in evaluation.compression:
-                bits[one.name].update(one.others)
+            for text, by in evaluation.compression.items():
+                bits[text].update({who: value for who, value in by.items() if who != "model"})
         names = list(dict.fromkeys(name for values in bits.values() for name in values))
         rows = [
             Row(

@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from affinage.data.documents import document_files
+
 SHOWN = 6  # pairs
 SEARCHED_BYTES = 2e9  # of Parquet; a larger corpus would keep a reader waiting for a handful of examples
 
@@ -31,7 +33,7 @@ def near_duplicates(deduplicated: Path, cleaned: Path) -> tuple[NearDuplicate, .
         cleaned: folder of the documents that it read.
     """
     clusters = deduplicated / "clusters" / "clusters.parquet"
-    files = sorted(cleaned.glob("*.parquet"))
+    files = document_files(cleaned)
     if not clusters.is_file() or sum(file.stat().st_size for file in files) > SEARCHED_BYTES:
         return ()
     try:

@@ -25,10 +25,10 @@ from affinage.report.facts import Facts, collect_facts
 from affinage.report.figures import Artist
 from affinage.report.published import beside_published
 from affinage.report.quantities import ABSENT, Quantities
-from affinage.report.reading import string
 from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import spoken, strings
 from affinage.report.trainings import Training
+from affinage.results import DocumentsResult
 
 _TOLD = 0.05  # seconds that went to no step, below which they are not worth a line
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
@@ -85,11 +85,14 @@ def render(facts: Facts, language: str | None = None) -> str:
             **shell(language),
             facts=facts,
             artist=artist,
-            description=string(facts.recipe.get("description")),
+            description=facts.settings.description,
             verdict=summary.verdict(facts, language),
             headlines=summary.headlines(facts, words, quantities, names),
             sections=sections.present(facts),
             funnel=sections.funnel(facts.flows),
+            thresholds=sections.thresholds(facts),
+            contamination=facts.decontaminated,
+            ngram=sections.setting_of(facts, "decontaminate", "data", "decontaminate", "n_grams"),
             compositions=_compositions(facts, words, language),
             pairs=sections.pairs(facts.near_duplicates),
             epochs=sections.epochs(facts),
@@ -170,18 +173,14 @@ def _language_name(code: str, language: str, unknown: str) -> str:
 
 def _compositions(facts: Facts, words: dict[str, str], language: str) -> list[tuple[str, str, list[Any]]]:
     """Tables of languages and sources of the last data stage that knows them."""
-    found = []
-    by_language = next((flow.languages for flow in reversed(facts.flows) if flow.languages), ())
-    if by_language:
-        rows = sections.shares_of(by_language)
-        named = [
-            (sections.Share(_language_name(s.name, language, words["unknown"]), s.documents, s.bytes), part)
-            for s, part in rows
-        ]
+    found: list[tuple[str, str, list[Any]]] = []
+    flows, nothing = [*facts.flows.values()][::-1], DocumentsResult()
+    languages = next((flow for flow in flows if flow.by_language), nothing).by_language
+    if shares := sections.shares_of(languages):
+        named = [(_language_name(name, language, words["unknown"]), size, part) for name, size, part in shares]
         found.append((words["languages"], words["language"], named))
-    by_source = next((flow.sources for flow in reversed(facts.flows) if flow.sources), ())
-    if by_source:
-        found.append((words["sources"], words["source"], sections.shares_of(by_source)))
+    if shares := sections.shares_of(next((flow for flow in flows if flow.by_source), nothing).by_source):
+        found.append((words["sources"], words["source"], shares))
     return found
 
 

@@ -1,17 +1,19 @@
 """What the sections of the page show beyond the bare facts: which there are, shares, comparisons, totals."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from affinage.report.costs import Node, written_nodes
 from affinage.report.differences import Piece, differences, excerpts
-from affinage.report.evaluations import Evaluation, Sample, Score
-from affinage.report.facts import Facts, Flow, Removal, Share
+from affinage.report.evaluations import Evaluation, Score
+from affinage.report.facts import Facts
 from affinage.report.neighbours import NearDuplicate
 from affinage.report.quantities import ABSENT, Quantities
-from affinage.report.reading import mapping
+from affinage.results import DocumentsResult, Size, SplitResult, ThresholdCost, Thresholds
 
+THRESHOLDS = 5  # of language id, shown beside each other
 SIGNIFICANT = 2.0  # standard errors of a difference, beyond which it is set in bold
 
 
@@ -30,56 +32,107 @@ def present(facts: Facts) -> list[str]:
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
         "probe": facts.probe is not None,
         "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
-        "samples": any(evaluation.samples for evaluation in facts.evaluations),
+        "samples": any(evaluation.prompts for evaluation in facts.evaluations),
         "predicted": any(training.compared for training in facts.trainings),
         "settings": bool(facts.recipe or facts.versions),
-        "stages": bool(facts.stages),
+        "stages": bool(facts.steps),
     }
     return [name for name, shown in there.items() if shown]
 
 
 @dataclass(frozen=True)
 class FunnelStep:
-    """One stage of the funnel: widths in percent of the widest stage, and how many documents it removed."""
+    """One step of the funnel: widths in percent of the widest step, and how many documents it removed."""
 
-    flow: Flow
+    name: str
+    result: DocumentsResult
+    held_out: SplitResult
     documents_kept: float
     documents_held_out: float
-    documents_lost: list[tuple[Removal, float]]
+    documents_lost: list[tuple[str, int, float]]  # reason, documents, percent
     bytes_kept: float
     bytes_held_out: float
     bytes_lost: float
-    removed: int
+
+    @property
+    def removed(self) -> int:
+        """Documents that it removed."""
+        return sum(count for _, count, _ in self.documents_lost)
 
 
-def funnel(flows: Sequence[Flow]) -> list[FunnelStep]:
-    """Bars of the data stages on one scale."""
-    documents = max((max(f.documents_in or 0, _accounted(f)) for f in flows), default=0) or 1
-    size = max((max(f.bytes_in or 0, (f.bytes_out or 0) + f.held_out_bytes) for f in flows), default=0) or 1
+def funnel(flows: Mapping[str, DocumentsResult]) -> list[FunnelStep]:
+    """Bars of the data steps on one scale."""
+    parts = [(name, flow, flow if isinstance(flow, SplitResult) else SplitResult()) for name, flow in flows.items()]
+    # After a step there may be more than before: where long documents are split, or their ends held out.
+    documents = max((max(f.documents_in or 0, _accounted(f, held)) for _, f, held in parts), default=0) or 1
+    size = (
+        max((max(f.bytes_in or 0, (f.bytes_out or 0) + held.validation_bytes) for _, f, held in parts), default=0) or 1
+    )
     return [
         FunnelStep(
-            flow=flow,
+            name=name,
+            result=flow,
+            held_out=held,
             documents_kept=100 * (flow.documents_out or 0) / documents,
-            documents_held_out=100 * flow.held_out_documents / documents,
-            documents_lost=[(removal, 100 * removal.count / documents) for removal in flow.removals],
+            documents_held_out=100 * held.validation_documents / documents,
+            documents_lost=[(reason, count, 100 * count / documents) for reason, count in flow.reasons],
             bytes_kept=100 * (flow.bytes_out or 0) / size,
-            bytes_held_out=100 * flow.held_out_bytes / size,
-            bytes_lost=100 * max(0, (flow.bytes_in or 0) - (flow.bytes_out or 0) - flow.held_out_bytes) / size,
-            removed=sum(removal.count for removal in flow.removals),
+            bytes_held_out=100 * held.validation_bytes / size,
+            bytes_lost=100 * max(0, (flow.bytes_in or 0) - (flow.bytes_out or 0) - held.validation_bytes) / size,
         )
-        for flow in flows
+        for name, flow, held in parts
     ]
 
 
-def _accounted(flow: Flow) -> int:
-    """Documents after a stage, wherever they are: more than before where long ones are split, or tails held out."""
-    return (flow.documents_out or 0) + flow.held_out_documents + sum(removal.count for removal in flow.removals)
+def _accounted(flow: DocumentsResult, held_out: SplitResult) -> int:
+    return (flow.documents_out or 0) + held_out.validation_documents + sum(count for _, count in flow.reasons)
 
 
-def shares_of(shares: Sequence[Share]) -> list[tuple[Share, float | None]]:
-    """Each share with its part of all bytes."""
-    total = sum(share.bytes or 0 for share in shares)
-    return [(share, (share.bytes or 0) / total if total else None) for share in shares]
+def by_size(sizes: Mapping[str, Size]) -> list[tuple[str, Size]]:
+    """Languages or sources with their sizes, the largest first."""
+    return sorted(sizes.items(), key=lambda each: (-(each[1].bytes or 0), each[0]))
+
+
+def shares_of(sizes: Mapping[str, Size]) -> list[tuple[str, Size, float | None]]:
+    """Each language or source with its size and its part of all bytes."""
+    total = sum(size.bytes or 0 for size in sizes.values())
+    return [(name, size, (size.bytes or 0) / total if total else None) for name, size in by_size(sizes)]
+
+
+@dataclass(frozen=True)
+class ThresholdRow:
+    """A source in a language, and for each threshold the shares of its documents and bytes that are kept."""
+
+    cost: ThresholdCost
+    used: float | None  # the threshold of the recipe
+    cells: list[tuple[float, float, float]]  # threshold, documents, bytes
+
+
+def thresholds(facts: Facts) -> list[ThresholdRow]:
+    """What the thresholds of language id near the one that was used would keep; empty if nothing depended on it."""
+    found = facts.filtered.thresholds if facts.filtered else Thresholds()
+    used = setting_of(facts, "filter", "data", "clean", "language_threshold")
+    by_name = used if isinstance(used, Mapping) else {"default": used}
+    rows = []
+    for cost in found.costs:
+        if cost.documents > 0 and len(cost.documents_kept) == len(cost.bytes_kept) == len(found.grid):
+            names = (name for name in (cost.source, cost.language, "default") if name in by_name)
+            threshold = by_name.get(next(names, ""))
+            kept = zip(found.grid, cost.documents_kept, cost.bytes_kept)
+            cells = [(at, some / cost.documents, size / max(cost.bytes, 1)) for at, some, size in kept]
+            rows.append(ThresholdRow(cost, threshold if isinstance(threshold, int | float) else None, cells))
+    centers = {row.used for row in rows if row.used is not None} or {0.8}
+    near = sorted(found.grid, key=lambda at: (min(abs(at - one) for one in centers), at))[:THRESHOLDS]
+    return [replace(row, cells=[cell for cell in row.cells if cell[0] in near]) for row in rows]
+
+
+def setting_of(facts: Facts, step: str, *keys: str) -> Any:
+    """A setting that decided the result of a step; None if it is not known."""
+    found = facts.step(step)
+    value: Any = found.manifest.settings if found else None
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 @dataclass(frozen=True)
@@ -119,7 +172,7 @@ class GraphFacts:
 def graph(facts: Facts) -> GraphFacts:
     """Nodes as the training analysed them, or else as the recipe writes them."""
     trained = next((training for training in facts.trainings if training.nodes), None)
-    nodes = trained.nodes if trained else written_nodes(mapping(facts.recipe.get("model")))
+    nodes = trained.nodes if trained else written_nodes(facts.settings.model.nodes)
     parameters = sum(node.parameters or 0 for node in nodes)
     flops = sum(node.flops or 0 for node in nodes)
     return GraphFacts(nodes, parameters or None, flops or None, trained.context if trained else None)
@@ -198,9 +251,9 @@ def probe_rows(facts: Facts, words: dict[str, str], quantities: Quantities) -> l
     return [
         (
             labels_in_words(one.labels_per_class, words, quantities),
-            [quantities.with_error(score.accuracy, score.error, as_percent=True) for score in one.scores],
+            [quantities.with_error(score.accuracy, score.stderr, as_percent=True) for score in one.scores.values()],
         )
-        for one in (facts.probe.compared if facts.probe else ())
+        for one in (facts.probe.probe if facts.probe else ())
     ]
 
 
@@ -225,8 +278,12 @@ class ShownSample:
 
 def samples(facts: Facts) -> list[ShownSample]:
     """Samples of all models, each once."""
-    found: dict[Sample, None] = dict.fromkeys(s for evaluation in facts.evaluations for s in evaluation.samples)
-    return [ShownSample(sample.prompt, sample.text, sample.chat) for sample in found]
+    found = (
+        ShownSample(one.prompt or one.question, one.text, chat)
+        for evaluation in facts.evaluations
+        for one, chat in evaluation.prompts
+    )
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -258,7 +315,7 @@ GROUPS = ("data", "training", "evaluation", "release")
 
 def strip(facts: Facts) -> list[StripPart]:
     """The stages that took time, as parts of the whole."""
-    timed = [(stage.name, stage.seconds) for stage in facts.stages if stage.seconds]
+    timed = [(step.name, step.seconds) for step in facts.steps if step.seconds]
     total = sum(seconds for _, seconds in timed)
     return [StripPart(name, seconds, 100 * seconds / total, _GROUPS.get(name, "data")) for name, seconds in timed]
 

@@ -38,14 +38,14 @@ def verdict(facts: Facts, language: str, *, timed: bool = True) -> str:
 def _made(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
     pretrain = facts.training("pretrain")
     if pretrain is not None:
-        opening = words["verdict_model"].format(parameters=quantities.short(pretrain.parameters))
+        opening = words["verdict_model"].format(parameters=quantities.short(pretrain.parameters.total))
         if pretrain.images:
             taught = [words["verdict_images"].format(images=quantities.short(pretrain.images))]
         else:
             trained = "verdict_tokens" if len(facts.trainings) == 1 else "verdict_pretrained"
             taught = [words[trained].format(tokens=quantities.short(pretrain.tokens))]
     elif facts.trainings:
-        parameters = quantities.short(facts.trainings[-1].parameters)
+        parameters = quantities.short(facts.trainings[-1].parameters.total)
         opening, taught = words["verdict_tuned"].format(parameters=parameters), []
     else:
         return words["verdict_data"]
@@ -57,7 +57,7 @@ def _spent(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[
     """How long the trainings took, and on what; of a run without them, all its stages."""
     trained = [training.worked for training in facts.trainings if training.worked is not None]
     seconds = sum(trained) if trained else facts.seconds
-    devices = next((training.devices for training in facts.trainings if training.devices), "")
+    devices = next((str(training.devices) for training in facts.trainings if str(training.devices)), "")
     return [
         *([words["verdict_time"].format(time=quantities.duration(seconds))] if seconds is not None else []),
         *([words["verdict_devices"].format(devices=devices)] if devices else []),
@@ -110,9 +110,9 @@ def headlines(
 
 
 def _of_data(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[Headline]:
-    if not facts.flows or not facts.flows[0].bytes_in or not facts.flows[-1].bytes_out:
+    flows = list(facts.flows.values())
+    if not flows or not (raw := flows[0].bytes_in) or not (kept := flows[-1].bytes_out):
         return []
-    raw, kept = facts.flows[0].bytes_in, facts.flows[-1].bytes_out
     note = words["of_raw"].format(share=quantities.percent(kept / raw, 0), raw=quantities.bytes(raw))
     return [Headline(words["text_kept"], quantities.bytes(kept), note)]
 
@@ -122,10 +122,8 @@ def _of_training(facts: Facts, words: dict[str, str], quantities: Quantities) ->
     if pretrain is None:
         return []
     found = []
-    if pretrain.parameters:
-        found.append(
-            Headline(words["parameters"], quantities.short(pretrain.parameters), quantities.count(pretrain.parameters))
-        )
+    if parameters := pretrain.parameters.total:
+        found.append(Headline(words["parameters"], quantities.short(parameters), quantities.count(parameters)))
     if pretrain.tokens:
         seen, unique = epochs(facts), facts.rows.train.tokens if facts.rows else None
         note = words["epochs"].format(epochs=quantities.number(seen), unique=quantities.short(unique)) if seen else ""
@@ -134,7 +132,7 @@ def _of_training(facts: Facts, words: dict[str, str], quantities: Quantities) ->
         seen, many = epochs(facts), quantities.count(facts.images)
         note = words["epochs"].format(epochs=quantities.number(seen), unique=many) if seen else ""
         found.append(Headline(words["images_seen"], quantities.short(pretrain.images), note))
-    bits = [(v.name, v.bits_per_byte) for v in pretrain.validated if v.bits_per_byte is not None]
+    bits = [(name, v.bits_per_byte) for name, v in pretrain.validation.items() if v.bits_per_byte is not None]
     if bits:
         one = words["on_one_validation"].format(name=bits[0][0])
         note = one if len(bits) == 1 else words["on_validation"].format(count=len(bits))

@@ -1,6 +1,6 @@
-"""What a training stage left behind: its curves, its summary, and what was predicted of it."""
+"""What a training left behind: its result, its curves, and what was predicted for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from affinage.report.charts import Point
 from affinage.report.costs import Node, node_costs
 from affinage.report.evaluations import headline
 from affinage.report.forecasts import predicted
-from affinage.report.reading import json_file, json_lines, listing, mapping, mappings, number, string, whole
+from affinage.results import Metric, Result, TrainingResult, Validated, lenient, read_json, read_json_lines
 
 CURVES = (
     *("loss", "learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
@@ -18,18 +18,8 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Validated:
-    """Loss (nats per token, or pair) and bits per UTF-8 byte on one validation set, the last time it was read."""
-
-    name: str
-    loss: float | None
-    bits_per_byte: float | None
-    pairs_right: float | None = None  # share of the pairs of which it prefers the better one
-
-
-@dataclass(frozen=True)
 class Worse:
-    """A benchmark that is worse after a step than it was: both scores, and the probability that chance does so much."""
+    """A benchmark that is worse after a step than it was: both scores, and the probability that chance does this."""
 
     task: str
     step: int
@@ -40,8 +30,8 @@ class Worse:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What benchmarks said after a step: task -> (the score that is reported of it, standard error, whether worse)."""
+class EvalPoint:
+    """The benchmarks after a step: task -> (its headline score, standard error, whether it is worse than before)."""
 
     step: int
     scores: Mapping[str, tuple[float | None, float | None, bool]]
@@ -56,215 +46,153 @@ class Compared:
     measured: float | None
 
 
-@dataclass(frozen=True)
-class Saves:
-    """How often the state was saved, and for how many seconds a save stalled the loop."""
-
-    count: int
-    mean: float
-    most: float
-
-
-@dataclass(frozen=True)
-class Training:
-    """One training stage. Curves map a metric to (step, value); `validation` does so per validation set."""
+class Training(TrainingResult):
+    """One training. Curves map a metric to (step, value); `validation_curves` do so per validation set."""
 
     name: str
-    parameters: int | None
-    flops_per_step: float | None
-    tokens: int | None
-    images: int | None  # instead of tokens, where the model sees images
-    steps: int | None
-    seconds: Mapping[str, float]  # by account: see `affinage.training.ledger`, and total
-    tokens_per_second: float | None
-    mfu: float | None
-    first_loss: float | None
-    final_loss: float | None
-    devices: str
-    device_count: int | None
-    resumed_at: tuple[int, ...]
-    curves: Mapping[str, list[Point]]
-    validation: Mapping[str, list[Point]]
-    validated: tuple[Validated, ...]
-    compared: tuple[Compared, ...]
+    curves: dict[str, list[Point]]
+    validation_curves: dict[str, list[Point]]
+    broken_steps: list[int]  # steps whose loss was not a finite number
+    compared: list[Compared]
     nodes: tuple[Node, ...]
     context: int | None
-    skipped_updates: int
-    saves: Saves | None
-    looks: tuple[Look, ...]  # at benchmarks, while it was trained
-    watched: bool  # whether they were looked at to end it
-    bits_per_byte: Mapping[str, list[Point]]  # of the validation text of a language
-    worse: tuple[Worse, ...]  # benchmarks that are worse than they were: of each the last look that said so
-    ended: str  # why it ended before its last step
-    broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
-
-    @property
-    def worked(self) -> float | None:
-        """Seconds from its first start to its end, without those between two starts."""
-        return worked(self.seconds)
+    eval_points: list[EvalPoint]  # benchmarks during the training
+    monitored: bool  # whether regressions of the benchmarks can end it
+    bits_per_byte: dict[str, list[Point]]  # of the validation text of a language
+    worse: list[Worse]  # benchmarks that became worse: for each of them the last time
 
     @property
     def loss_kind(self) -> str:
-        """What its loss is of, as the words of axes begin: tokens, pairs of answers, or images."""
+        """The prefix of the words for its loss: per token, per pair of answers, or per image."""
         return "image_loss" if self.images else "pair_loss" if self.name == "dpo" else "loss"
 
 
-def worked(accounts: Mapping[str, float]) -> float | None:
-    """Of a training's accounts, see `affinage.training.ledger`: all but the time in which it was stopped."""
-    total = accounts.get("total")
-    return None if total is None else total - accounts.get("paused", 0.0)
+class _Evaluated(Result):
+    """Benchmarks of a line of metrics.jsonl."""
+
+    tasks: dict[str, dict[str, Metric]] = {}
+    bits_per_byte: dict[str, float] = {}
 
 
-def read_training(
-    name: str, folder: Path, stage_summary: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
-) -> Training:
-    """Reads metrics.jsonl and summary.json of a training stage; the stage's own summary fills what is missing.
+class _Line(Result):
+    """A line of metrics.jsonl."""
 
-    What is predicted is computed here and now, from the recipe of the run.
-    """
-    summary = {**stage_summary, **json_file(folder / "summary.json")}
+    step: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    images_per_second: float | None = None
+    grad_norm: float | None = None
+    mfu: float | None = None
+    expert_load_max: float | None = None
+    dropped_share: float | None = None
+    validation: dict[str, Validated] = {}
+    evaluation: _Evaluated = _Evaluated()
+
+
+class _Regression(Result):
+    """A task that is worse than at an earlier step."""
+
+    task: str = ""
+    than: int = 0
+    p: float | None = None
+
+
+class _MonitorPoint(Result):
+    """The benchmarks of a monitor after a step."""
+
+    step: int = 0
+    scores: dict[str, Metric] = {}
+    worse: list[_Regression] = []
+
+
+class _Monitor(Result):
+    """The file of a monitor."""
+
+    looks: list[_MonitorPoint] = []
+
+
+def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
+    """Reads the curves and benchmarks of a training, and predicts it now, from the recipe of the run."""
     nodes, context = node_costs(folder)
-    curves, validation, broken = _curves(folder / "metrics.jsonl")
-    told = mappings(json_file(folder / "watch.json").get("looks"))
-    watched = tuple(map(_look, told))
-    evaluated, bits = _evaluated(folder / "metrics.jsonl")
-    parameters = summary.get("parameters")
-    return Training(
+    monitored = lenient(_Monitor, read_json(folder / "watch.json")).looks
+    points = [_of_monitor(point) for point in monitored]
+    curves: dict[str, list[Point]] = {}
+    validation: dict[str, list[Point]] = {}
+    bits: dict[str, list[Point]] = {}
+    broken, evaluated = [], []
+    for value in read_json_lines(folder / "metrics.jsonl"):
+        line = lenient(_Line, value)
+        if (step := line.step) is None:
+            continue
+        if "loss" in value and line.loss is None:
+            broken.append(int(step))
+        for metric in CURVES:
+            if (found := getattr(line, metric)) is not None:
+                curves.setdefault(metric, []).append((step, found))
+        for name_of_set, facts in line.validation.items():
+            if facts.loss is not None:
+                validation.setdefault(name_of_set, []).append((step, facts.loss))
+        if line.evaluation.tasks:
+            evaluated.append(_of_line(int(step), line.evaluation))
+        for language, found in line.evaluation.bits_per_byte.items():
+            bits.setdefault(language, []).append((step, found))
+    return Training.model_construct(
+        **{field: getattr(result, field) for field in TrainingResult.model_fields},
         name=name,
-        parameters=whole(mapping(parameters).get("total")) if isinstance(parameters, Mapping) else whole(parameters),
-        flops_per_step=number(summary.get("flops_per_step")),
-        tokens=whole(summary.get("tokens")),
-        images=whole(summary.get("images")),
-        steps=whole(summary.get("steps")),
-        seconds=read_accounts(summary),
-        tokens_per_second=number(summary.get("tokens_per_second")),
-        mfu=number(summary.get("mfu")),
-        first_loss=number(summary.get("first_loss")),
-        final_loss=number(summary.get("final_loss")),
-        devices=_devices(summary.get("devices")),
-        device_count=whole(mapping(summary.get("devices")).get("count")),
-        resumed_at=tuple(step for step in map(whole, listing(summary.get("resumed_at"))) if step),
         curves=curves,
-        validation=validation,
-        validated=tuple(
-            Validated(k, *(number(mapping(v).get(key)) for key in ("loss", "bits_per_byte", "rewards/accuracies")))
-            for k, v in mapping(summary.get("validation")).items()
-        ),
-        compared=_compared(summary, predicted(name, folder, summary, recipe or {})),
+        validation_curves=validation,
+        broken_steps=broken,
+        compared=_compared(result, predicted(name, folder, result, recipe)),
         nodes=nodes,
         context=context,
-        skipped_updates=whole(summary.get("skipped_updates")) or 0,
-        saves=_saves(summary.get("saves")),
-        looks=watched or evaluated,
-        watched=bool(watched),
+        eval_points=points or evaluated,
+        monitored=bool(points),
         bits_per_byte=bits,
-        worse=tuple(_worse(told, {look.step: look for look in watched})),
-        ended=string(summary.get("ended")),
-        broken_steps=tuple(broken),
+        worse=_worse(monitored, {point.step: point for point in points}),
     )
 
 
-def read_accounts(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Where the seconds of a training went; nothing of another stage's summary."""
-    found = ((name, number(seconds)) for name, seconds in mapping(summary.get("seconds")).items())
-    return {name: seconds for name, seconds in found if seconds is not None}
+def _of_monitor(point: _MonitorPoint) -> EvalPoint:
+    worse = {one.task for one in point.worse}
+    scores = {task: (score.value, score.stderr, task in worse) for task, score in point.scores.items()}
+    return EvalPoint(point.step, scores)
 
 
-def _saves(told: Any) -> Saves | None:
-    count, mean = whole(mapping(told).get("count")), number(mapping(told).get("stall_mean"))
-    most = number(mapping(told).get("stall_most"))
-    return Saves(count, mean, most) if count and mean is not None and most is not None else None
+def _of_line(step: int, evaluation: _Evaluated) -> EvalPoint:
+    """The benchmarks, each by its headline metric."""
+    scores = {}
+    for task, metrics in evaluation.tasks.items():
+        score = metrics.get(headline(task, metrics), Metric())
+        scores[task] = (score.value, score.stderr, False)
+    return EvalPoint(step, scores)
 
 
-def _look(entry: Mapping[str, Any]) -> Look:
-    worse = {string(one.get("task")) for one in mappings(entry.get("worse"))}
-    scores = {
-        task: (number(mapping(score).get("value")), number(mapping(score).get("stderr")), task in worse)
-        for task, score in mapping(entry.get("scores")).items()
-    }
-    return Look(whole(entry.get("step")) or 0, scores)
-
-
-def _worse(told: Sequence[Mapping[str, Any]], looks: Mapping[int, Look]) -> Iterator[Worse]:
+def _worse(monitored: Sequence[_MonitorPoint], points: Mapping[int, EvalPoint]) -> list[Worse]:
     found: dict[str, Worse] = {}
-    for entry in told:
-        step = whole(entry.get("step")) or 0
-        surest = sorted(mappings(entry.get("worse")), key=lambda one: -(number(one.get("p")) or 0.0))
-        for one in surest:
-            task, than = string(one.get("task")), whole(one.get("than")) or 0
-            before, now = (looks[at].scores.get(task) if at in looks else None for at in (than, step))
-            found[task] = Worse(task, step, than, before and before[0], now and now[0], number(one.get("p")))
-    yield from found.values()
+    for point in monitored:
+        for one in sorted(point.worse, key=lambda one: -(one.p or 0.0)):  # the surest one last
+            before, now = (points[at].scores.get(one.task) if at in points else None for at in (one.than, point.step))
+            found[one.task] = Worse(
+                one.task, point.step, one.than, before[0] if before else None, now[0] if now else None, one.p
+            )
+    return list(found.values())
 
 
-def _evaluated(path: Path) -> tuple[tuple[Look, ...], dict[str, list[Point]]]:
-    """The benchmarks scored on the way, each by its headline metric, and bits per byte by language."""
-    looks: dict[int, Look] = {}
-    bits: dict[str, list[Point]] = {}
-    for record in json_lines(path):
-        step, told = whole(record.get("step")), mapping(record.get("evaluation"))
-        if step is None or not told:
-            continue
-        scores = {}
-        for task, metrics in mapping(told.get("tasks")).items():
-            score = mapping(mapping(metrics).get(headline(task, mapping(metrics))))
-            scores[task] = (number(score.get("value")), number(score.get("stderr")), False)
-        looks[step] = Look(step, scores)
-        for language, value in mapping(told.get("bits_per_byte")).items():
-            if (known := number(value)) is not None:
-                bits.setdefault(language, []).append((step, known))
-    return tuple(looks.values()), bits
-
-
-def _curves(path: Path) -> tuple[dict[str, list[Point]], dict[str, list[Point]], list[int]]:
-    curves: dict[str, list[Point]] = {}
-    validation: dict[str, list[Point]] = {}
-    broken = []
-    for record in json_lines(path):
-        step = number(record.get("step"))
-        if step is None:
-            continue
-        if "loss" in record and number(record["loss"]) is None:
-            broken.append(int(step))
-        for metric in CURVES:
-            value = number(record.get(metric))
-            if value is not None:
-                curves.setdefault(metric, []).append((step, value))
-        for name, entry in mapping(record.get("validation")).items():
-            loss = number(mapping(entry).get("loss"))
-            if loss is not None:
-                validation.setdefault(name, []).append((step, loss))
-    return curves, validation, broken
-
-
-def _devices(value: Any) -> str:
-    if isinstance(value, Mapping):
-        kind = string(value.get("kind"), value.get("device_kind"), value.get("platform"))
-        count = whole(value.get("count"))
-        return f"{count}\u00a0×\u00a0{kind}" if count and kind else kind
-    if isinstance(value, list | tuple):
-        names = [str(item) for item in value]
-        return ", ".join(f"{names.count(kind)}\u00a0×\u00a0{kind}" for kind in dict.fromkeys(names))
-    return "" if value is None else str(value)
-
-
-def _compared(summary: Mapping[str, Any], planned: Mapping[str, float]) -> tuple[Compared, ...]:
+def _compared(result: TrainingResult, planned: Mapping[str, float]) -> list[Compared]:
     """What is predicted, and what the time of the steps says about it."""
-    accounts = mapping(summary.get("seconds"))
-    spent = [number(accounts.get(name)) for name in ("compute", "data")]
-    seconds = sum(each for each in spent if each is not None) or None
-    per_step, steps = number(summary.get("flops_per_step")), number(summary.get("steps"))
+    seconds = result.seconds.get("compute", 0.0) + result.seconds.get("data", 0.0) or None
+    steps, per_step = result.steps, result.flops_per_step
     measured = {
         "step_seconds": seconds / steps if seconds and steps else None,
-        "memory": number(mapping(summary.get("memory")).get("peak_bytes")),
-        "parameters": number(mapping(summary.get("parameters")).get("total")),
+        "memory": result.memory.peak_bytes,
+        "parameters": result.parameters.total,
         "seconds": seconds,
         "flops_per_second": per_step * steps / seconds if per_step and steps and seconds else None,
-        "tokens_per_second": number(summary.get("tokens_per_second")),
-        "images_per_second": number(summary.get("images_per_second")),
-        "mfu": number(summary.get("mfu")),
+        "tokens_per_second": result.tokens_per_second,
+        "images_per_second": result.images_per_second,
+        "mfu": result.mfu,
     }
-    said = {name: number(value) for name, value in mapping(summary.get("predicted")).items()}
-    said |= planned
-    rows = [Compared(q, said.get(q), measured.get(q)) for q in dict.fromkeys((*said, *measured))]
-    return tuple(row for row in rows if row.predicted is not None or row.measured is not None)
+    expected = {**result.predicted, **planned}
+    rows = [Compared(name, expected.get(name), measured.get(name)) for name in dict.fromkeys((*expected, *measured))]
+    return [row for row in rows if row.predicted is not None or row.measured is not None]

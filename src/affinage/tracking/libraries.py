@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from affinage.tracking.tracker import Ending, TrackedRun, Tracker
+from affinage.tracking.trackers import Ending, TrackedRun, Tracker
 
 
 class TensorBoard:
@@ -168,6 +168,17 @@ LIBRARIES: dict[str, Callable[..., Tracker]] = {
     "trackio": Trackio,
     "mlflow": Mlflow,
 }
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+
+
+def defaults(recipe: str, runs: Path) -> dict[str, dict[str, str]]:
+    """The options of each library that a recipe leaves out."""
+    return {
+        "tensorboard": {"folder": str(runs / "tensorboard")},
+        "wandb": {"mode": "offline", "project": recipe, "entity": "", "folder": str(runs)},
+        "trackio": {"project": recipe, "folder": str(runs / "trackio")},
+        "mlflow": {"uri": f"sqlite:///{runs / 'mlflow.db'}", "experiment": recipe, "folder": str(runs / "mlflow")},
+    }
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

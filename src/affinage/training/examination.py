@@ -3,20 +3,22 @@
 from collections.abc import Callable
 
 from affinage.training.metrics import MetricsLog
+from affinage.training.preemption import PreemptionGuard
 from affinage.training.program import Program
 from affinage.training.reporter import Reporter
-from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
 from affinage.training.validation import validate
 from affinage.training.watchdog import Watchdog
 
 Scores = dict[str, dict[str, float]]
 
+_BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, or a long answer
+
 
 class Examination:
     """Validates at the job's rhythm, and has its benchmarks scored at theirs."""
 
-    def __init__(self, program: Program, stop: StopRequest, watchdog: Watchdog) -> None:
+    def __init__(self, program: Program, stop: PreemptionGuard, watchdog: Watchdog) -> None:
         self._job, self._stop, self._watchdog = program.job, stop, watchdog
         self._validate = _compiled_validation(program, stop, watchdog)
 
@@ -36,15 +38,15 @@ class Examination:
         """Write down how the state does. A stop gives it up; it is then done again from this step."""
         validation = self._validate(state)
         report.validation(step, validation)
-        if self._job.benchmarks is not None and self._scores(step) and not self._stop.agreed():
+        if self._job.benchmarks is not None and self._scores(step) and not self._stop.reached():
             scores = self._job.benchmarks.scores(step, state, validation or {}, self.asked_to_stop)
             if scores is not None:
                 report.evaluation(step, scores)
 
     def asked_to_stop(self) -> bool:
         """What benchmarks ask between their batches; that they ask is a sign of progress."""
-        self._watchdog.begins("a batch of the benchmarks")
-        return self._stop.agreed()
+        self._watchdog.beat("a batch of the benchmarks", at_most=_BENCHMARKS)
+        return self._stop.reached()
 
     def _validates(self, step: int) -> bool:
         return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
@@ -54,7 +56,7 @@ class Examination:
 
 
 def _compiled_validation(
-    program: Program, stop: StopRequest, watchdog: Watchdog
+    program: Program, stop: PreemptionGuard, watchdog: Watchdog
 ) -> Callable[[TrainState], Scores | None]:
     """A function from the state to the scores of all validation sets."""
     sets = program.job.validation
@@ -63,8 +65,8 @@ def _compiled_validation(
     step = program.compile_validation(next(iter(next(iter(sets.values())))))
 
     def asked_to_stop() -> bool:
-        watchdog.begins("a batch of the validation", told_after=1, left_after=1)
-        return stop.agreed()
+        watchdog.beat("a batch of the validation")
+        return stop.reached()
 
     return lambda state: validate(
         (state.params, state.averages, state.frozen), sets, step=step, put=program.put, stop=asked_to_stop

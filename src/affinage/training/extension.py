@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.facts import IDENTITY, refuse_changes
+from affinage.checkpoint.compatibility import IDENTITY, check_compatible
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.training.frozen import kept_frozen
 from affinage.training.job import Extension
 from affinage.training.program import Program
@@ -40,17 +40,16 @@ def begin_extended(program: Program, extension: Extension) -> tuple[int, TrainSt
         check_carried(meta)
     except ValueError as error:
         raise UserError(str(error), where=str(store.folder / str(extension.step))) from error
-    accepted = (*job.runtime.checkpoint.accept_changes, *_OPEN)
+    accepted = (*job.runtime.checkpoint.allow_changes, *_OPEN)
     now = identity(program)
-    _refuse_another_past(meta, now, extension.step, job.runtime.checkpoint.accept_changes, job.name)
-    setting = "runtime.checkpoint.accept_changes"
-    for change in refuse_changes(meta, now, accepted, where=str(store.folder), setting=setting):
+    _refuse_another_past(meta, now, extension.step, job.runtime.checkpoint.allow_changes, job.name)
+    for change in check_compatible(meta, now, accepted, where=str(store.folder)):
         if change.name.partition(".")[0] not in _OPEN:
             warnings.warn(f"{job.name} is extended with another {change}", CheckpointWarning, stacklevel=2)
     frozen = kept_frozen(extension.training, program.abstract.frozen)
     state = TrainState(**store.restore(extension.step, program.abstract.named()), frozen=frozen)
     lines, own = extension.training / "metrics.jsonl", job.folder / "metrics.jsonl"
-    if Hosts.current.first and lines.is_file() and not own.exists():
+    if Processes.current.first and lines.is_file() and not own.exists():
         part = own.with_suffix(".part")
         shutil.copyfile(lines, part)
         part.replace(own)

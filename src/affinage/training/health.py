@@ -18,8 +18,8 @@ _REWINDS = 10  # of a run, after which going back again will not help
 class Health:
     """Looks at the metrics of every sick step, in order. Its `facts` are part of every checkpoint.
 
-    Every sick step has a line in health.jsonl: step, cause, done, loss, loss_z, grad_norm, learning_rate, the batches
-    left out, and what `documents` knows of the batch.
+    Every sick step has a line in health.jsonl: step, cause, done, loss, spike_score, grad_norm, learning_rate, the
+    batches left out, and what `documents` knows of the batch.
 
     Args:
         settings: policies and limits.
@@ -77,7 +77,7 @@ class Health:
         torn = bool(metrics.get("torn"))
         if torn:  # left out of some layers only, so that there is nothing but to go back
             policy = "rollback"
-        shown = {name: metrics.get(name) for name in ("loss", "loss_z", "grad_norm", "learning_rate")}
+        shown = {name: metrics.get(name) for name in ("loss", "spike_score", "grad_norm", "learning_rate")}
         self._seen = {"step": step, "cause": cause, **shown}
         if policy == "log":
             self._write({**self._seen, "done": "noted"})
@@ -125,7 +125,7 @@ class Health:
 
     def _told(self, cause: str) -> str:
         if cause == "spike":
-            return f"{self._seen['loss']:.4g}, {self._seen['loss_z']:.1f} deviations above those before"
+            return f"{self._seen['loss']:.4g}, {self._seen['spike_score']:.1f} deviations above those before"
         return f"{self._seen['loss']}, the norm of its gradient {self._seen['grad_norm']}"
 
     def _batch(self, step: int) -> Any:

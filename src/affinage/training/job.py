@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from affinage.checkpoint.mirror import Mirror
+from affinage.checkpoint.uploader import Uploader
 from affinage.config.parallel import ParallelSettings
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import TrainSettings
-from affinage.hardware.acquisition import Hardware
-from affinage.hardware.devices import Present
+from affinage.hardware.devices import Hardware, LocalDevices
 from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.tracking import Tracker
 from affinage.training.state import TrainState
 
 if TYPE_CHECKING:
-    import jax
+    pass
 
 PyTree = Any
 HostBatch = Mapping[str, np.ndarray]
@@ -63,10 +62,6 @@ class Checkpoints(Protocol):
 
     def steps(self) -> list[int]:
         """The steps that are there, oldest first."""
-        ...
-
-    def prepare(self, state: Mapping[str, PyTree]) -> None:
-        """Do what the first save of such a state would have to do, and no other; called before the first step."""
         ...
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
@@ -188,7 +183,7 @@ class TrainJob:
         runtime: checkpoints, preemption, hangs, the trace; none of it changes the result.
         close_trackers_within: seconds for what trackers are still sending at the end.
         extends: a checkpoint of another training to begin with, and go on from its step.
-        mirror: copies what the first host saves elsewhere; None: it stays in the folder.
+        uploader: copies what the first host saves elsewhere; None: it stays in the folder.
         store: of the checkpoints; None: `affinage.checkpoint.CheckpointStore`, in the job's folder.
         hardware: gives the devices, and is given back at the end.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
@@ -215,9 +210,9 @@ class TrainJob:
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)
     close_trackers_within: float = 30.0
     extends: Extension | None = None
-    mirror: Mirror | None = None
+    uploader: Uploader | None = None
     store: Checkpoints | None = None
-    hardware: Hardware["jax.Device"] = field(default_factory=Present)
+    hardware: Hardware = field(default_factory=LocalDevices)
     strategy: Strategy | None = None
 
 

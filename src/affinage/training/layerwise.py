@@ -21,15 +21,13 @@ from affinage.model.kind import Result
 from affinage.model.module import context_of
 from affinage.model.node import Node
 from affinage.training.frozen import Frozen
-from affinage.training.optimizer import Weights, make_optimizer
-from affinage.training.rounding import stored_like
-from affinage.training.schedule import learning_rate
-from affinage.training.spikes import judged
+from affinage.training.optimizer import Weights, learning_rate, make_optimizer
+from affinage.training.spikes import detect_spike
 from affinage.training.state import Purpose, TrainState, random_key
-from affinage.training.step import Batch, Metrics, Step
+from affinage.training.step import Batch, Metrics, Step, stored_like
 
 PyTree = Any
-_Updated = tuple[PyTree, PyTree, Array, Array]
+_Updated = tuple[PyTree, PyTree, Array, Array]  # weights, optimizer's state, squared norm, 1 if it was applied
 LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.remat` says
 _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
@@ -53,8 +51,34 @@ def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, se
         UserError: for models and settings that it does not go with.
     """
     check_update(held, settings, in_stages=call.layers is not None)
-    (node,) = (node for node in held.graph.nodes if node.repeat is not None)
-    return _Layerwise(held.graph, node, settings, call, seed).step
+    return _Layerwise(held.graph, _repeated(held.graph), settings, call, seed).step
+
+
+def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
+    """Build what holds the optimizer's state of that step: `layers`, a state for each layer stacked along the first
+    axis, and `rest`, the state of all other parameters. Only its `init` is used."""
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        name = _repeated(graph).name
+        layers, rest = {name: params[name]}, {key: tree for key, tree in params.items() if key != name}
+        return {
+            "layers": jax.vmap(_optimizer(graph, settings, layers).init)(layers),
+            "rest": _optimizer(graph, settings, rest).init(rest),
+        }
+
+    def update(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("layers are updated by the step itself")
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _repeated(graph: Graph) -> Node:
+    return next(node for node in graph.nodes if node.repeat is not None)
+
+
+def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.GradientTransformationExtraArgs:
+    weights = Weights(*({name: tree[name] for name in params} for tree in (decayed(graph), matrices(graph))))
+    return make_optimizer(settings.optimizer, weights)
 
 
 def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> None:
@@ -122,48 +146,50 @@ class _Layerwise:
         """One update of all weights."""
         name = self.node.name
         call = replace(self.call, key=random_key(self.seed, Purpose.DROPOUT, state.step))
-        outer = {key: tree for key, tree in state.params.items() if key != name}
-        first, first_back = jax.vjp(lambda outer: self._first(outer, batch, call), outer)
+        rest = {key: tree for key, tree in state.params.items() if key != name}
+        first, first_back = jax.vjp(lambda rest: self._first(rest, batch, call), rest)
         layer = self._layer(batch, call, first)
         last, inputs = jax.lax.scan(
             lambda x, xs: (layer(xs[0], x, xs[1]), x), first, (state.params[name], jnp.arange(self.node.layers))
         )
-        rest = jax.value_and_grad(lambda outer, y: self._rest(outer, y, batch, call), argnums=(0, 1), has_aux=True)
-        (_, sums), (outer_grads, grad) = rest(outer, last)
-        _, targets = sums["loss"]
+        loss = jax.value_and_grad(lambda rest, y: self._loss(rest, y, batch, call), argnums=(0, 1), has_aux=True)
+        (_, sums), (rest_grads, grad) = loss(rest, last)
+        _, loss_tokens = sums["loss"]
         means = {key: total / jnp.maximum(count, 1.0) for key, (total, count) in sums.items()}
-        window, sound, told = judged(state.window, means["loss"], self.settings.health)
-        update = self._updater(state, targets, sound)
-        params, moments, grad, squares, updated = self._backward(state, update, layer, inputs, grad)
+        window, may_update, spike = detect_spike(state.window, means["loss"], self.settings.health)
+        update = self._updater(state, loss_tokens, may_update)
+
+        layers, opt_layers, grad, squares, applied = self._backward(state, update, layer, inputs, grad)
         (below,) = first_back(grad)
-        outer_grads = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), outer_grads, below)
-        new_outer, opt_outer, square, good = update(outer, _part(state, tuple(outer)), outer_grads, 0)
-        norm, updated = jnp.sqrt(squares + square), updated + good
+        rest_grads = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), rest_grads, below)
+        rest, opt_rest, square, good = update(rest, state.opt_state["rest"], rest_grads, 0)
+
+        norm, applied = jnp.sqrt(squares + square), applied + good
         new = TrainState(
             state.step + 1,
-            {**new_outer, name: params},
-            _together(state, opt_outer, name, moments),
+            {**rest, name: layers},
+            {"layers": opt_layers, "rest": opt_rest},
             state.averages,
             window,
         )
-        healthy = sound & jnp.isfinite(norm)
+        healthy = may_update & jnp.isfinite(norm)
         return new, {
             **means,
             "grad_norm": norm,
             "learning_rate": self._rate(state),
-            "targets": targets,
+            "loss_tokens": loss_tokens,
             "skipped": 1.0 - healthy.astype(jnp.float32),
-            "torn": (~healthy & (updated > 0)).astype(jnp.float32),
-            **told,
+            "torn": (~healthy & (applied > 0)).astype(jnp.float32),
+            **spike,
         }
 
     def _rate(self, state: TrainState) -> Float[Array, ""]:
         return jnp.asarray(learning_rate(self.settings.schedule, self.settings.steps)(state.step), jnp.float32)
 
-    def _first(self, outer: PyTree, batch: Batch, call: Call) -> Array:
-        """What goes into the first layer."""
+    def _first(self, rest: PyTree, batch: Batch, call: Call) -> Array:
+        """The input of the first layer."""
         (name,) = self.node.inputs
-        value: Array = apply(self.graph, outer, batch, replace(call, until=name)).values[name]
+        value: Array = apply(self.graph, rest, batch, replace(call, until=name)).values[name]
         return call.constrain(value, ("batch", "residual", "width"))
 
     def _layer(self, batch: Batch, call: Call, first: Array) -> Callable[[PyTree, Array, Any], Array]:
@@ -177,97 +203,62 @@ class _Layerwise:
 
         return layer
 
-    def _rest(self, outer: PyTree, y: Array, batch: Batch, call: Call) -> tuple[Float[Array, ""], Any]:
+    def _loss(self, rest: PyTree, y: Array, batch: Batch, call: Call) -> tuple[Float[Array, ""], Any]:
         """The loss of what comes out of the last layer."""
-        outputs = apply(self.graph, outer, batch, replace(call, layers=lambda *_: Result(y)))
+        outputs = apply(self.graph, rest, batch, replace(call, layers=lambda *_: Result(y)))
         loss = outputs.values[self.graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
-    def _updater(self, state: TrainState, targets: Array, healthy: Array) -> Callable[..., _Updated]:
-        """(weights, their part of the optimizer's state, gradients of the sum, number) -> new ones, squared norm, done.
-
-        The last is 0 where they were left as they are, else 1.
-        """
+    def _updater(self, state: TrainState, loss_tokens: Array, may_update: Array) -> Callable[..., _Updated]:
+        """(weights, their optimizer's state, gradients of the sum, number of the draws for rounding) -> `_Updated`."""
         rate, rounds = self._rate(state), self.settings.precision.rounding == "stochastic"
         key = random_key(self.seed, Purpose.ROUNDING, state.step)
 
-        def update(
-            params: PyTree, opt_state: PyTree, grads: PyTree, number: Any
-        ) -> tuple[PyTree, PyTree, Array, Array]:
-            optimizer = make_optimizer(self.settings.optimizer, _weights(self.graph, tuple(params)))
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(targets, 1.0), grads)
+        def update(params: PyTree, opt_state: PyTree, grads: PyTree, number: Any) -> _Updated:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(loss_tokens, 1.0), grads)
             norm = optax.tree.norm(grads)
+            optimizer = _optimizer(self.graph, self.settings, params)
             direction, new_state = optimizer.update(grads, opt_state, params, norm=norm)
             moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
             new = stored_like(params, moved, jax.random.fold_in(key, number) if rounds else None)
-            good = healthy & jnp.isfinite(norm)
+            good = may_update & jnp.isfinite(norm)
             chosen = jax.tree.map(lambda n, o: jnp.where(good, n, o), (new, new_state), (params, opt_state))
             return *chosen, norm**2, good.astype(jnp.int32)
 
         return update
 
     def _backward(
-        self, state: TrainState, update: Callable[..., Any], layer: Callable[..., Array], inputs: Array, grad: Array
-    ) -> tuple[PyTree, list[PyTree], Array, Array, Array]:
-        """Of all layers after their update: weights, moments, gradient of the first's input, squared norm, how many."""
+        self, state: TrainState, update: Callable[..., _Updated], layer: Callable[..., Array], inputs: Array, grad: Any
+    ) -> tuple[PyTree, PyTree, Array, Array, Array]:
+        """Of all layers after their update: weights, optimizer's states, gradient of the first's input, squared norm,
+        and how many were updated."""
         name, last = self.node.name, self.node.layers - 1
         axes = jax.tree.map(lambda a: a[1:], logical_axes(self.graph)[name], is_leaf=_is_axes)
 
-        def turn(number: Any, carry: Any) -> Any:
-            params, moments, grad, squares, updated = carry
+        def one(number: Any, carry: Any) -> Any:
+            params, states, grad, squares, applied = carry
             index = last - number
-            weights, opt_state = _at(params, index), _part(state, (name,), [_at(m, index) for m in moments])
+            weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
             pinned = jax.tree.map(lambda a, g: self.call.constrain(g, a), axes, grads, is_leaf=_is_axes)
-            new, new_state, square, good = update({name: weights}, opt_state, {name: pinned}, number + 1)
-            placed = [_put(m, n[name], index) for m, n in zip(moments, _trees(new_state, {name}), strict=True)]
-            return _put(params, new[name], index), placed, grad, squares + square, updated + good
+            new, new_state, square, good = update({name: weights}, _at(states, index), {name: pinned}, number + 1)
+            return (
+                _put(params, new[name], index),
+                _put(states, new_state, index),
+                grad,
+                squares + square,
+                applied + good,
+            )
 
-        moments = [tree[name] for tree in _trees(state.opt_state, set(state.params))]
-        begun = (state.params[name], moments, grad, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
-        done: tuple[PyTree, list[PyTree], Array, Array, Array] = jax.lax.fori_loop(0, last + 1, turn, begun)
+        zero = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+        begun = (state.params[name], state.opt_state["layers"], grad, *zero)
+        done: tuple[PyTree, PyTree, Array, Array, Array] = jax.lax.fori_loop(0, last + 1, one, begun)
         return done
-
-
-def _weights(graph: Graph, names: tuple[str, ...]) -> Weights:
-    def part(tree: PyTree) -> PyTree:
-        return {name: tree[name] for name in names}
-
-    return Weights(part(decayed(graph)), part(matrices(graph)))
 
 
 def _is_axes(tree: Any) -> bool:
     return isinstance(tree, tuple)
-
-
-def _trees(opt_state: PyTree, names: set[str]) -> list[PyTree]:
-    """The trees like the parameters in an optimizer's state, in their order."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda tree: isinstance(tree, dict) and set(tree) == names)
-    return [leaf for leaf in leaves if isinstance(leaf, dict)]
-
-
-def _part(state: TrainState, names: tuple[str, ...], given: list[PyTree] | None = None) -> PyTree:
-    """The optimizer's state of some parameters; `given` are their moments, by default those that the state has."""
-    every = set(state.params)
-    moments = iter(given or ())
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, dict):
-            return leaf
-        return {names[0]: next(moments)} if given is not None else {name: leaf[name] for name in names}
-
-    return jax.tree.map(one, state.opt_state, is_leaf=lambda tree: isinstance(tree, dict) and set(tree) == every)
-
-
-def _together(state: TrainState, outer: PyTree, name: str, moments: list[PyTree]) -> PyTree:
-    """The optimizer's state of all parameters from that of those outside the layers, and the layers' moments."""
-    names, given = set(state.params) - {name}, iter(moments)
-
-    def one(leaf: Any) -> Any:
-        return {**leaf, name: next(given)} if isinstance(leaf, dict) else leaf
-
-    return jax.tree.map(one, outer, is_leaf=lambda tree: isinstance(tree, dict) and set(tree) == names)
 
 
 def _at(tree: PyTree, index: Any) -> PyTree:

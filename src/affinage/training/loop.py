@@ -1,8 +1,8 @@
 """A training run from top to bottom: resume, step, log, validate, checkpoint, finish."""
 
 import contextlib
+import gc
 import json
-import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 import jax
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.facts import refuse_changes
-from affinage.checkpoint.mirror import Mirror
+from affinage.checkpoint.compatibility import check_compatible
 from affinage.checkpoint.store import seconds_at_most
+from affinage.checkpoint.uploader import Uploader
+from affinage.cluster.processes import Processes
 from affinage.errors import Preempted, UserError
-from affinage.hardware.allocator import close_holes, give_back_freed_memory
-from affinage.hardware.collector import what_lives_is_left_alone
-from affinage.hardware.hosts import Hosts
-from affinage.hardware.movement import waits_for_others
+from affinage.hardware.devices import give_back_freed_memory
 from affinage.parallel import make_mesh
 from affinage.tracking import TrackedRun, Trackers
 from affinage.training.diagnosis import diagnose
@@ -29,18 +27,19 @@ from affinage.training.health import Health, Incurable
 from affinage.training.job import Checkpoints, HostBatch, TrainJob
 from affinage.training.ledger import Ledger, LifeSign
 from affinage.training.metrics import MetricsLog
+from affinage.training.preemption import PreemptionGuard
 from affinage.training.program import Program
 from affinage.training.progress import StepDisplay
 from affinage.training.reporter import Reporter
 from affinage.training.saving import SaveRhythm
-from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
 from affinage.training.summary import check_carried, checkpoint_meta, facts_for_trackers, identity, summarize
 from affinage.training.tracing import Tracing
 from affinage.training.watchdog import Watchdog
 
 _TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
-_COMPILATION = 3600  # seconds that it may take, and that one host may take longer than another
+_COMPILATION = 3600  # seconds that it may take, and that one process may take longer than another
+_COPY = 86400  # seconds: the copy gives up by itself
 _FIRST = 3  # steps that leave holes between what they keep; later ones find their buffers' places again
 
 
@@ -61,51 +60,47 @@ def train(job: TrainJob) -> dict[str, Any]:
         UserError: where settings, mesh and model do not fit together, and where too many updates were left out.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
-    settings, steps, ledger, hosts = job.settings, job.settings.steps, Ledger(), Hosts.current
-    written = job.folder if hosts.first else None
+    settings, steps, ledger, processes = job.settings, job.settings.steps, Ledger(), Processes.current
+    written = job.folder if processes.first else None
     life = LifeSign(written and written / "alive")
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(hosts.all_at_work())
-        stop = cleanup.enter_context(StopRequest(job.name, grace=job.runtime.preemption_grace))
-        watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, job.runtime, life))
+        cleanup.enter_context(processes.all_at_work())
+        stop = cleanup.enter_context(PreemptionGuard(job.name, grace=job.runtime.preemption_grace))
+        watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, job.runtime, life.show))
 
         # ---- the program ----
         cleanup.callback(job.hardware.release)
         mesh = make_mesh(job.mesh, job.hardware.acquire())
         program = Program(job, mesh, next(job.feed.iterate(0)))
-        watchdog.expects(program.slowest_step)
-        watchdog.begins("the compilation", may_take=_COMPILATION)
+        watchdog.beat("the compilation", at_most=_COMPILATION)
         with ledger.account("compile"):
             train_step = program.compile_training()
             examination = Examination(program, stop, watchdog)
-            watchdog.begins("the end of the compilation", may_take=2 * _COMPILATION)
-            hosts.meet("the end of the compilation", seconds=_COMPILATION)
+            watchdog.beat("the end of the compilation", at_most=2 * _COMPILATION)
+            processes.barrier("the end of the compilation", seconds=_COMPILATION)
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
-        keep, mirror = job.runtime.checkpoint, job.mirror if hosts.first else None
-        if mirror is not None:
-            cleanup.enter_context(mirror)  # says where nobody can be reached
+        keep, uploader = job.runtime.checkpoint, job.uploader if processes.first else None
+        if uploader is not None:
+            cleanup.enter_context(uploader)  # says where nobody can be reached
         store = job.store or CheckpointStore(
-            job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every, copies=mirror
+            job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every, uploader=uploader
         )
         cleanup.callback(store.wait)  # an error in the loop does not take the save in flight with it
         goes_on, one_pass = store.steps() or job.extends, seconds_at_most(program.abstract)
         # Each checkpoint that is there may be read in vain before one is restored.
         to_restore = (2 + len(store.steps())) * one_pass
-        watchdog.begins("the restore" if goes_on else "the first weights", may_take=to_restore)
+        watchdog.beat("the restore" if goes_on else "the first weights", at_most=to_restore)
         with ledger.account("restore" if goes_on else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
-        watchdog.begins("what a save needs", may_take=_COMPILATION)
-        with ledger.account("compile"):
-            store.prepare(state.named())
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
         life.book(ledger, meta.get("clock"))
         resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
         metrics = MetricsLog(written and written / "metrics.jsonl", start)
         cleanup.callback(metrics.close)
-        display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=hosts.first))
-        if mirror is not None:
-            mirror.say = display.say
+        display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=processes.first))
+        if uploader is not None:
+            uploader.say = display.say
         if job.judge is not None:
             job.judge.say = display.say
         if job.benchmarks is not None:
@@ -114,7 +109,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
         trackers = cleanup.enter_context(
             Trackers(
-                job.trackers if hosts.first else {},
+                job.trackers if processes.first else {},
                 tracked,
                 job.folder,
                 before=metrics.rows,
@@ -125,26 +120,27 @@ def train(job: TrainJob) -> dict[str, Any]:
         report = Reporter(program, metrics, display, ledger, health, start, trackers)
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
-        watchdog.begins("its first look", may_take=one_pass)
-        hosts.meet("its first look", seconds=one_pass)  # the first may have frozen weights to seal
+        watchdog.beat("its first look", at_most=_COMPILATION)
+        processes.barrier("its first look", seconds=one_pass)  # the first may have frozen weights to seal
         ended = ""
         if job.judge is not None and job.judge.due(start):
             with ledger.account("validation"):
                 ended = job.judge.look(start, state, examination.asked_to_stop)
             report.restart_clock()
-        if hosts.share("a look that was missed", examination.left_over(start, metrics, last=bool(ended))):
+        if processes.broadcast("a look that was missed", examination.left_over(start, metrics, last=bool(ended))):
             with ledger.account("validation"):
                 examination.look(start, state, report)
 
-        watchdog.begins("the way to the first step", may_take=_COMPILATION)
-        hosts.meet("the first step")
-        stop.something_to_lose(slowest_save=one_pass)
-        if stop.agreed():
+        watchdog.beat("the way to the first step", at_most=_COMPILATION)
+        processes.barrier("the first step")
+        stop.steps_to_lose()
+        if stop.reached():
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
 
         # ---- the steps ----
-        cleanup.enter_context(what_lives_is_left_alone())
-        close_holes()  # what the beginning has left
+        gc.collect()
+        gc.freeze()  # 200,000 objects of JAX and Orbax live until the end: a full collection looks at them for 0.1 s
+        cleanup.callback(gc.unfreeze)
         cleanup.enter_context(ledger.account("compute"))
         rhythm, tracing = SaveRhythm(keep, steps), Tracing(job.runtime.profiled, job.folder)
         profile, profiled = job.runtime.profile, job.runtime.profiled
@@ -157,8 +153,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         batch = program.put_share(next(batches)) if start < steps else None
         while step < steps and not ended:
             step += 1
-            watchdog.step_begins(step)
-            watchdog.save_lasts(store.in_flight())
+            watchdog.step(step, at_most=program.slowest_step)
             try:
                 if step in health.left_out:
                     state, batch = program.pass_over(state), program.put_share(next(batches))
@@ -174,7 +169,7 @@ def train(job: TrainJob) -> dict[str, Any]:
                         give_back_freed_memory()
                 for hook in job.on_step:
                     hook(step, state)
-                stopping, judging = stop.agreed(), job.judge is not None and job.judge.due(step)
+                stopping, judging = stop.reached(), job.judge is not None and job.judge.due(step)
                 examining, saving = examination.due(step), stopping or rhythm.due(step)
                 if judging or examining or saving:
                     # Every line up to here: what a resumed run does not compute again must be in the file.
@@ -183,29 +178,29 @@ def train(job: TrainJob) -> dict[str, Any]:
                 raise _diagnosed(program, state, end) from end
 
             if health.rewind_from is not None:
-                watchdog.begins("going back", may_take=one_pass + to_restore)
+                watchdog.beat("going back", at_most=one_pass + to_restore)
                 step, state = _go_back(program, store, ledger, report, health)
                 batches = program.batches(step)
                 batch = program.put_share(next(batches))
                 continue
 
             if judging and job.judge is not None and not stopping:
-                watchdog.begins("a look at the benchmarks", may_take=_COMPILATION)
+                watchdog.beat("a look at the benchmarks", at_most=_COMPILATION)
                 with ledger.account("validation"):
                     ended = job.judge.look(step, state, examination.asked_to_stop)
                 report.restart_clock()
-                stopping = stop.agreed()  # it may have been given up, too
+                stopping = stop.reached()  # it may have been given up, too
 
             if ended or examining:
-                watchdog.begins("the validation", may_take=_COMPILATION)
+                watchdog.beat("the validation", at_most=_COMPILATION)
                 with ledger.account("validation"):
                     examination.look(step, state, report)
-                stopping = stop.agreed() or stopping  # it may have been given up: done again from this step
+                stopping = stop.reached() or stopping  # it may have been given up: done again from this step
 
-            if stopping and stop.may_be_given_up:
+            if stopping and stop.by_hand:
                 display.say(f"{stop.signal_name}: saves step {step:,}; Ctrl-C once more leaves without it")
             if stopping or ended or saving:
-                watchdog.begins("the save", told_after=1, may_take=one_pass)  # it waits for the one before
+                watchdog.beat("the save", at_most=one_pass)  # it waits for the one before
                 with ledger.stall():
                     store.save(step, state.named(), checkpoint_meta(program, ledger, health, resumed_at))
                 rhythm.saved()
@@ -214,51 +209,50 @@ def train(job: TrainJob) -> dict[str, Any]:
             if stopping:
                 with ledger.account("save"):
                     store.wait()
-                    hosts.meet("the last save", seconds=one_pass)  # the first seals it
+                    processes.barrier("the last save", seconds=one_pass)  # the first seals it
                 display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
-                if job.mirror is not None:
-                    display.say(_copied(job.mirror, watchdog, stop))
+                if job.uploader is not None:
+                    display.say(_copied(job.uploader, watchdog, stop))
                 raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
 
         # ---- the end ----
         if ended:
             display.say(f"ends at step {step:,}: {ended}")
-        watchdog.begins("the last save", may_take=one_pass)
+        watchdog.beat("the last save", at_most=one_pass)
         with ledger.account("save"):
             store.wait()
-            hosts.meet("the last save", seconds=one_pass)
+            processes.barrier("the last save", seconds=one_pass)
         summary = summarize(program, metrics, ledger, health, resumed_at, step) | ({"ended": ended} if ended else {})
         if written is not None:
             part = written / "summary.json.part"
             part.write_text(json.dumps(summary, indent=1))
             part.replace(written / "summary.json")
-        if job.mirror is not None:
-            display.say(_copied(job.mirror, watchdog, stop))
-        if stop.agreed():
+        if job.uploader is not None:
+            display.say(_copied(job.uploader, watchdog, stop))
+        if stop.reached():
             raise Preempted(f"{job.name} stopped by {stop.signal_name} when it was done")
     return summary
 
 
-def _copied(mirror: Mirror, watchdog: Watchdog, stop: StopRequest) -> str:
+def _copied(uploader: Uploader, watchdog: Watchdog, stop: PreemptionGuard) -> str:
     """Wait until the last save is copied; in words what became of it.
 
     The first host copies; the others wait for it, as long as it shows that it is alive.
     """
-    hosts = Hosts.current
-    watchdog.begins("the copy of the last save", told_after=math.inf)
+    processes = Processes.current
+    watchdog.beat("the copy of the last save", at_most=_COPY)
 
     def seconds_left() -> float | None:
         left = stop.seconds_left()
         return None if left is None else left - _TO_LEAVE
 
-    with waits_for_others():  # the copy knows by itself when it is stuck
-        missing = mirror.settle(seconds_left) if hosts.first else ""
-    newest = mirror.newest
-    said = f"copied to {mirror.url}"
+    missing = uploader.settle(seconds_left) if processes.first else ""
+    newest = uploader.newest
+    said = f"copied to {uploader.url}"
     if missing:
         there = "no checkpoint is there" if newest is None else f"the newest checkpoint there is of step {newest:,}"
-        said = f"NOT all was copied to {mirror.url}: {missing}; {there}"
-    return str(hosts.share("the copy of the last save", said, seconds=None))
+        said = f"NOT all was copied to {uploader.url}: {missing}; {there}"
+    return str(processes.broadcast("the copy of the last save", said, seconds=None))
 
 
 def _next(batches: Iterator[HostBatch]) -> tuple[HostBatch, float]:
@@ -279,9 +273,8 @@ def _resume_or_begin(program: Program, store: Checkpoints, at_most: int | None =
 
     def accept(meta: Mapping[str, Any]) -> None:
         check_carried(meta)
-        setting = "runtime.checkpoint.accept_changes"
-        accepted, where = job.runtime.checkpoint.accept_changes, str(job.folder / "checkpoints")
-        for change in refuse_changes(meta, identity(program), accepted, where=where, setting=setting):
+        allowed, where = job.runtime.checkpoint.allow_changes, str(job.folder / "checkpoints")
+        for change in check_compatible(meta, identity(program), allowed, where=where):
             warnings.warn(f"{job.name} goes on with another {change}", CheckpointWarning, stacklevel=2)
 
     newest = store.restore_newest(program.abstract.named(), accept, at_most)
@@ -327,6 +320,6 @@ def _diagnosed(program: Program, state: TrainState, end: Incurable) -> UserError
         "learning_rate": program.learning_rate(end.step),
         "documents": None if job.documents is None else job.documents(end.step),
     }
-    if Hosts.current.first:
+    if Processes.current.first:
         (job.folder / "diagnosis.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return end.told(job.folder, found)

@@ -21,7 +21,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """Append-only `metrics.jsonl`, cut back to the step that a run resumes from.
 
-    Training lines have `step, loss, loss_z, spike, grad_norm, learning_rate, targets, skipped, torn, tokens,
+    Training lines have `step, loss, spike_score, spike, grad_norm, learning_rate, loss_tokens, skipped, torn, tokens,
     tokens_per_second, mfu, data_wait, seconds` and what the graph reports: cross_entropy and accuracy, and of a
     mixture of experts
     load_balance, router_z, expert_load_max (the fullest expert's share over the even one, mean of the layers) and

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -13,20 +14,21 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from affinage.config.parallel import ParallelSettings
 from affinage.config.training import PrecisionSettings, TrainSettings
-from affinage.hardware.allocator import close_holes
 from affinage.hardware.chips import Chip, chip
-from affinage.model import Call, Declared, apply, decayed, init_params, matrices
+from affinage.hardware.devices import acquire
+from affinage.model import Call, Declared, Graph, apply, decayed, init_params, matrices
+from affinage.model.batch import batch_shapes
 from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, strategy_for, table_with
+from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, make_mesh, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.parallel.used_axes import check_axes_used
 from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
-from affinage.training.layerwise import check_remat, make_layerwise_step
-from affinage.training.optimizer import Weights, make_optimizer
-from affinage.training.schedule import learning_rate
+from affinage.training.layerwise import check_remat, make_layerwise_optimizer, make_layerwise_step
+from affinage.training.optimizer import Weights, learning_rate, make_optimizer
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
 from affinage.training.step import Step, make_train_step, make_validation_step
 
@@ -149,9 +151,7 @@ class Program:
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
         step = step_of(self.held, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
-        compiled = self.strategy.compile_training(step, self.abstract, self._like(self.batch))
-        close_holes()  # what the compiler has left
-        return compiled
+        return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
     def pass_over(self, state: TrainState) -> TrainState:
         """Leave a batch out: the step is counted, and nothing else changes."""
@@ -249,6 +249,8 @@ class Program:
 
 def optimizer_of(held: Frozen, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
     """The optimizer that these settings name, for the weights that are trained."""
+    if settings.optimizer_in_backward:
+        return make_layerwise_optimizer(held.graph, settings)
     return make_optimizer(settings.optimizer, Weights(decayed(held.trained), matrices(held.trained)))
 
 
@@ -275,3 +277,24 @@ def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:
     if settings.compute == "auto":
         return jnp.dtype(jnp.bfloat16 if chip.multiplies_bfloat16 else jnp.float32)
     return jnp.dtype(settings.compute)
+
+
+def synthetic_batch(graph: Graph, rows: int, context: int) -> dict[str, np.ndarray]:
+    """A batch as a feed makes it, of uniformly drawn tokens in rows of one document: what is computed is the same."""
+    shapes = batch_shapes(graph, rows, context)
+    draw = np.random.default_rng(0)
+    batch = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+    batch["tokens"] = draw.integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
+    batch["positions"] = np.tile(np.arange(context, dtype=np.int32), (rows, 1))
+    batch["loss_mask"] = np.ones((rows, context), np.float32)
+    batch["rows"] = np.arange(rows, dtype=np.int32)
+    return batch
+
+
+def program_of(
+    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, mesh: Mapping[str, int | str], batch: HostBatch
+) -> Program:
+    """A training without a feed and a folder, on all devices of this machine: for its steps alone."""
+    nothing: Any = None
+    job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel)
+    return Program(job, make_mesh(mesh, acquire()), batch)

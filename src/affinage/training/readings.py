@@ -1,7 +1,6 @@
 """What the machine says of itself: memory, and how busy it is."""
 
 import contextlib
-import importlib.util
 import math
 import os
 import time
@@ -9,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-
-from affinage.hardware.duty_cycle import DutyCycle
 
 _STATM = "/proc/self/statm"
 
@@ -21,7 +18,7 @@ class Readings:
     `memory_gigabytes`, in 1e9 bytes: the most that a device has held so far; of a CPU the resident memory of this
     process now. `memory_share`: the same of what the device has; not of a CPU. `utilisation`, from 0 to 1: of NVIDIA's
     GPUs that this process computes on what their driver says of the last second, where the package nvidia-ml-py is
-    installed; of TPUs the duty cycle of the machine's chips, as libtpu told it after the reading before; of a CPU the
+    installed; of a CPU the
     share of all its cores that this process had since the last reading. What a platform does not tell is left out.
 
     Args:
@@ -33,9 +30,7 @@ class Readings:
         self._devices, self._fresh = devices, fresh
         self._is_cpu = devices[0].platform == "cpu"
         self._cores = os.cpu_count() or 1
-        self._load: Callable[[], float | None] | None = (
-            self._processor if self._is_cpu else _gpus(devices) or _tpus(devices)
-        )
+        self._load: Callable[[], float | None] | None = self._processor if self._is_cpu else _gpus(devices)
         self._clock, self._busy = time.perf_counter(), time.process_time()
         self._found: dict[str, float] = {}
         self._asked = -math.inf
@@ -75,16 +70,6 @@ class Readings:
         share = (busy - self._busy) / max(clock - self._clock, 1e-9) / self._cores
         self._clock, self._busy = clock, busy
         return min(share, 1.0)
-
-
-def _tpus(devices: list[Any]) -> Callable[[], float | None] | None:
-    """Reads the duty cycle of the machine's TPUs; None where these are none, or libtpu is not installed."""
-    if devices[0].platform != "tpu" or importlib.util.find_spec("libtpu") is None:
-        return None
-    try:
-        return DutyCycle().read
-    except OSError:  # no process can be started
-        return None
 
 
 def _gpus(devices: list[Any]) -> Callable[[], float] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from affinage.hardware.hosts import Hosts
+from affinage.cluster.processes import Processes
 from affinage.tracking import Trackers
 from affinage.training.health import Health
 from affinage.training.ledger import Ledger
@@ -46,7 +46,7 @@ class Reporter:
         self._health, self._trackers = health, trackers
         many_on_cpu = program.chip.name == "CPU" and program.mesh.size > 1
         self._ahead = 0 if many_on_cpu else _IN_FLIGHT
-        self._adapts = not many_on_cpu and Hosts.current.count == 1
+        self._adapts = not many_on_cpu and Processes.current.count == 1
         self._is_apart = program.chip.name != "CPU"  # values must be brought from the devices
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         self._flops = program.flops_per_step

@@ -2,8 +2,8 @@
 
 import time
 
+from affinage.cluster.processes import Processes
 from affinage.config.runtime import CheckpointSettings
-from affinage.hardware.hosts import Hosts
 
 _STEPS_BETWEEN_QUESTIONS = 10  # many hosts must agree on what the clock says, which costs a message
 
@@ -28,6 +28,8 @@ class SaveRhythm:
         if minutes is None:
             return False
         long_ago = time.monotonic() - self._last >= 60 * minutes
-        if Hosts.current.count == 1:
+        if Processes.current.count == 1:
             return long_ago
-        return step % _STEPS_BETWEEN_QUESTIONS == 0 and bool(Hosts.current.share("a save by the clock", long_ago))
+        return step % _STEPS_BETWEEN_QUESTIONS == 0 and bool(
+            Processes.current.broadcast("a save by the clock", long_ago)
+        )

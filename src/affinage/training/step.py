@@ -1,26 +1,27 @@
 """The one training step: `(state, batch) -> (state, metrics)`, pure, for training, planning and benchmarks alike."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, BFloat16, Float, Float32, PRNGKeyArray
 
 from affinage.config.training import HealthSettings
 from affinage.model import Call, Graph, apply, moved_averages
 from affinage.parallel import MeshLayout
+from affinage.parallel.layout import REPLICAS
 from affinage.parallel.pipeline import AXIS as STAGES
-from affinage.training.accumulation import Batch, Sums, accumulate
 from affinage.training.frozen import Frozen
-from affinage.training.rounding import stored_like
-from affinage.training.schedule import Schedule
-from affinage.training.spikes import judged
+from affinage.training.optimizer import Schedule
+from affinage.training.spikes import detect_spike
 from affinage.training.state import Purpose, TrainState, random_key
 
 PyTree = Any
+Batch = Mapping[str, Array]
+Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Weights = tuple[PyTree, PyTree, PyTree]  # params, averages, frozen
@@ -56,8 +57,8 @@ def make_train_step(
 
     Returns:
         The step. Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per
-        example), grad_norm (before clipping), learning_rate, targets (tokens or examples that counted), skipped (0 or
-        1), with a window in the state loss_z (its z-score) and spike (0 or 1), and what the graph itself reports.
+        example), grad_norm (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0
+        or 1), with a window in the state spike_score and spike (0 or 1), and what the graph itself reports.
     """
     graph, call = held.graph, held.call(call)
     replicas = replicas_of(graph, call) if micro_batches > 1 else 1
@@ -82,21 +83,53 @@ def make_train_step(
         seed=seed,
         stochastic_rounding=stochastic_rounding,
         health=health,
-        weights_first=weights_come_first(call),
     )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
         grads, sums = accumulate(lambda part: gradient(state, part, key), batch, micro_batches, replicas)
-        _, targets = sums["loss"]
+        _, loss_tokens = sums["loss"]
         means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
         # Of the sum, not of the mean: XLA would write the mean out before it has the norm.
-        grad_norm = optax.tree.norm(grads) / jnp.maximum(targets, 1.0)
-        grads = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
+        grad_norm = optax.tree.norm(grads) / jnp.maximum(loss_tokens, 1.0)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(loss_tokens, 1.0), grads)
         new, report = update(state, grads, means["loss"], grad_norm)
-        return new, {**means, **report, "targets": targets}
+        return new, {**means, **report, "loss_tokens": loss_tokens}
 
     return step
+
+
+def accumulate(
+    gradient: Callable[[Batch], tuple[PyTree, Sums]], batch: Batch, parts: int, replicas: int = 1
+) -> tuple[PyTree, Sums]:
+    """Sum `gradient` over `parts` micro-batches of equal size, one after the other.
+
+    Micro-batch m has the rows m, m + parts, m + 2 parts, ...: each device finds its share of every micro-batch among
+    the rows it already has.
+
+    Args:
+        gradient: of some rows.
+        batch: arrays [B, ...].
+        parts: divides B.
+        replicas: equal parts of the rows, one after the other, that stand side by side along the mesh axis REPLICAS.
+            Each has sums of its own until the last micro-batch, which are then summed once. Left to itself, XLA sums
+            over the devices in every micro-batch, layer by layer.
+    """
+    if parts == 1:
+        return gradient(batch)
+    copies = (replicas,) if replicas > 1 else ()
+    axis = len(copies) + 1
+    split = {name: jnp.moveaxis(x.reshape(*copies, -1, parts, *x.shape[1:]), axis, 0) for name, x in batch.items()}
+    if copies:
+        gradient = jax.vmap(gradient, spmd_axis_name=REPLICAS)
+    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def add(total: tuple[PyTree, Sums], part: Batch) -> tuple[tuple[PyTree, Sums], None]:
+        return jax.tree.map(jnp.add, total, gradient(part)), None
+
+    total = jax.lax.scan(add, zeros, split)[0]
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), total) if copies else total
 
 
 def replicas_of(graph: Graph, call: Call) -> int:
@@ -113,11 +146,6 @@ def replicas_of(graph: Graph, call: Call) -> int:
     return 1 if together else layout.replicas
 
 
-def weights_come_first(call: Call) -> bool:
-    """Whether the update is compiled for one CPU device; see `make_update`."""
-    return call.platform == "cpu" and isinstance(call.layout, MeshLayout) and call.layout.mesh.size == 1
-
-
 Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
 
 
@@ -129,17 +157,11 @@ def make_update(
     seed: int,
     stochastic_rounding: bool = True,
     health: HealthSettings | None = None,
-    weights_first: bool = False,
 ) -> Update:
     """Build the step's second half: (state, gradient of the mean loss, that loss, the gradient's norm) -> next state.
 
     The loss and the norm say whether the update is healthy; else everything stays but the count of steps. The metrics
-    are grad_norm, learning_rate, skipped and those of the window; the arguments are those of `make_train_step`, and
-
-    Args:
-        weights_first: compute the weights before the optimizer's state. Both are written over what both are computed
-            from, and XLA's CPU compiler, which sees no order between them, would copy all moments first: two thirds
-            of the state. Other compilers make both at once. The numbers are the same.
+    are grad_norm, learning_rate, skipped and those of the window; the arguments are those of `make_train_step`.
     """
 
     def update(
@@ -151,22 +173,13 @@ def make_update(
         rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None
         params = stored_like(state.params, moved, rounding)
         averages = None if state.averages is None else moved_averages(graph, state.averages, params)
-        window, sound, told = judged(state.window, loss, health)
-        healthy = sound & jnp.isfinite(grad_norm)
-        chosen, before, moving = _choose(healthy, params, state.params), state.opt_state, healthy
-        if weights_first:
-            chosen, grads, before, moving = _after(chosen, (grads, before, healthy))
-            _, opt_state = optimizer.update(grads, before, state.params, norm=grad_norm)
-        new = TrainState(
-            state.step + 1,
-            chosen,
-            _choose(moving, opt_state, before),
-            _choose(healthy, averages, state.averages),
-            window,
-            state.frozen,
-        )
+        window, may_update, spike = detect_spike(state.window, loss, health)
+        healthy = may_update & jnp.isfinite(grad_norm)
+        old, new = (state.params, state.opt_state, state.averages), (params, opt_state, averages)
+        chosen = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
         skipped = 1.0 - healthy.astype(jnp.float32)
-        return new, {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **told}
+        metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **spike}
+        return TrainState(state.step + 1, *chosen, window, state.frozen), metrics
 
     return update
 
@@ -188,14 +201,32 @@ def make_validation_step(held: Frozen, *, call: Call) -> Callable[[Weights, Batc
     return step
 
 
-def _choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+def stored_like(old: PyTree, new: PyTree, key: PRNGKeyArray | None) -> PyTree:
+    """`new` in the dtypes of `old`; what becomes bfloat16 is rounded stochastically if there is a key.
+
+    Args:
+        old: tree of arrays, for their dtypes.
+        new: the same tree in float32.
+        key: of this step; each array has draws of its own. None: to the nearest, ties to even.
+    """
+    leaves, structure = jax.tree.flatten(old)
+    rounded = []
+    for index, (before, after) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True)):
+        if key is not None and before.dtype == jnp.bfloat16:
+            rounded.append(stochastic_bfloat16(after, jax.random.fold_in(key, index)))
+        else:
+            rounded.append(after.astype(before.dtype))
+    return jax.tree.unflatten(structure, rounded)
 
 
-def _after(weights: PyTree, then: tuple[PyTree, PyTree, Array]) -> tuple[PyTree, PyTree, PyTree, Array]:
-    """The weights and the others, of which the last, a truth value, cannot be known before all weights are."""
-    grads, moments, truth = then
-    weights = jax.lax.optimization_barrier(weights)
-    ones = [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(weights)]
-    never = jnp.any(jnp.clip(jnp.stack(ones), 0.0, 1.0) > 1.0)  # XLA does not know
-    return jax.lax.optimization_barrier((weights, grads, moments, truth | never))
+def stochastic_bfloat16(x: Float32[Array, "..."], key: PRNGKeyArray) -> BFloat16[Array, "..."]:
+    """One of the two bfloat16 neighbours of each value, each as probable as the value is near to it.
+
+    The expectation is the value itself, so that updates under half a unit in the last place are not lost. bfloat16 is
+    the upper half of a float32: a uniform 16-bit integer is added to the lower half, which is then cut off. What is not
+    finite stays as it is.
+    """
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+    upper = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), upper, x.astype(jnp.bfloat16))

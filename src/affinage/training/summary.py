@@ -12,8 +12,8 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 import affinage
-from affinage.checkpoint.facts import IDENTITY
-from affinage.hardware.memory import peak_bytes
+from affinage.checkpoint.compatibility import IDENTITY
+from affinage.hardware.devices import peak_bytes
 from affinage.model.analysis import parameters
 from affinage.model.parameter import parameters_in
 from affinage.secrets import masked

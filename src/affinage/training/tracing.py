@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from affinage.hardware.hosts import Hosts
+from affinage.cluster.processes import Processes
 
 FOLDER = "profile"  # in the folder of the training
 
@@ -23,8 +23,8 @@ class Tracing:
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
         self._first, self._last = steps or (0, 0)
-        hosts = Hosts.current
-        self._folder = folder / FOLDER if hosts.count == 1 else folder / FOLDER / f"host-{hosts.index}"
+        processes = Processes.current
+        self._folder = folder / FOLDER if processes.count == 1 else folder / FOLDER / f"host-{processes.index}"
         self._runs = False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:

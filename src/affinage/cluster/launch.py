@@ -1,0 +1,396 @@
+"""Starting the processes of a run, ending them together, and starting them again.
+
+A launcher starts a `WorkerGroup`: one process for each worker, on this machine (`LocalLauncher`) or on the machines of
+a Ray cluster (`affinage.cluster.ray_launch`). `supervise` watches over the group.
+"""
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO, Protocol
+
+from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
+from affinage.secrets import masked
+from affinage.stopping import PARENT, heeded
+
+Print = Callable[[str], None]
+
+_AFTER = {0: 60.0, EXIT_PREEMPTED: 40.0, EXIT_USER_ERROR: 5.0}  # seconds for the others, by how the first one ended
+_AFTER_DEATH = 1.0  # seconds: the others are in a collective that never ends
+_QUICK = 20.0  # seconds: a group that fails within them may do so for ever
+_FREE_QUICK_STARTS = 3  # quick endings in a row that are not waited after
+_LONGEST_PAUSE = 60.0  # seconds
+_DEAD_WITHIN = 10.0  # seconds for the kernel to take a killed process away
+_LOOK_EVERY = 0.05  # seconds
+_THREADS = "16"  # of XLA's pool: with fewer, the collectives of several CPU devices of a process wait for each other
+# Gloo prints these to standard output, and its threads write into each other's lines.
+_NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks|Expected number of connected peer ranks")
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How the process of a worker ended."""
+
+    worker: int
+    status: int  # its exit status; negative: the number of the signal that killed it
+    where: str = ""  # the machine, if it has a name
+
+    def __str__(self) -> str:
+        name = f"worker {self.worker}" + (f" ({self.where})" if self.where else "")
+        if self.status < 0:
+            return f"{name} was killed by {signal.Signals(-self.status).name}"
+        words = {0: "is done", EXIT_PREEMPTED: "was preempted", EXIT_USER_ERROR: "found a mistake in its input"}
+        return f"{name} {words.get(self.status, f'failed with status {self.status}')}"
+
+
+class WorkerGroup(Protocol):
+    """The processes of one start of a run: they begin and end together."""
+
+    def exits(self, seconds: float) -> list[WorkerExit]:
+        """Wait for at most `seconds` until a process ends; return those that ended since the last call, in order."""
+        ...
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every process that runs."""
+        ...
+
+    def kill(self) -> None:
+        """Kill what still runs, with all that it has started. Calling it again is fine."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the same command in all workers, each with the variables of `affinage.cluster.processes.placement`.
+
+    `workers` is how many the last start has, or the next one will have.
+    """
+
+    workers: int
+
+    def start(self, command: Sequence[str]) -> WorkerGroup:
+        """Start the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker; all of them, or none.
+
+        Raises:
+            UserError: there are not enough machines.
+        """
+        ...
+
+    def has_room(self) -> bool:
+        """Whether a start would now have more workers than the last one."""
+        ...
+
+
+@dataclass(frozen=True)
+class FailureConfig:
+    """How often a run is started again before it is given up."""
+
+    max_preemptions: int = 1000  # a worker was preempted, saved, and left with status 75
+    max_failures: int = 10  # a worker was killed or failed, or the workers could not be started
+    reset_after: float = 3600.0  # seconds: both are counted from zero after a start that lasted this long
+
+
+class _Stop:
+    """The signals that ask this process to stop, while entered."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self.twice = False
+
+    def __enter__(self) -> "_Stop":
+        self._cleanup = contextlib.ExitStack()
+        if threading.current_thread() is threading.main_thread():
+            for number in heeded():
+                self._cleanup.callback(signal.signal, number, signal.signal(number, self._on_signal))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.twice = self.number == signal.SIGINT == number
+        self.number = signal.Signals(number)
+
+    def wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self.number and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY)
+
+
+def supervise(
+    launcher: Launcher,
+    command: Sequence[str],
+    failures: FailureConfig,
+    *,
+    grace: float = 35.0,
+    room_every: float = 60.0,
+    say: Print = print,
+) -> int:
+    """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
+
+    SIGTERM, SIGINT and SIGHUP are passed on to the workers, and nothing is started again. Nothing that was started runs
+    afterwards. Where the launcher `has_room` for more workers, those that run save, and all start again, which is
+    counted as no preemption.
+
+    Args:
+        launcher: starts the workers.
+        command: arguments of `affinage`.
+        failures: how often it is started again.
+        grace: seconds for the workers to save when this process is asked to stop.
+        room_every: seconds between two looks for room for more workers.
+        say: takes lines for the user.
+
+    Returns:
+        The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
+
+    Raises:
+        Exception: of the first start. Once workers have been started, an error of a start counts as a failure.
+    """
+    preempted = failed = quick = 0
+    started_once = False
+    with _Stop() as stop:
+        while True:
+            began = time.monotonic()
+            try:
+                group = launcher.start(command)
+                started_once = True
+                exit_, grows = _watch(group, launcher, stop, grace, room_every, say)
+                what, status = str(exit_), exit_.status
+            except Exception as error:
+                if not started_once:
+                    raise
+                what, status, grows = masked(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"), 1, False
+            if stop.number:
+                return EXIT_INTERRUPTED if status == EXIT_INTERRUPTED else 0 if status == 0 else EXIT_PREEMPTED
+            if status in (0, EXIT_USER_ERROR):
+                return status
+            if grows and status == EXIT_PREEMPTED:
+                continue
+            lasted = time.monotonic() - began
+            if lasted >= failures.reset_after:
+                preempted = failed = 0
+            quick = quick + 1 if lasted < _QUICK and status >= 0 else 0
+            if status == EXIT_PREEMPTED:
+                preempted += 1
+                used, most, kind = preempted, failures.max_preemptions, "preemptions"
+            else:
+                failed += 1
+                used, most, kind = failed, failures.max_failures, "failures"
+            if used > most:
+                say(f"launch: {what}; given up after {most} {kind}")
+                return EXIT_PREEMPTED if status == EXIT_PREEMPTED else 1
+            pause = min(2.0 ** min(quick - _FREE_QUICK_STARTS, 10), _LONGEST_PAUSE) if quick > _FREE_QUICK_STARTS else 0
+            say(f"launch: {what}; all start again{f' in {pause:.0f} s' if pause else ''} ({used} of {most} {kind})")
+            stop.wait(pause)
+            if stop.number:
+                return EXIT_PREEMPTED
+
+
+def _watch(
+    group: WorkerGroup, launcher: Launcher, stop: _Stop, grace: float, room_every: float, say: Print
+) -> tuple[WorkerExit, bool]:
+    """Wait until a group has ended. Returns the exit that decides, and whether it ended to make room for more."""
+    exits: list[WorkerExit] = []
+    passed_on, grows, looked = 0, False, time.monotonic()
+    until = float("inf")
+    try:
+        while len(exits) < launcher.workers and time.monotonic() < until:
+            new = group.exits(0.5)
+            if new and not exits:
+                until = min(until, time.monotonic() + _AFTER.get(new[0].status, _AFTER_DEATH))
+                if new[0].status == EXIT_PREEMPTED:
+                    group.send(signal.SIGTERM)  # those that are not in a training together do not know of it
+            exits += new
+            if stop.number and passed_on < 1 + stop.twice:
+                passed_on += 1
+                group.send(stop.number)
+                until = min(until, time.monotonic() + grace)
+            elif not exits and not grows and time.monotonic() - looked > room_every:
+                looked = time.monotonic()
+                if launcher.has_room():
+                    say("launch: there is room for more workers; all save and start again")
+                    grows = True
+                    group.send(signal.SIGINT)  # nobody takes this machine away: the save has as long as it needs
+        if stop.number and len(exits) < launcher.workers:
+            running = sorted(set(range(launcher.workers)) - {each.worker for each in exits})
+            say(f"launch: worker {', '.join(map(str, running))} did not end in time and is killed")
+    finally:
+        group.kill()
+    exits += group.exits(0.0)
+    return _cause(exits) or WorkerExit(0, -signal.SIGKILL), grows
+
+
+def _cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
+    """The first worker that ended badly by itself: JAX aborts the others (SIGABRT) when it loses one."""
+    bad = [each for each in exits if each.status != 0]
+    own = [each for each in bad if each.status != -signal.SIGABRT]
+    return next(iter(own or bad or exits), None)
+
+
+class LocalLauncher:
+    """Processes of this machine, which listen on the loopback address alone.
+
+    Args:
+        workers: how many.
+        devices: of each, played by the CPU; None: whatever JAX finds.
+        say: takes the lines that they print, each with the number of its worker before it.
+        program: what runs the command; default: this Python's affinage.
+    """
+
+    def __init__(
+        self, workers: int, *, devices: int | None = None, say: Print = print, program: Sequence[str] = ()
+    ) -> None:
+        self.workers, self._say = workers, say
+        self._program = list(program) or [sys.executable, "-m", "affinage"]
+        self._environment = {**os.environ, **cpu_devices(devices)}
+
+    def start(self, command: Sequence[str]) -> "LocalGroup":
+        """See `Launcher`."""
+        return LocalGroup([*self._program, *command], self._environment, self.workers, self._say)
+
+    def has_room(self) -> bool:
+        """See `Launcher`."""
+        return False
+
+
+class LocalGroup:
+    """See `WorkerGroup`. Each process has a session of its own, and is killed by the kernel when this one ends."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], workers: int, say: Print) -> None:
+        self._port, coordinator = reserved_port()
+        self._say, self._exited = say, set[int]()
+        self._workers: list[WorkerProcess] = []
+        try:
+            for worker in range(workers):
+                place = {COORDINATOR: coordinator, NUM_PROCESSES: str(workers), PROCESS_ID: str(worker)}
+                self._workers.append(WorkerProcess(command, {**environment, **place}))
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [process.pid for process in self._workers]
+
+    def exits(self, seconds: float) -> list[WorkerExit]:
+        """See `WorkerGroup`."""
+        until = time.monotonic() + seconds
+        while True:
+            found = [WorkerExit(worker, status) for worker, status in self._statuses() if status is not None]
+            self._exited |= {each.worker for each in found}
+            if found or time.monotonic() >= until:
+                return found
+            time.sleep(_LOOK_EVERY)
+
+    def _statuses(self) -> list[tuple[int, int | None]]:
+        found = []
+        for worker, process in enumerate(self._workers):
+            if worker not in self._exited:
+                lines, status = process.news()
+                for line in lines:
+                    self._say(f"{worker} | {line}")
+                found.append((worker, status))
+        return found
+
+    def send(self, number: signal.Signals) -> None:
+        """See `WorkerGroup`."""
+        for process in self._workers:
+            process.send(number)
+
+    def kill(self) -> None:
+        """See `WorkerGroup`."""
+        for process in self._workers:
+            process.kill()
+        self._port.close()
+
+
+class WorkerProcess:
+    """A process in a session of its own, whose lines and end can be asked for."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
+        given = {**environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        # The thread that starts it reads its output to the end: the kernel takes a thread's end for that of the parent.
+        self._thread = threading.Thread(target=self._run, args=(list(command), given), daemon=True)
+        self._thread.start()
+        started = self._started.get()
+        if isinstance(started, Exception):
+            raise started
+        self._process = started
+        self.pid = started.pid
+
+    def _run(self, command: list[str], environment: dict[str, str]) -> None:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except Exception as error:
+            self._started.put(error)
+            return
+        self._started.put(process)
+        assert process.stdout is not None
+        self._read(process.stdout)
+        process.wait()
+
+    def _read(self, output: IO[bytes]) -> None:
+        for line in output:
+            if not _NOISE.search(line):
+                self._lines.put(line.decode(errors="replace").rstrip())
+
+    def news(self) -> tuple[list[str], int | None]:
+        """Return the lines since the last call, and the exit status once it has ended and all lines were returned."""
+        status = self._process.poll()
+        if status is not None:
+            self._thread.join(1.0)  # what it started may hold its output open, and is not waited for
+        lines = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self._lines.get_nowait())
+        return lines, status
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it with all that it has started; fine if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_DEAD_WITHIN)
+
+
+def reserved_port(address: str = "127.0.0.1") -> tuple[socket.socket, str]:
+    """Return a socket that holds a free port of this machine, and ADDRESS:PORT for the coordinator.
+
+    While the socket is open nobody else is given the port, and the coordinator, which may share it, listens there.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((address, 0))
+    return held, f"{address}:{held.getsockname()[1]}"
+
+
+def cpu_devices(devices: int | None) -> dict[str, str]:
+    """Return the environment of a process whose CPU plays several devices."""
+    if devices is None:
+        return {}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": _THREADS}

@@ -1,0 +1,279 @@
+"""The processes of a run: which of them this one is, how they find each other, and what they agree on.
+
+A process has its own devices; on a pod of TPUs there is one on each machine. All of them run the same code in the same
+order. What they must agree on goes through the key-value store of JAX's coordination service. When a process dies or
+stops answering, the heartbeats of that service end all others; `affinage launch` starts them again.
+"""
+
+import collections
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from affinage.errors import UserError
+from affinage.stopping import leave, skip_exit_handlers
+
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "AFFINAGE_COORDINATOR", "AFFINAGE_NUM_PROCESSES", "AFFINAGE_PROCESS_ID"
+DETECT = "auto"
+HEARTBEAT_TIMEOUT = 30.0  # seconds
+TO_START = 300.0  # seconds in which all processes must have started
+_TO_AGREE = 300.0  # seconds; once all processes are there, agreeing takes milliseconds
+_TO_SHUT_DOWN = 60  # seconds
+_SLICE = 0.5  # seconds of a wait during which Python's signal handlers do not run
+_BROADCASTS_A_BARRIER = 100  # after as many broadcasts all processes meet once, so that old keys can be deleted
+
+
+class ProcessLost(RuntimeError):
+    """Another process did not answer in time, or is gone."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which of how many processes this one is, and where they find each other; `auto` leaves both to JAX."""
+
+    coordinator: str  # ADDRESS:PORT, on which the first process listens
+    count: int | None = None
+    index: int | None = None
+
+
+@dataclass(eq=False)
+class Processes:
+    """All processes of the run that this one belongs to."""
+
+    index: int = 0
+    count: int = 1
+    notify_preemption: Callable[[], None] = lambda: None  # has JAX agree with all processes on a step to stop at
+    current: ClassVar["Processes"]  # this process alone, until `init_distributed` is entered
+    _calls: collections.Counter[str] = field(default_factory=collections.Counter)
+    _stale: list[str] = field(default_factory=list)
+    _together: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and decides."""
+        return self.index == 0
+
+    @property
+    def together(self) -> bool:
+        """Whether all processes are at the same piece of work; otherwise each has only its own devices."""
+        return self.count == 1 or self._together
+
+    @staticmethod
+    def at_work() -> "Processes":
+        """The processes that share this piece of work: all of the run, or this one alone."""
+        return Processes.current if Processes.current.together else Processes()
+
+    @contextlib.contextmanager
+    def all_at_work(self) -> Iterator[None]:
+        """Inside, the devices of all processes compute one program; every process must enter it."""
+        before, self._together = self._together, True
+        try:
+            yield
+        finally:
+            self._together = before
+
+    def broadcast(self, name: str, value: Any, *, seconds: float | None = _TO_AGREE) -> Any:
+        """Return the first process's value, as JSON represents it. All processes must call this equally often.
+
+        Args:
+            name: of what is decided.
+            value: what the first process decides; the values of others are ignored.
+            seconds: how long to wait for the first process; None: as long as it lives.
+
+        Raises:
+            ProcessLost: the first process has not called this in time.
+        """
+        if self.count == 1:
+            return value
+        key, number = self._key("broadcast", name)
+        if self.first:
+            text = json.dumps(value)
+            self._client.key_value_set(key, text)
+        else:
+            text = self._wait_for(key, name, seconds)
+        self._stale.append(key)
+        if number % _BROADCASTS_A_BARRIER == 0:
+            self.barrier(name)
+        return json.loads(text)
+
+    def all_gather(self, name: str, value: Any, *, seconds: float = _TO_AGREE) -> list[Any]:
+        """Return the values of all processes in their order. All processes must call this equally often.
+
+        Raises:
+            ProcessLost: one of them has not called this in time.
+        """
+        if self.count == 1:
+            return [value]
+        key, _ = self._key("gather", name)
+        self._client.key_value_set(f"{key}/{self.index}", json.dumps(value))
+        self.barrier(name, seconds=seconds)
+        found = {int(path.rpartition("/")[2]): json.loads(text) for path, text in self._client.key_value_dir_get(key)}
+        self._stale.append(key)
+        return [found[index] for index in range(self.count)]
+
+    def all_min(self, name: str, value: int, *, seconds: float = _TO_AGREE) -> int:
+        """Return the smallest of the values of all processes; see `all_gather`."""
+        return min(self.all_gather(name, value, seconds=seconds))
+
+    def barrier(self, name: str, *, seconds: float = _TO_AGREE) -> None:
+        """Wait until all processes have called this.
+
+        Raises:
+            ProcessLost: naming those that have not.
+        """
+        if self.count == 1:
+            return
+        from jax.errors import JaxRuntimeError
+
+        key, _ = self._key("barrier", name)
+        try:
+            self._client.wait_at_barrier(key, int(1000 * seconds))
+        except JaxRuntimeError as error:
+            raise ProcessLost(f"not all processes came to `{name}` within {seconds:g} s: {error}") from error
+        if self.first:  # all have read what was announced before
+            for stale in self._stale:
+                self._client.key_value_delete(stale)
+        self._stale.clear()
+
+    def _wait_for(self, key: str, name: str, seconds: float | None) -> str:
+        from jax.errors import JaxRuntimeError
+
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            try:
+                return str(self._client.blocking_key_value_get(key, int(1000 * _SLICE)))
+            except JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise ProcessLost(f"process 0 cannot be reached: {error}") from error
+            if until is not None and time.monotonic() >= until:
+                raise ProcessLost(f"process 0 has not announced `{name}` within {seconds:g} s")
+
+    def _key(self, kind: str, name: str) -> tuple[str, int]:
+        self._calls[f"{kind}/{name}"] += 1  # by name, as threads may call this in another order
+        number = self._calls[f"{kind}/{name}"]
+        return f"affinage/{kind}/{name}/{number}", number
+
+    @property
+    def _client(self) -> Any:
+        from jax._src import distributed  # the public functions have no time limits and take arrays only
+
+        return distributed.global_state.client
+
+
+Processes.current = Processes()
+_joined: Placement | None = None
+
+
+def placement() -> Placement | None:
+    """Return what the environment says about this process; None if it is alone.
+
+    AFFINAGE_COORDINATOR, AFFINAGE_NUM_PROCESSES and AFFINAGE_PROCESS_ID say it, or AFFINAGE_COORDINATOR=auto leaves it
+    to JAX, which knows Slurm, Open MPI, Kubernetes and pods of TPUs.
+
+    Raises:
+        UserError: for variables that are missing or contradict each other.
+    """
+    coordinator = os.environ.get(COORDINATOR, "")
+    if not coordinator:
+        return None
+    if coordinator == DETECT:
+        return _joined or Placement(DETECT)
+    try:
+        count, index = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
+        valid = coordinator.rpartition(":")[2].isdigit() and ":" in coordinator and 0 <= index < count
+    except (KeyError, ValueError):
+        valid = False
+    if not valid:
+        where = ", ".join(f"{name}={os.environ.get(name, '')}" for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
+        fix = f"Give each process {COORDINATOR}=ADDRESS:PORT (of process 0), {NUM_PROCESSES}=N and {PROCESS_ID}=0..N-1."
+        raise UserError("these variables do not say which of how many processes this is", where=where, fix=fix)
+    return Placement(coordinator, count, index)
+
+
+def is_first() -> bool:
+    """Whether this process prints for all, as far as that is known before `init_distributed`."""
+    here = placement()
+    return here is None or not here.index
+
+
+@contextlib.contextmanager
+def init_distributed(heartbeat_timeout: float = HEARTBEAT_TIMEOUT) -> Iterator[Processes]:
+    """Inside, this process is one of those that the environment names, joined by `jax.distributed`; alone without any.
+
+    Enter it before JAX has computed anything. Where another process dies, or does not answer for `heartbeat_timeout`
+    seconds, JAX aborts this one. The processes are left with status 1 if not all of them start in time.
+    """
+    here = placement()
+    if here is None or Processes.current.count > 1:
+        yield Processes.current
+        return
+    before = Processes.current
+    try:
+        Processes.current = _connect(here, heartbeat_timeout)
+        yield Processes.current
+        import jax
+
+        jax.distributed.shutdown()
+    except BaseException:
+        skip_exit_handlers()  # the others may be in a collective that never ends
+        raise
+    finally:
+        Processes.current = before
+
+
+def _connect(here: Placement, heartbeat_timeout: float) -> Processes:
+    import jax
+
+    which = f"process {here.index} of {here.count}" if here.count else "this process"
+    why = f"{COORDINATOR}={here.coordinator}: {which} did not meet the others within {TO_START:g} s; start affinage in"
+    why += " every process, each with its own number, and open the port between them"
+    too_late = threading.Timer(TO_START, leave, (why, 1))  # JAX itself would abort with a page of stacks
+    too_late.daemon = True
+    too_late.start()
+    python_handler = signal.getsignal(signal.SIGTERM)
+    address = None if here.coordinator == DETECT else here.coordinator
+    try:
+        jax.distributed.initialize(
+            address,
+            here.count,
+            here.index,
+            cluster_detection_method=None if address is None else "deactivate",
+            coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address),
+            initialization_timeout=int(TO_START) + 60,
+            heartbeat_timeout_seconds=round(heartbeat_timeout),
+            shutdown_timeout_seconds=_TO_SHUT_DOWN,
+        )
+        jax.local_devices()  # now: the first question after devices waits until all processes have asked it
+    except (RuntimeError, ValueError) as error:
+        fix = "See docs/clusters.md."
+        raise UserError(
+            f"JAX cannot join the processes: {error}", where=f"{COORDINATOR}={here.coordinator}", fix=fix
+        ) from error
+    finally:
+        too_late.cancel()
+    global _joined
+    _joined = Placement(here.coordinator, jax.process_count(), jax.process_index())
+    return Processes(jax.process_index(), jax.process_count(), _take_sigterm_back(python_handler))
+
+
+def _take_sigterm_back(python_handler: Any) -> Callable[[], None]:
+    """Set Python's handler of SIGTERM again, which JAX has replaced by its own; return a function that calls JAX's.
+
+    JAX's handler only notes the signal, for the agreement on a step to stop at. It must not be the only one: during a
+    compilation nobody would learn of the signal.
+    """
+    if threading.current_thread() is not threading.main_thread() or python_handler is None:
+        return lambda: None
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    of_jax = libc.signal(signal.SIGTERM, None)
+    signal.signal(signal.SIGTERM, python_handler)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_int)(of_jax)
+    return lambda: call(signal.SIGTERM)

@@ -1,0 +1,289 @@
+"""Workers on the machines of a Ray cluster: an actor on each machine starts a process there and returns its output."""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import affinage
+from affinage.cluster.launch import Print, WorkerExit, WorkerProcess, cpu_devices, reserved_port
+from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from affinage.cluster.ray_cluster import connect
+from affinage.errors import UserError
+
+_TO_PLACE = 120.0  # seconds until the cluster must have room for all workers
+_TO_SETTLE = 10.0  # seconds until it must have room for some number of them, before fewer are tried
+_TO_ANSWER = 120.0  # seconds for an actor, of which the first has to import
+_NEWS_EVERY = 0.5  # seconds
+_ACCELERATORS = ("TPU", "GPU")
+
+
+class RayLauncher:
+    """One worker for each machine of a Ray cluster that has what it needs; see `affinage.cluster.launch.Launcher`.
+
+    The process of a worker ends with its actor: with Ray's worker process, its raylet, its machine, or this driver.
+
+    Args:
+        workers: how many.
+        address: of a running cluster (`auto`, `HOST:6379`); "" starts one on this machine, on the loopback address.
+        open_cluster: join also a cluster that others can reach, and that asks for no token.
+        min_workers: start with as few workers if the cluster has no more, and with more when it has; None: all.
+        devices: of each worker, played by its CPU; None: all accelerators of a machine.
+        files: path here -> content, put on every machine that does not have the same; words of the command that are
+            such a path become the path there.
+        say: takes the lines that the workers print, each with the number of its worker before it.
+        program: words that run the command on a machine; default: its Python's affinage, with the code shipped by Ray.
+
+    Raises:
+        UserError: Ray is not installed, or the cluster does not answer, or is open to all.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        address: str = "",
+        open_cluster: bool = False,
+        min_workers: int | None = None,
+        devices: int | None = None,
+        files: Mapping[str, bytes] | None = None,
+        say: Print = print,
+        program: Sequence[str] = (),
+    ) -> None:
+        self.workers, self._most = workers, workers
+        self._least = workers if min_workers is None else min(min_workers, workers)
+        self._devices, self._files, self._say, self._program = devices, dict(files or {}), say, list(program)
+        self._group: RayGroup | None = None
+        self._ray = connect(
+            address,
+            max(workers, os.cpu_count() or 1),
+            asked_by="--on ray",
+            address_by="--address",
+            open_by="--open-cluster",
+            may_be_open=open_cluster,
+        )
+
+    def start(self, command: Sequence[str]) -> "RayGroup":
+        """See `Launcher`."""
+        bundle = self._bundle()
+        places, self.workers = self._places(bundle)
+        if self.workers < self._most:
+            self._say(f"launch: {self.workers} of {self._most} workers have a machine")
+        run = {"program": self._program, "command": list(command), "files": self._files}
+        self._group = RayGroup(self._ray, places, self.workers, bundle, run, cpu_devices(self._devices), self._say)
+        return self._group
+
+    def has_room(self) -> bool:
+        """See `Launcher`. Tried with a placement, as other jobs may use what a machine has."""
+        if self.workers >= self._most or self._group is None:
+            return False
+        try:
+            taken, bundle = set(self._group.where), self._bundle()
+            return any(
+                self._fits(node, bundle) for node in self._able(bundle) if node["NodeManagerAddress"] not in taken
+            )
+        except Exception:  # out of reach, or a machine unlike the others has come: no reason to end what runs
+            return False
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        self._ray.shutdown()
+
+    def _places(self, bundle: Mapping[str, float]) -> tuple[Any, int]:
+        """Return a placement group for as many workers as there is room for, and how many that is."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        most = self._most if self._least == self._most else min(self._most, len(self._able(bundle)))
+        for count in range(max(most, self._least), self._least - 1, -1):
+            # One's own machine may play several, to try it.
+            strategy = "SPREAD" if self._devices else "STRICT_SPREAD"
+            places = placement_group([dict(bundle)] * count, strategy=strategy)
+            if places.wait(_TO_PLACE if count == self._least else _TO_SETTLE):
+                return places, count
+            remove_placement_group(places)
+        needs = ", ".join(f"{number:g} {kind}" for kind, number in bundle.items())
+        raise UserError(
+            f"the cluster has no room for {self._least} workers, each on a machine with {needs}",
+            where=f"--processes {self._most}",
+            fix="`ray status` shows what it has; --min-processes N starts with fewer.",
+        )
+
+    def _fits(self, node: Mapping[str, Any], bundle: Mapping[str, float]) -> bool:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        tried = placement_group([{**bundle, f"node:{node['NodeManagerAddress']}": 0.001}])
+        try:
+            return bool(tried.wait(2.0))
+        finally:
+            remove_placement_group(tried)
+
+    def _able(self, bundle: Mapping[str, float]) -> list[dict[str, Any]]:
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        return [node for node in nodes if all(node["Resources"].get(kind, 0) >= n for kind, n in bundle.items())]
+
+    def _bundle(self) -> dict[str, float]:
+        """What a worker takes of a machine: all of its accelerators, of which every machine has as many."""
+        for kind in _ACCELERATORS if self._devices is None else ():
+            counts = {node["Resources"][kind] for node in self._able({kind: 1})}
+            if len(counts) > 1:
+                raise UserError(
+                    f"the machines of the cluster have different numbers of {kind}s: {sorted(map(int, counts))}",
+                    fix="All processes of a run need as many devices: start Ray with the same --resources on each.",
+                )
+            if counts:
+                return {"CPU": 1.0, kind: counts.pop()}
+        return {"CPU": 1.0}
+
+
+class RayGroup:
+    """See `affinage.cluster.launch.WorkerGroup`; `where` has the addresses of the machines."""
+
+    def __init__(
+        self,
+        ray: Any,
+        places: Any,
+        workers: int,
+        bundle: Mapping[str, float],
+        run: Mapping[str, Any],
+        environment: Mapping[str, str],
+        say: Print,
+    ) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._ray, self._places, self._say = ray, places, say
+        self._news: dict[Any, int] = {}
+        self.where: list[str] = []
+        resources = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
+        self._actors = [
+            ray.remote(Worker)
+            .options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                resources=resources,
+                max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=worker),
+            )
+            .remote()
+            for worker in range(workers)
+        ]
+        try:
+            self.where = ray.get([actor.address.remote() for actor in self._actors], timeout=_TO_ANSWER)
+            coordinator = ray.get(self._actors[0].reserve_port.remote(), timeout=_TO_ANSWER)
+            place = {**environment, COORDINATOR: coordinator, NUM_PROCESSES: str(workers)}
+            starts = [
+                actor.start.remote(**run, environment={**place, PROCESS_ID: str(worker)})
+                for worker, actor in enumerate(self._actors)
+            ]
+            ray.get(starts, timeout=_TO_ANSWER)
+        except BaseException:
+            self.kill()
+            raise
+        self._news = {actor.news.remote(): worker for worker, actor in enumerate(self._actors)}
+
+    def exits(self, seconds: float) -> list[WorkerExit]:
+        """See `WorkerGroup`."""
+        until = time.monotonic() + seconds
+        found: list[WorkerExit] = []
+        while self._news and not found and time.monotonic() < until:
+            ready, _ = self._ray.wait(list(self._news), timeout=max(0.0, until - time.monotonic()))
+            for answer in ready:
+                worker = self._news.pop(answer)
+                try:
+                    lines, status = self._ray.get(answer)
+                except self._ray.exceptions.RayError:  # the actor is gone, and its process with it
+                    found.append(WorkerExit(worker, -signal.SIGKILL, self.where[worker]))
+                    continue
+                for line in lines:
+                    self._say(f"{worker} | {line}")
+                if status is None:
+                    self._news[self._actors[worker].news.remote()] = worker
+                else:
+                    found.append(WorkerExit(worker, status, self.where[worker]))
+        return found
+
+    def send(self, number: signal.Signals) -> None:
+        """See `WorkerGroup`."""
+        for worker in self._news.values():
+            self._actors[worker].send.remote(int(number))
+
+    def kill(self) -> None:
+        """See `WorkerGroup`."""
+        from ray.util.placement_group import remove_placement_group
+
+        asked = [self._actors[worker].kill.remote() for worker in self._news.values()]
+        if asked:
+            self._ray.wait(asked, num_returns=len(asked), timeout=_TO_ANSWER)
+        self._news = {}
+        for actor in self._actors:
+            self._ray.kill(actor)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            remove_placement_group(self._places)
+
+
+class Worker:
+    """The actor on a machine of the cluster."""
+
+    def __init__(self) -> None:
+        self._process: WorkerProcess | None = None
+        self._port: Any = None
+
+    def address(self) -> str:
+        """Return the machine's address."""
+        import ray.util
+
+        return str(ray.util.get_node_ip_address())
+
+    def reserve_port(self) -> str:
+        """Return where process 0 is to listen."""
+        self._port, address = reserved_port(self.address())
+        return address
+
+    def start(
+        self, program: list[str], command: list[str], files: dict[str, bytes], environment: dict[str, str]
+    ) -> None:
+        """Start the process, with the code that this actor has."""
+        there = _put(files, Path(tempfile.mkdtemp(prefix="affinage-")))
+        words = [*(program or [sys.executable, "-m", "affinage"]), *(there.get(word, word) for word in command)]
+        code = str(Path(affinage.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
+        self._process = WorkerProcess(words, {**os.environ, **environment, "PYTHONPATH": path})
+
+    def news(self) -> tuple[list[str], int | None]:
+        """Return what `WorkerProcess.news` does, after waiting a little for some."""
+        assert self._process is not None
+        until = time.monotonic() + _NEWS_EVERY
+        while True:
+            lines, status = self._process.news()
+            if lines or status is not None or time.monotonic() >= until:
+                return lines, status
+            time.sleep(0.02)
+
+    def send(self, number: int) -> None:
+        """Send the process a signal."""
+        if self._process is not None:
+            self._process.send(signal.Signals(number))
+
+    def kill(self) -> None:
+        """Kill the process, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+
+
+def _put(files: Mapping[str, bytes], folder: Path) -> dict[str, str]:
+    """Return where each file is on this machine: at its own path if that has the same content, else below `folder`."""
+    found = {}
+    for path, content in files.items():
+        own = Path(path)
+        if own.is_file() and own.read_bytes() == content:
+            found[path] = path
+            continue
+        target = folder / own.relative_to(own.anchor)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+        found[path] = str(target)
+    return found

@@ -1,0 +1,375 @@
+"""Step `ingest`: every source of the recipe becomes documents of one form, with what is known about each.
+
+The work is divided into tasks that do not depend on the number of workers: small files together, a large one in parts
+where its kind can be read in parts, a file of a dataset each.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from affinage.config.data import DataSettings, SourceSettings
+from affinage.config.sources import POCKET_WORLD, safe_name
+from affinage.data.documents import DocumentWriter, clear_documents
+from affinage.data.executor import LOCAL, POOL_BYTES, Executor, Progress, clear_completions
+from affinage.data.files import DamagedFile, SourceFile, compression_of, find, kind_of
+from affinage.data.hub_answers import dataset_of
+from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, stream
+from affinage.data.order import shuffle_keys
+from affinage.data.places import is_folder, is_on_hub, is_remote, location, unique
+from affinage.data.readers import BROKEN, BadRecord, Record, as_kind, read_records
+from affinage.data.special_tokens import CODE_LANGUAGE
+from affinage.data.stats import Stats
+from affinage.errors import UserError
+
+TASK_BYTES = 32_000_000  # of files, as stored
+WAVE, WAVE_BYTES = (
+    64,
+    100_000,
+)  # tasks that share what is left of a source's `max_bytes`, at most; text of each, at least
+UNKNOWN_KIND = "unknown kind of file"
+Part = SourceFile | DatasetPart
+
+
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A source of the recipe with the files that were found for it, or the parts of the dataset that it is."""
+
+    settings: SourceSettings  # a dataset of the Hub has the commit that it is at as `revision`
+    name: str  # unique in the recipe, safe as a part of a file name
+    where: str  # the recipe key, for messages
+    parts: tuple[Part, ...]
+    unreadable: tuple[str, ...] = ()  # names of files in it whose kind is not known
+    sample: float = 1.0  # share of the documents in `parts` to take
+
+
+@dataclass(frozen=True)
+class Task:
+    """Parts of one source that are read together, and how."""
+
+    name: str  # of the source
+    settings: SourceSettings
+    parts: tuple[Part, ...]
+    stem: str  # of the files that it writes
+    folder: Path
+    on_error: str | None
+    sample: float
+    limit: int | None = None  # bytes of text
+
+    @property
+    def stored(self) -> int:
+        """Bytes of its files, as stored; parts of a dataset count one each."""
+        return sum(_stored(part) for part in self.parts)
+
+
+def ingest(
+    settings: DataSettings,
+    folder: Path,
+    world_folder: Path | None = None,
+    *,
+    executor: Executor = LOCAL,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Read all sources into document files in `folder/<source>` and return the step's summary.
+
+    Documents of a source keep the order of its sorted file names, then of the file. A record that cannot be used is
+    counted by reason; a source of which nothing can be used, and a damaged file (unless `on_error` is `skip`), is a
+    UserError. The summary also counts `not_sampled` documents and those with `lone_surrogates` that were replaced,
+    and has the `commits` at which datasets of the Hub were read. An interrupted call resumes with the missing tasks.
+    """
+    start = time.perf_counter()
+    folder = Path(folder)
+    sources = resolve(settings, world_folder)
+    tasks = {source.name: divide(source, folder, settings) for source in sources}
+    results = _read_all(sources, tasks, settings, folder, executor, progress)
+    clear_documents(folder, kept={folder / name for result in results.values() for name in result["files"]})
+
+    total, not_sampled, replaced = Stats(), 0, 0
+    for source in sources:
+        own, left_out = Stats(), 0
+        for name in source.unreadable:
+            own.enter(1, 0)
+            own.remove(UNKNOWN_KIND, id=name, source=source.name, text="")
+        for task in tasks[source.name]:
+            if (result := results.get(task.stem)) is not None:
+                own.merge(result["stats"])
+                left_out += result["not_sampled"]
+                replaced += result["replaced"]
+        if not left_out:
+            _refuse_empty(source, own)
+        total.merge(own)
+        not_sampled += left_out
+    if not total.documents_out:
+        raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
+    clear_completions(folder)
+    commits = {one.name: one.settings.revision for one in sources if is_on_hub(one.settings, settings.mirror)}
+    counts = {"not_sampled": not_sampled, "lone_surrogates": replaced}
+    return total.summary(time.perf_counter() - start) | counts | ({"commits": commits} if commits else {})
+
+
+# ---- sources ----
+
+
+def resolve(settings: DataSettings, world_folder: Path | None) -> list[ResolvedSource]:
+    """Find the files of every source, in the order of the recipe and sorted by name within each.
+
+    Of a sample of a source on another machine, only as many files are read as hold it: the rest of the share is taken
+    of their documents. Raises UserError for a source that is not there, holds no readable file, cannot be reached, or
+    needs a package that is not installed.
+    """
+    resolved: list[ResolvedSource] = []
+    for position, source in enumerate(settings.sources):
+        where = f"data.sources[{position}]"
+        name = unique(source.title, {other.name for other in resolved})
+        if source.dataset and (is_folder(source.dataset) or is_on_hub(source, settings.mirror)):
+            place = location(source, settings.root, settings.mirror)
+            if is_on_hub(source, settings.mirror):
+                source = at_commit(place, source, where)
+            found = ResolvedSource(source, name, where, tuple(parts_of(place, source, where)))
+        else:
+            url = _url(source, settings, world_folder)
+            files, unreadable = find(url, source, where)
+            found = ResolvedSource(source, name, where, tuple(files), tuple(unreadable))
+        resolved.append(_sampled(found, settings))
+    return resolved
+
+
+def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
+    """See that a source is there, without reading it. Raises UserError if it is not."""
+    if source.path == POCKET_WORLD:
+        return
+    place = location(source, settings.root, settings.mirror)
+    if is_on_hub(source, settings.mirror):
+        at_commit(place, source, where)
+    elif source.dataset and is_folder(source.dataset):
+        parts_of(place, source, where)
+    else:
+        if dataset := dataset_of(place):
+            at_commit(dataset, source, where)  # a gated one shows its files to everybody
+        find(place, source, where)
+
+
+def _sampled(found: ResolvedSource, settings: DataSettings) -> ResolvedSource:
+    if settings.sample == 1 or not is_remote(found.settings) or settings.mirror:
+        return replace(found, sample=settings.sample)
+    count = int(max(1, -(-len(found.parts) * settings.sample // 1)))
+    chosen = sorted(_shuffled([f"{found.name}/{part.name}" for part in found.parts], "sampled files")[:count])
+    share = min(1.0, settings.sample * len(found.parts) / count)
+    return replace(found, parts=tuple(found.parts[k] for k in chosen), sample=share)
+
+
+def _shuffled(names: list[str], purpose: str) -> list[int]:
+    """The places of the names in an order that depends on them alone."""
+    keys = shuffle_keys(names, 0, purpose).tolist()
+    return sorted(range(len(names)), key=keys.__getitem__)
+
+
+def _url(source: SourceSettings, settings: DataSettings, world_folder: Path | None) -> str:
+    if source.path != POCKET_WORLD:
+        return location(source, settings.root, settings.mirror)
+    if world_folder is None:
+        raise UserError("the pocket world has not been generated", where=POCKET_WORLD)
+    return str(Path(world_folder) / "documents" / "*.jsonl")
+
+
+# ---- tasks ----
+
+
+def divide(source: ResolvedSource, folder: Path, settings: DataSettings) -> list[Task]:
+    """Consecutive parts of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
+    return [
+        Task(
+            name=source.name,
+            settings=source.settings,
+            parts=tuple(group),
+            stem=f"{source.name}-{number:05d}",
+            folder=folder / source.name,
+            on_error=settings.on_error,
+            sample=source.sample,
+        )
+        for number, group in enumerate(_groups(source))
+    ]
+
+
+def _groups(source: ResolvedSource) -> Iterator[list[Part]]:
+    group: list[Part] = []
+    for part in _divided(source):
+        if group and (isinstance(part, DatasetPart) or sum(map(_stored, [*group, part])) > TASK_BYTES):
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
+
+
+def _divided(source: ResolvedSource) -> Iterator[Part]:
+    """The parts of a source; of a large file that can be read side by side, ranges of bytes."""
+    for part in source.parts:
+        if isinstance(part, SourceFile) and part.bytes > TASK_BYTES and _can_be_divided(part, source.settings):
+            for start in range(0, part.bytes, TASK_BYTES):
+                yield replace(part, start=start, stop=min(start + TASK_BYTES, part.bytes))
+        else:
+            yield part
+
+
+def _can_be_divided(file: SourceFile, settings: SourceSettings) -> bool:
+    kind, compression = kind_of(file.name, code=settings.kind == "code"), compression_of(file.name)
+    return kind == "table" or (kind == "lines" and not compression) or (kind == "dump" and compression == ".bz2")
+
+
+def _stored(part: Part) -> int:
+    if isinstance(part, DatasetPart):
+        return 1
+    return (part.bytes if part.stop is None else part.stop) - part.start
+
+
+def _read_all(
+    sources: Iterable[ResolvedSource],
+    tasks: Mapping[str, list[Task]],
+    settings: DataSettings,
+    folder: Path,
+    executor: Executor,
+    progress: Progress | None,
+) -> dict[str, dict[str, Any]]:
+    """What each task read, by its stem.
+
+    Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left, until
+    the source has given as much. So a little of a corpus is taken from many of its files, and much in whole files.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    limits = {one.name: one.settings.max_bytes for one in sources if one.settings.path != POCKET_WORLD}
+    left = {name: limit * settings.sample for name, limit in limits.items() if limit is not None}
+    waiting = {name: own if name not in left else _in_shuffled_order(own) for name, own in tasks.items()}
+    remote = any(is_remote(source.settings) for source in sources) and not settings.mirror
+    wave = 0
+    while any(waiting.values()):
+        work: list[Task] = []
+        for name, own in waiting.items():
+            count = len(own) if name not in left else min(WAVE, max(1, int(left[name] // WAVE_BYTES)))
+            now, waiting[name] = own[:count], own[count:]
+            if name in left:
+                total = max(1, sum(task.stored for task in now))
+                now = [replace(task, limit=max(1, round(left[name] * task.stored / total))) for task in now]
+            work += now
+        bytes = max(sum(task.stored for task in work), POOL_BYTES if remote else 0)
+        found = executor.map(run, work, folder / f"completions/{wave}", bytes=bytes, progress=progress)
+        for task, result in zip(work, found, strict=True):
+            results[task.stem] = result
+            if task.name in left:
+                left[task.name] -= result["stats"]["bytes_out"]
+        for name, limit in left.items():
+            if limit < 0.01 * (limits[name] or 0) * settings.sample:
+                waiting[name] = []
+        wave += 1
+    return results
+
+
+def _in_shuffled_order(tasks: list[Task]) -> list[Task]:
+    return [tasks[k] for k in _shuffled([task.stem for task in tasks], "waves")]
+
+
+def run(task: Task) -> dict[str, Any]:
+    """Read the parts of one task into document files; returns its statistics."""
+    clear_documents(task.folder, task.stem)
+    stats, taken, counts = Stats(), 0, {"not_sampled": 0, "replaced": 0}
+    with DocumentWriter(task.folder, task.stem, observe=stats.leave) as writer:
+        for record in _usable(task, stats, counts):
+            size = len(record.text.encode())
+            if task.limit is not None and taken and taken + size > task.limit:
+                break
+            taken += size
+            counts["replaced"] += record.replaced
+            stats.enter(1, size)
+            language, score = _language(record, task.settings)
+            writer.add(
+                id=record.id,
+                source=task.name if task.settings.name or not record.source else safe_name(record.source),
+                language=language,
+                language_score=score,
+                url=record.url,
+                license=record.license or task.settings.license,
+                text=record.text,
+            )
+    files = [str(path.relative_to(task.folder.parent)) for path in writer.files]
+    return {"stats": stats.to_json(), "files": files, **counts}
+
+
+def _language(record: Record, settings: SourceSettings) -> tuple[str, float | None]:
+    """The language of a document and its score, as `documents.SCHEMA` has them."""
+    if settings.kind == "code":
+        return CODE_LANGUAGE, None
+    if settings.language:
+        return settings.language, 1.0 if settings.trust_language else None
+    return (f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""), None
+
+
+def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record]:
+    """The usable records of the task that are in the sample; the others are counted, with where they are."""
+
+    def skip(id: str, reason: str, detail: str, text: str = "") -> None:
+        stats.enter(1, len(text.encode(errors="replace")))
+        stats.remove(reason, id=id, source=task.name, text=text, detail=detail)
+
+    for part in task.parts:
+        try:
+            for record in _records(part, task.settings):
+                if isinstance(record, BadRecord):
+                    if task.on_error == "raise" and record.reason in BROKEN:
+                        raise UserError(
+                            f"{record.reason}: {record.detail}",
+                            where=_in_file(record.id),
+                            fix="Mend it, or count and skip such records: data.on_error=skip.",
+                        )
+                    skip(record.id, record.reason, record.detail, record.text)
+                elif _in_sample(task, record):
+                    yield record
+                else:
+                    counts["not_sampled"] += 1
+        except DamagedFile as damage:
+            if task.on_error != "skip":
+                raise UserError(
+                    str(damage),
+                    where=part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name,
+                    fix="Replace the file, or set data.on_error=skip to keep what can be read of such files.",
+                ) from None
+            skip(part.name, "damaged file", str(damage))
+
+
+def _records(part: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+    if isinstance(part, SourceFile):
+        return read_records(part, settings)
+    return as_kind(stream(part, settings), settings)
+
+
+def _in_sample(task: Task, record: Record) -> bool:
+    return task.sample == 1 or int(shuffle_keys([f"{task.name}/{record.id}"], 0, "sample")[0]) < task.sample * 2**64
+
+
+def _in_file(id: str) -> str:
+    """The id of a record without one of its own, as messages have it."""
+    return re.sub(r"@(\d+)$", r", byte \1", re.sub(r"#(\d+)$", r", line \1", id))
+
+
+def _refuse_empty(source: ResolvedSource, stats: Stats) -> None:
+    if stats.documents_out:
+        return
+    place = source.settings.path or source.settings.dataset
+    reasons = [reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND]
+    if not reasons:
+        raise UserError("there is no document in it", where=f"{source.where} ({place})")
+    reason = reasons[0]
+    first = stats.samples[reason][0]
+    fixes = {
+        "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
+        "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
+        "binary": "Have its text extracted first; of a PDF for example by pdftotext.",
+        "not JSON": "A .jsonl file holds one JSON object per line.",
+    }
+    raise UserError(
+        f"none of its {stats.documents_in} records can be used; {reason}: {first['detail']}",
+        where=f"{source.where}, {_in_file(first['id'])}",
+        fix=fixes.get(reason, ""),
+    )

@@ -1,0 +1,108 @@
+"""The statistics of a data step: what it read, what it removed and why, and what it passed on."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from affinage.data.documents import text_bytes
+
+SAMPLES_PER_REASON = 5
+SAMPLE_CHARACTERS = 200
+Totals = dict[str, list[int]]  # [documents, bytes] by name
+
+
+@dataclass
+class Stats:
+    """Counts of documents and UTF-8 bytes through one task or step; those of tasks add up with `merge`."""
+
+    documents_in: int = 0
+    bytes_in: int = 0
+    documents_out: int = 0
+    bytes_out: int = 0
+    removed: Counter[str] = field(default_factory=Counter)
+    samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    by_language: Totals = field(default_factory=dict)  # of what is passed on
+    by_source: Totals = field(default_factory=dict)
+    by_both: Totals = field(default_factory=dict)  # key: <source>.<language>
+
+    def enter(self, documents: int, bytes: int) -> None:
+        """Count documents that the step reads."""
+        self.documents_in += documents
+        self.bytes_in += bytes
+
+    def remove(self, reason: str, *, id: str, source: str, text: str, detail: str = "") -> None:
+        """Count one removed document, and keep it as a sample if there are few of its kind."""
+        self.removed[reason] += 1
+        samples = self.samples.setdefault(reason, [])
+        if len(samples) < SAMPLES_PER_REASON:
+            samples.append({"id": id, "source": source, "text": text[:SAMPLE_CHARACTERS], "detail": detail})
+
+    def remove_rows(self, batch: pa.RecordBatch, verdicts: dict[int, tuple[str, str]]) -> pa.RecordBatch:
+        """Count the documents of `verdicts`, {row: (reason, detail)}, as removed; returns the batch without them."""
+        for row, (reason, detail) in sorted(verdicts.items()):
+            id, source, text = (batch.column(name)[row].as_py() for name in ("id", "source", "text"))
+            self.remove(reason, id=id, source=source, text=text, detail=detail)
+        return batch.filter(pa.array([row not in verdicts for row in range(batch.num_rows)], pa.bool_()))
+
+    def leave(self, batch: pa.RecordBatch) -> None:
+        """Count a batch of documents that is passed on."""
+        self.documents_out += batch.num_rows
+        self.bytes_out += text_bytes(batch)
+        sizes = pc.binary_length(batch.column("text"))
+        language, source = batch.column("language"), batch.column("source")
+        both = pc.binary_join_element_wise(source, language, ".")
+        for keys, totals in ((language, self.by_language), (source, self.by_source), (both, self.by_both)):
+            groups = pa.table({"key": keys, "bytes": sizes}).group_by("key")
+            for row in groups.aggregate([("bytes", "count"), ("bytes", "sum")]).to_pylist():
+                _add(totals, row["key"], row["bytes_count"], row["bytes_sum"])
+
+    def merge(self, other: "Stats | dict[str, Any]") -> None:
+        """Add the counts of another task, also as JSON has them; merging in order keeps the samples the same."""
+        if isinstance(other, dict):
+            other = Stats(**other)
+        self.documents_in += other.documents_in
+        self.bytes_in += other.bytes_in
+        self.documents_out += other.documents_out
+        self.bytes_out += other.bytes_out
+        self.removed.update(other.removed)
+        for reason, samples in other.samples.items():
+            mine = self.samples.setdefault(reason, [])
+            mine.extend(samples[: SAMPLES_PER_REASON - len(mine)])
+        for name in ("by_language", "by_source", "by_both"):
+            for key, (documents, bytes) in getattr(other, name).items():
+                _add(getattr(self, name), key, documents, bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All counts as `merge` takes them."""
+        return dict(vars(self))
+
+    def by_group(self) -> dict[str, dict[str, int]]:
+        """Documents and bytes passed on, by `<source>.<language>`."""
+        return _named(self.by_both)
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        """The JSON-able summary of the step."""
+        return {
+            "documents_in": self.documents_in,
+            "documents_out": self.documents_out,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "removed": dict(sorted(self.removed.items(), key=lambda item: (-item[1], item[0]))),
+            "samples": self.samples,
+            "by_language": _named(self.by_language),
+            "by_source": _named(self.by_source),
+            "seconds": round(seconds, 3),
+        }
+
+
+def _add(totals: Totals, key: str, documents: int, bytes: int) -> None:
+    total = totals.setdefault(key, [0, 0])
+    total[0] += documents
+    total[1] += bytes
+
+
+def _named(totals: Totals) -> dict[str, dict[str, int]]:
+    return {key: {"documents": documents, "bytes": bytes} for key, (documents, bytes) in sorted(totals.items())}

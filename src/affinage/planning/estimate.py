@@ -1,0 +1,298 @@
+"""Memory and time of a training step on one device, from the operations of its trace.
+
+Memory is the most that is live at once. Time is the sum over operations of the longer of multiplying and moving bytes:
+matrix products reach `Chip.achievable` of the peak and the memory reaches MEMORY_ACHIEVABLE of its bandwidth. The
+collectives that XLA runs beside a node's products take the time that these leave uncovered; the others are added.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from affinage.config.parallel import Remat
+from affinage.hardware.slices import Slice
+from affinage.model import Call, Graph, abstract_params, apply
+from affinage.model.batch import batch_shapes
+from affinage.model.module import abstract_averages
+from affinage.model.remat import with_remat
+from affinage.parallel.mesh import AXES
+from affinage.planning.comms import collectives, links_of
+from affinage.planning.per_device import PerDevice
+from affinage.planning.trace import Op, walk
+
+MEMORY_ACHIEVABLE = 0.8
+HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
+_LAUNCH = 3e-6  # seconds that a GPU takes to start a kernel, and that pass even if it has little to do
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while it trains. The first four are its state, the others exist during a step.
+
+    Attributes:
+        weights: the parameters that are trained.
+        frozen: those that are not, under adapters or of a reference model.
+        optimizer: what the optimizer stores for them, such as two moments.
+        averages: moving averages that the model reads.
+        batch: the arrays of the rows.
+        weight_copies: in the dtype of the products.
+        gradients: sums of gradients, and those of the micro-batch at hand.
+        activations: kept by the forward pass for the backward pass.
+        logits: of the tokens at hand, and what is computed of them.
+        buffers: of collectives: weights that are gathered, gradients that are not summed over the devices yet.
+        working: other values of the layer, or of the part of the loss, at hand.
+        host: kept by the forward pass in the host's memory, for this device.
+    """
+
+    weights: int
+    frozen: int
+    optimizer: int
+    averages: int
+    batch: int
+    weight_copies: int
+    gradients: int
+    activations: int
+    logits: int
+    buffers: int
+    working: int
+    host: int = 0
+
+    @property
+    def state(self) -> int:
+        """What is there between steps."""
+        return self.weights + self.frozen + self.optimizer + self.averages
+
+    @property
+    def total(self) -> int:
+        """At the peak of a step."""
+        return self.state + self.batch + self.weight_copies + self.gradients + self.transient
+
+    @property
+    def transient(self) -> int:
+        """Of the rows at hand."""
+        return self.activations + self.logits + self.buffers + self.working
+
+
+def step_memory(device: PerDevice) -> Memory:
+    """Memory of the training step that would run; it is traced, not compiled."""
+    peak = {kind: int(size) for kind, size in device.traced.peak.items()}
+    return Memory(
+        weights=device.bytes_of(device.state.params),
+        frozen=device.bytes_of(device.state.frozen),
+        optimizer=device.bytes_of(device.state.opt_state),
+        averages=device.bytes_of(device.state.averages),
+        batch=sum(leaf.size * leaf.dtype.itemsize for leaf in device.batch.values()),
+        weight_copies=peak.get("weights", 0),
+        **{kind: peak.get(kind, 0) for kind in ("gradients", "activations", "logits", "buffers", "working")},
+        host=int(device.traced.offloaded / device.micro_batches),
+    )
+
+
+def activations(graph: Graph, rows: int, seq_len: int, remat: Remat) -> tuple[int, int]:
+    """Bytes in bfloat16 that a training step of the whole batch holds for its backward pass, and in the host's memory.
+
+    Raises:
+        UserError: for activations to be offloaded where the platform has no other memory.
+    """
+    call = with_remat(Call(compute_dtype=jnp.bfloat16, platform="tpu", key=jax.random.key(0)), remat)
+
+    def gradient(params: Any, averages: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return apply(graph, params, batch, Call(**{**vars(call), "averages": averages})).values[graph.loss].sum
+
+        return jax.grad(loss)(params)
+
+    arguments = abstract_params(graph), abstract_averages(graph), batch_shapes(graph, rows, seq_len)
+    traced = walk(jax.make_jaxpr(gradient)(*arguments).jaxpr, "tpu")
+    return int(max((op.live.get("activations", 0.0) for op in traced.ops), default=0.0)), int(traced.offloaded)
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """Seconds of a step that one node takes.
+
+    Attributes:
+        name: of the node.
+        compute: of operations that multiply for longer than they move bytes.
+        memory: of the others.
+        hidden: of collectives, and copies to and from the host, beside the products.
+        exposed: of collectives that are waited for.
+        flops: of its matrix products on one device, those that are computed again included.
+        forward: of `seconds`, the forward pass.
+        axes: of collectives along each mesh axis, hidden and exposed.
+    """
+
+    name: str
+    compute: float
+    memory: float
+    hidden: float
+    exposed: float
+    flops: float = 0.0
+    forward: float = 0.0
+    axes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return max(self.compute + self.memory, self.hidden) + self.exposed
+
+    @property
+    def uncovered(self) -> float:
+        """Seconds of links, waited for or longer than the products beside them."""
+        return self.seconds - self.compute - self.memory
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        parts = {"compute": self.compute, "memory": self.memory, "links": self.uncovered}
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, of all micro-batches together.
+
+    Attributes:
+        nodes: of the model, in its order.
+        update: clipping, moments, weights.
+        adding: gradients of micro-batches to their sums.
+        bubble: that stages of a pipeline wait.
+    """
+
+    nodes: tuple[NodeTime, ...]
+    update: float
+    adding: float
+    bubble: float
+
+    @cached_property
+    def seconds(self) -> float:
+        """From one update to the next."""
+        return sum(node.seconds for node in self.nodes) + self.update + self.adding + self.bubble
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what bounds them: compute, memory, links, pipeline bubble."""
+        return {
+            "compute": sum(node.compute for node in self.nodes),
+            "memory": sum(node.memory for node in self.nodes) + self.update + self.adding,
+            "links": sum(node.uncovered for node in self.nodes),
+            "pipeline bubble": self.bubble,
+        }
+
+    @property
+    def bound(self) -> str:
+        """What most of the step is bound by."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @property
+    def collectives(self) -> dict[str, float]:
+        """Seconds of collectives along each mesh axis that has any, be they beside the products or waited for."""
+        found = {axis: sum(node.axes.get(axis, 0.0) for node in self.nodes) for axis in AXES}
+        return {axis: seconds for axis, seconds in found.items() if seconds}
+
+    def phases(self, loss: str) -> dict[str, float]:
+        """Seconds of forward, loss, backward and optimizer, as `benchmarks/breakdown.py` measures them.
+
+        The loss is the node of that name, in both directions. A pipeline waits for a third of its bubble in the forward
+        pass.
+        """
+        model = [node for node in self.nodes if node.name != loss]
+        forward = sum(node.forward for node in model)
+        return {
+            "forward": forward + self.bubble / 3,
+            "loss": sum(node.seconds for node in self.nodes if node.name == loss),
+            "backward": sum(node.seconds for node in model) - forward + self.adding + 2 * self.bubble / 3,
+            "optimizer": self.update,
+        }
+
+
+def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:
+    """The time of one training step on a slice.
+
+    Args:
+        device: the step.
+        where: the slice.
+        whole: a step of one device whose operations are taken in place of the step's own, divided over its devices: a
+            bound that needs no trace of the step itself.
+    """
+    clock = _Clock(device, where)
+    own = whole or device
+    shared = device.devices / own.devices
+    links = links_of(where, device.sizes)
+    names = [node.name for node in device.graph.nodes]
+    ops: dict[str, list[Op]] = {name: [] for name in names}
+    others: list[Op] = []
+    for op in own.traced.ops:
+        ops.get(_node_of(op.scope, names), others).append(op)
+    # Of a pipeline's M + P - 1 ticks every stage waits in P - 1 (GPipe; Huang et al., 2019).
+    working = device.pipeline_parts * device.parallel.pipeline_rounds
+    idle = (device.stages - 1) / working
+    nodes, bubble = [], 0.0
+    pending: dict[str, float] = {}  # collectives of nodes whose operations are those of the next, as logits' of a loss
+    for node in device.graph.nodes:
+        busy = 1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0
+        compute, memory = (seconds / shared * busy for seconds in clock.seconds(ops[node.name]))
+        ahead = sum(clock.seconds([op for op in ops[node.name] if "transpose" not in op.scope])) / shared * busy
+        beside, waited = collectives(device, node, links)
+        if not compute + memory and node.name != device.graph.loss:
+            pending = {axis: pending.get(axis, 0.0) + seconds for axis, seconds in beside.items()}
+            beside = {}
+        else:
+            beside = {axis: beside.get(axis, 0.0) + pending.get(axis, 0.0) for axis in {**beside, **pending}}
+            pending = {}
+        hidden = sum(beside.values())
+        if node.repeat is not None:
+            hidden = max(hidden, 2 * own.traced.offloaded / shared * where.chip.devices / HOST_BANDWIDTH)
+        time = NodeTime(
+            node.name,
+            compute,
+            memory,
+            hidden,
+            sum(waited.values()),
+            flops=sum(op.flops * op.times for op in ops[node.name]) / shared * busy,
+            axes={axis: beside.get(axis, 0.0) + waited.get(axis, 0.0) for axis in AXES if axis in {**beside, **waited}},
+        )
+        share = ahead / (compute + memory) if compute + memory else 1 / 3
+        nodes.append(replace(time, forward=share * time.seconds))
+        bubble += time.seconds * idle if node.repeat else 0.0
+    looped = [op for op in others if op.times > 1]
+    once = [op for op in others if op.times == 1]
+    stored = device.bytes_of(device.state) / own.bytes_of(own.state) if whole else 1.0
+    return StepTime(tuple(nodes), stored * sum(clock.seconds(once)), stored * sum(clock.seconds(looped)), bubble)
+
+
+def _node_of(scope: str, names: Iterable[str]) -> str:
+    words = set(re.findall(r"[^()/]+", scope))
+    return next((name for name in names if name in words), "")
+
+
+class _Clock:
+    """How long operations take on one device."""
+
+    def __init__(self, device: PerDevice, where: Slice) -> None:
+        chip = where.chip
+        datasheet = chip.flops_per_device or chip.float32_flops  # a processor's is measured
+        assert datasheet is not None and chip.memory_bandwidth is not None
+        self.peak = datasheet * chip.achievable
+        self.bandwidth = chip.memory_bandwidth / chip.devices * MEMORY_ACHIEVABLE
+        self.gpu = where.platform == "gpu"
+
+    def seconds(self, ops: Iterable[Op]) -> tuple[float, float]:
+        """Of operations that multiplying bounds, and of those that memory bounds."""
+        compute = memory = 0.0
+        for op in ops:
+            # In float32 XLA multiplies in TensorFloat-32 on GPUs, at half the rate.
+            multiplying = op.flops / self.peak * (2 if self.gpu and op.dtype == "float32" else 1)
+            moving = (op.bytes_in + op.bytes_out) / self.bandwidth
+            if self.gpu:
+                moving = max(moving, op.kernels * _LAUNCH)
+            if multiplying > moving:
+                compute += multiplying * op.times
+            else:
+                memory += moving * op.times
+        return compute, memory

@@ -1,0 +1,491 @@
+"""A training step as one device of a mesh runs it: its rows, its part of the model, and the trace of its program."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import Array
+from typing_extensions import override
+
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import TrainSettings
+from affinage.errors import UserError
+from affinage.hardware.chips import Chip
+from affinage.hardware.mesh import axis_to_free
+from affinage.hardware.slices import Slice
+from affinage.model import Call, Graph, parse
+from affinage.model.batch import batch_shapes
+from affinage.model.kinds.attention_kernels import queries_are_split
+from affinage.model.kinds.moe import MoeSettings
+from affinage.model.parameter import Axes, Parameter, Tree, map_parameters, parameters_in
+from affinage.model.remat import with_remat
+from affinage.parallel import Pipeline
+from affinage.parallel.choice import call_on
+from affinage.parallel.layout import MeshLayout
+from affinage.parallel.mesh import AXES, axis_sizes
+from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
+from affinage.parallel.used_axes import check_axes_used
+from affinage.planning.trace import Traced, Weights, padding, walk
+from affinage.training.frozen import Frozen, frozen_of
+from affinage.training.job import rows_per_step
+from affinage.training.layerwise import as_it_is_done, check_remat, check_update
+from affinage.training.program import compute_dtype, optimizer_of, step_of
+from affinage.training.state import TrainState, abstract_state
+
+_COLLECTIVE_AXES = {"experts": "owner", "sequence": "neighbor"}  # named axes of the collectives of a traced step
+_WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
+
+
+@dataclass(frozen=True)
+class PerDevice:
+    """A model and its batch, divided over a mesh of devices that need not exist.
+
+    Attributes:
+        graph: the whole model.
+        settings: of the training.
+        sizes: devices along each mesh axis.
+        rows: sequences of the global batch.
+        seq_len: tokens of a row.
+        parallel: how the work is split beside the mesh.
+        chip: of every device.
+        platform: cpu, gpu or tpu.
+    """
+
+    graph: Graph
+    settings: TrainSettings
+    sizes: Mapping[str, int]
+    rows: int
+    seq_len: int
+    parallel: ParallelSettings
+    chip: Chip
+    platform: str
+
+    def check(self) -> None:
+        """Refuse what a run would refuse.
+
+        Raises:
+            UserError: naming the nearest settings that work.
+        """
+        check_axes_used(self.graph, self.sizes, self.table)
+        check_rows_divide(self.rows, self.micro_batches, self.layout.mesh, self.table)
+        check_positions_divide(self.seq_len, self.layout.mesh, self.table)
+        if self.stages > 1:
+            call = call_on(self.layout, self.settings.attention, self.parallel)
+            self._pipeline.check(self.graph, self.rows // self.micro_batches, call)
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts that a batch goes through one after the other."""
+        return self.settings.gradient_accumulation_steps
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline, 1 without one."""
+        return self.sizes[STAGES]
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(micro_batches=self.parallel.pipeline_micro_batches, rounds=self.parallel.pipeline_rounds)
+
+    @cached_property
+    def pipeline_parts(self) -> int:
+        """Micro-batches that are in the pipeline at once."""
+        return 1 if self.stages == 1 else self._pipeline.parts(self.rows // self.micro_batches, self.layout)
+
+    @property
+    def ticks(self) -> int:
+        """How often a stage's layers are gone through in a micro-batch of the step, idle ticks included."""
+        return self.pipeline_parts * self.parallel.pipeline_rounds + self.stages - 1 if self.stages > 1 else 1
+
+    @cached_property
+    def table(self) -> Table:
+        """Logical axis -> mesh axes."""
+        return table_with(self.parallel.sharding)
+
+    @cached_property
+    def layout(self) -> MeshLayout:
+        """The mesh without devices, with its table."""
+        return MeshLayout(_abstract_mesh(self.sizes), self.table)  # type: ignore[arg-type]
+
+    def parts(self, axis: str) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(self.sizes[name] for name in self.table[axis])
+
+    @property
+    def local_rows(self) -> int:
+        """Rows of a micro-batch on one device."""
+        return max(1, self.rows // self.micro_batches // self.parts("batch"))
+
+    @property
+    def local_seq_len(self) -> int:
+        """Tokens of a row on one device."""
+        return max(1, self.seq_len // self.parts("sequence"))
+
+    @property
+    def owners(self) -> int:
+        """Devices that experts lie on and that send each other their tokens.
+
+        1 if that is left to XLA's partitioner, as in a pipeline: the experts of a device are then a smaller layer.
+        """
+        parts = self.parts("experts")
+        exchanging = self.parts("batch") == self.parts("expert_rows") * parts
+        return parts if exchanging and self.stages == 1 else 1
+
+    @cached_property
+    def local_graph(self) -> Graph:
+        """The model that one device multiplies with: its heads, hidden units, ids and experts, of all layers."""
+        return _parsed(self._local_text, self.owners)
+
+    @cached_property
+    def _local_text(self) -> str:
+        """JSON of the local model, but with the experts of all `owners`."""
+        graph = self.graph.to_dict()
+        for name, entry in graph["nodes"].items():
+            self._divide(entry, self.graph[name].kind)
+        return json.dumps(graph)
+
+    def _divide(self, entry: dict[str, Any], kind: Any) -> None:
+        """Divide a node's settings along the logical axes of its parameters."""
+        if isinstance(entry.get("vocab"), int):
+            entry["vocab"] = max(2, entry["vocab"] // self.parts("vocab"))
+        attention = getattr(kind, "attention", None)
+        if attention is not None:
+            entry["attention"] |= {
+                "heads": max(1, attention.heads // self.parts("heads")),
+                "kv_heads": max(1, attention.groups_of // self.parts("kv_heads")),
+                "head_dim": attention.head_width(self.graph.shapes[entry["in"]].width),
+            }
+        ffn = entry.get("ffn")
+        if isinstance(ffn, dict):
+            ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
+            if "experts" in ffn and self.owners == 1:
+                ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
+
+    @cached_property
+    def shares(self) -> dict[tuple[int, ...], float]:
+        """Shape of a whole weight in `local_graph` -> the part of it that one device stores."""
+        found: dict[tuple[int, ...], float] = {}
+        pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
+        for whole, local in pairs:
+            spec = partition_spec(whole.axes, self.layout.mesh, self.table)
+            elements = math.prod(shard_shape(whole.shape, spec, self.sizes))
+            found[local.shape] = min(found.get(local.shape, 1.0), elements / local.size)
+        return found
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        """What is trained of the whole model."""
+        return frozen_of(self.graph, self.settings)
+
+    @cached_property
+    def state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state of the whole model."""
+        dtype = jnp.dtype(self.settings.precision.params)
+        return abstract_state(self.frozen, dtype, optimizer_of(self.frozen, self.settings), self.layout)
+
+    def bytes_of(self, tree: Any) -> int:
+        """Bytes on one device of a part of the state."""
+        return sum(
+            math.prod(shard_shape(leaf.shape, leaf.sharding.spec, self.sizes)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The arrays of the rows of one device, as shapes."""
+        return batch_shapes(self.local_graph, self.local_rows * self.micro_batches, self.local_seq_len)
+
+    @cached_property
+    def call(self) -> Call:
+        """How the whole model is applied, as far as collectives depend on it."""
+        return replace(
+            call_on(self.layout, self.settings.attention, self.parallel),
+            compute_dtype=compute_dtype(self.settings.precision, self.chip),
+            platform=self.platform,
+        )
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The operations of the step of one device; all devices have equal ones."""
+        settings = self.settings
+        changed: dict[str, Any] = {"sharding": {}, "xla_flags": {}}  # which are in the shapes, or not in the program
+        if self.stages > 1:
+            settings = settings.model_copy(update={"attention": "xla"})  # what a pipeline has
+            changed["pipeline_micro_batches"] = self.pipeline_parts
+        neighbors = self.parts("sequence")
+        program = _Program(
+            graph_text=self._local_text,
+            settings_class=type(settings),
+            settings_text=settings.model_dump_json(),
+            parallel_text=self.parallel.model_copy(update=changed).model_dump_json(),
+            rows=self.local_rows,
+            seq_len=self.local_seq_len,
+            dtype=str(compute_dtype(settings.precision, self.chip)),
+            platform=self.platform,
+            stages=self.stages,
+            owners=self.owners,
+            neighbors=neighbors,
+        )
+        jaxpr, count = _trace(program)
+        kinds = [node.kind for node in self.local_graph.nodes]
+        weights = Weights(
+            count=count,
+            shares=self.shares,
+            vocabularies={vocabulary for kind in kinds if (vocabulary := getattr(kind, "vocab", None))},
+            kernel_flops={node.name: self._kernel_flops(node) for node in self.local_graph.nodes},
+            matrix_unit=self.matrix_unit,
+        )
+        return walk(jaxpr, self.platform, weights)
+
+    @property
+    def matrix_unit(self) -> int:
+        """Rows and columns that a TPU multiplies at once; 1 on other chips, whose units are smaller than any model."""
+        return 1 if self.platform != "tpu" else 256 if self.chip.name in _WIDER_UNITS else 128
+
+    def _kernel_flops(self, node: Any) -> float:
+        """Operations of one product of a kernel of attention, on the device whose queries see most keys."""
+        attention = getattr(node.kind, "attention", None)
+        if attention is None:
+            return 0.0
+        head, first = attention.head_width(self.graph.shapes[node.inputs[0]].width), 0
+        if queries_are_split("splash", self.platform, self.seq_len, self.parts("sequence")):
+            first = self.seq_len - self.local_seq_len
+        pairs = attention.pairs(self.seq_len, first)
+        return 2.0 * self.local_rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
+
+
+def per_device(
+    graph: Graph,
+    settings: TrainSettings,
+    mesh: Mapping[str, int | str],
+    seq_len: int,
+    where: Slice,
+    parallel: ParallelSettings | None = None,
+) -> PerDevice:
+    """Divide a training run over the devices of a slice.
+
+    Raises:
+        UserError: as training would: if mesh, batch and model do not divide, with the nearest settings that do.
+    """
+    sizes, devices = axis_sizes(mesh, where.devices), where.devices
+    used = math.prod(sizes.values())
+    if used != devices:
+        near = " or ".join(f"--set 'mesh={mesh}'" for mesh in _nearest_meshes(sizes, devices))
+        raise UserError(
+            f"the mesh has {used} device{'s' if used > 1 else ''}, the slice {devices}",
+            where="mesh",
+            fix=f"The nearest meshes: {near}. Or --set mesh.{axis_to_free(mesh)}=auto, which takes all there are.",
+        )
+    requested = parallel or ParallelSettings()
+    check_remat(settings, requested.remat)
+    done = as_it_is_done(settings, requested)
+    rows = rows_per_step(settings, devices)
+    device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
+    device.check()
+    check_update(device.frozen, settings, in_stages=device.stages > 1)
+    return device
+
+
+def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The part of an array of `shape` that one device holds."""
+    parts = []
+    for index, size in enumerate(shape):
+        entry = spec[index] if index < len(spec) else None
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        parts.append(-(-size // math.prod(sizes[axis] for axis in axes)))
+    return tuple(parts)
+
+
+def sent_per_token(experts: MoeSettings, length: int, owners: int) -> float:
+    """Rows of the buffers that go to the owners of experts and back, for each token of rows of `length`."""
+    if experts.capacity_factor is None:  # nothing is dropped, so there is room for all choices at every owner
+        return owners * experts.top_k
+    return experts.experts * experts.capacity(length) / length
+
+
+def _nearest_meshes(sizes: Mapping[str, int], devices: int) -> list[str]:
+    """Meshes of the slice in which one axis differs, the two that change it least; else FSDP alone."""
+    found: list[tuple[float, str]] = []
+    for axis in AXES:
+        others = math.prod(size for name, size in sizes.items() if name != axis)
+        if devices % others == 0 and (sizes[axis] > 1 or axis in ("data", "fsdp")):
+            changed = {**sizes, axis: devices // others}
+            shown = ", ".join(f"{name}: {changed[name]}" for name in AXES if changed[name] > 1)
+            found.append((abs(math.log(changed[axis] / sizes[axis])), f"{{{shown}}}"))
+    near = list(dict.fromkeys(shown for _, shown in sorted(found, key=lambda pair: pair[0])))
+    alone = {name: 1 for name in AXES if sizes[name] > 1} | {"fsdp": devices}  # the sizes that it replaces, too
+    return near[:2] or ["{" + ", ".join(f"{name}: {size}" for name, size in alone.items()) + "}"]
+
+
+def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Auto,) * len(AXES))
+
+
+class _OwnExperts(MoeSettings):
+    """Experts of which one device has its part; its router knows all of them."""
+
+    owners: int
+    """Devices that the experts lie on."""
+
+    @override
+    def parameters(self, width: int, std: float) -> Tree:
+        own = self.experts // self.owners
+
+        def part(_: Any, parameter: Parameter) -> Parameter:
+            return replace(parameter, shape=(own, *parameter.shape[1:])) if "experts" in parameter.axes else parameter
+
+        return map_parameters(part, super().parameters(width, std))
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str, owners: int) -> Graph:
+    """The graph as one of `owners` devices holds it."""
+    graph = parse(json.loads(text))
+    if owners == 1:
+        return graph
+
+    def own(kind: Any) -> Any:
+        ffn = getattr(kind, "ffn", None)
+        if not isinstance(ffn, MoeSettings):
+            return kind
+        return kind.model_copy(update={"ffn": _OwnExperts(**dict(ffn), owners=owners)})
+
+    return replace(graph, nodes=tuple(replace(node, kind=own(node.kind)) for node in graph.nodes))
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The step of one device, written out so that it can be hashed: devices of many meshes run the same one.
+
+    Attributes:
+        graph_text: JSON of the local model, with the experts of all owners.
+        settings_class: of the training's settings.
+        settings_text: their JSON.
+        parallel_text: JSON of what is recomputed, and of how a pipeline and a ring run.
+        rows: of a micro-batch; of all stages of a pipeline.
+        seq_len: tokens of a row that the device has.
+        dtype: of matrix products.
+        platform: that it is compiled for.
+        stages: of a pipeline.
+        owners: devices that the experts lie on.
+        neighbors: devices that the positions of a row lie on.
+    """
+
+    graph_text: str
+    settings_class: type[TrainSettings]
+    settings_text: str
+    parallel_text: str
+    rows: int
+    seq_len: int
+    dtype: str
+    platform: str
+    stages: int
+    owners: int
+    neighbors: int
+
+
+@lru_cache(maxsize=128)
+def _trace(program: _Program) -> tuple[Jaxpr, int]:
+    """The training step of one device, and how many of its arguments are weights (the first ones)."""
+    graph = _parsed(program.graph_text, program.owners)
+    settings = program.settings_class.model_validate_json(program.settings_text)
+    parallel = ParallelSettings.model_validate_json(program.parallel_text)
+    held = frozen_of(graph, settings)
+    optimizer = optimizer_of(held, settings)
+    layout = _DeviceLayout(_abstract_mesh({STAGES: program.stages}), owners=program.owners, neighbors=program.neighbors)  # type: ignore[arg-type]
+    call = Call(
+        compute_dtype=jnp.dtype(program.dtype),
+        platform=program.platform,
+        described=True,
+        attention=settings.attention,
+        layout=layout,
+        ring_attention=parallel.context_attention == "ring",
+    )
+    call = with_remat(call, parallel.remat)
+    if program.stages > 1:
+        call = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(call)
+    step = step_of(held, optimizer, settings, call, seed=0)
+    state = abstract_state(held, jnp.dtype(settings.precision.params), optimizer, layout)
+    batch = batch_shapes(graph, program.rows * settings.gradient_accumulation_steps, program.seq_len)
+
+    def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:
+        params, frozen = weights
+        return step(rest._replace(params=params, frozen=frozen), batch)
+
+    weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
+    traced = jax.make_jaxpr(of_weights, axis_env=layout.named_axes)(weights, rest, batch)
+    return traced.jaxpr, len(jax.tree.leaves(weights))
+
+
+@dataclass(frozen=True, eq=False)
+class _DeviceLayout(MeshLayout):
+    """The layout of one device, which has everything whole; what goes to others in a run goes over named axes.
+
+    A pipeline's program keeps its mesh of stages, and computes itself what one of them does.
+
+    Attributes:
+        owners: devices that the experts lie on.
+        neighbors: devices that the positions of a row lie on.
+    """
+
+    owners: int = 1
+    neighbors: int = 1
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _DeviceLayout) and (self.owners, self.neighbors) == (other.owners, other.neighbors)
+        return same and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.owners, self.neighbors))
+
+    @property
+    def named_axes(self) -> list[tuple[str, int]]:
+        """Named axes and their sizes, for `jax.make_jaxpr`."""
+        return [(name, self.parts(axis)) for axis, name in _COLLECTIVE_AXES.items() if self.parts(axis) > 1]
+
+    @override
+    def parts(self, *axes: str) -> int:
+        of_several: dict[tuple[str, ...], int] = {("experts",): self.owners, ("sequence",): self.neighbors}
+        return of_several.get(axes) or super().parts(*axes)
+
+    @override
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        named = axis in _COLLECTIVE_AXES and self.parts(axis) > 1
+        return (_COLLECTIVE_AXES[axis],) if named else super().mesh_axes(axis)
+
+    @override
+    def whole(self, length: int, axis: str) -> int:
+        return length * self.parts(axis)
+
+    @override
+    def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
+        owner, neighbor = _COLLECTIVE_AXES["experts"], _COLLECTIVE_AXES["sequence"]
+        if self.owners > 1 and "experts" in after:
+            return jax.lax.all_to_all(x, owner, after.index("experts"), 0, tiled=True)
+        if self.owners > 1 and "experts" in before:
+            return jax.lax.all_to_all(x, owner, 0, before.index("experts"), tiled=True)
+        in_stages = self.mesh.size > 1  # inside a pipeline's `shard_map` JAX knows no axis but its mesh's
+        if self.neighbors > 1 and "sequence" in before:
+            axis = before.index("sequence")
+            if in_stages:
+                return jnp.concatenate([x] * self.neighbors, axis)
+            return jax.lax.all_gather(x, neighbor, axis=axis, tiled=True)
+        if self.neighbors > 1 and "sequence" in after:
+            axis = after.index("sequence")
+            own = x.shape[axis] // self.neighbors
+            place = 0 if in_stages else jax.lax.axis_index(neighbor)
+            return jax.lax.dynamic_slice_in_dim(x, place * own, own, axis)
+        return super().resplit(x, before, after)

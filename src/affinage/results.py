@@ -1,0 +1,565 @@
+"""What the steps of a run report about their results: one model per step, stored as `result.json` beside its files.
+
+The report, the model card, sweeps and the verbs read results through these models. Every field has a default, so that
+results of other versions, or damaged ones, still open: a field that is missing or has another form is None or empty.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+RESULT = "result.json"
+MANIFEST = "manifest.json"  # of a complete result; its last file to be written
+_HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: alone they are no characters
+
+
+class Result(BaseModel):
+    """Facts about a result. Facts that nobody reads by name are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+# ---- data ----
+
+
+class Size(Result):
+    """Documents and their UTF-8 bytes."""
+
+    documents: int | None = None
+    bytes: int | None = None
+
+
+class RemovedDocument(Result):
+    """A document that a step removed, or its beginning."""
+
+    id: str = ""
+    source: str = ""
+    text: str = ""
+    detail: str = ""
+
+
+class SynthesizeResult(Result):
+    """The pocket world: its documents, and the number of items of each benchmark."""
+
+    documents: int | None = None
+    tasks: dict[str, int] = {}
+
+
+class DocumentsResult(Result):
+    """What a step read and wrote, and what it removed for each reason, with a few samples."""
+
+    documents_in: int | None = None
+    documents_out: int | None = None
+    bytes_in: int | None = None
+    bytes_out: int | None = None
+    removed: dict[str, int] = {}
+    samples: dict[str, list[RemovedDocument]] = {}
+    by_language: dict[str, Size] = {}
+    by_source: dict[str, Size] = {}
+
+    @property
+    def reasons(self) -> list[tuple[str, int]]:
+        """Why documents were removed and how many, the most frequent reason first."""
+        found = ((reason, count) for reason, count in self.removed.items() if count)
+        return sorted(found, key=lambda each: (-each[1], each[0]))
+
+
+class IngestResult(DocumentsResult):
+    """Documents of all sources."""
+
+    not_sampled: int = 0  # left out by `data.sample`
+
+
+class LongDocuments(Result):
+    """Documents that were too long, and the parts that they were split into."""
+
+    documents: int = 0
+    parts: int = 0
+
+
+class ThresholdCost(Result):
+    """Documents of one source in one language, and how many of them each threshold of language id would keep."""
+
+    source: str = ""
+    language: str = ""
+    documents: int = 0
+    bytes: int = 0
+    documents_kept: list[int] = []
+    bytes_kept: list[int] = []
+
+
+class Thresholds(Result):
+    """The thresholds that are compared, and what each of them keeps."""
+
+    grid: list[float] = []
+    costs: list[ThresholdCost] = []
+
+
+class FilterResult(DocumentsResult):
+    """Documents that pass the filters of the recipe."""
+
+    masked: dict[str, int] = {}  # kind of personal data -> occurrences
+    split: LongDocuments = LongDocuments()
+    thresholds: Thresholds = Thresholds()
+
+
+class BenchmarkMatches(Result):
+    """How much of one benchmark is in the text."""
+
+    items: int = 0
+    too_short: int = 0
+    found: int = 0
+    documents: int = 0
+
+
+class Match(Result):
+    """A document and an item of a benchmark that have words in common."""
+
+    document: str = ""
+    source: str = ""
+    benchmark: str = ""
+    item: str = ""
+    text: str = ""
+
+
+class Boilerplate(Result):
+    """Runs of words that are in too many items or documents to count as a match."""
+
+    in_items: int = 0
+    in_documents: int = 0
+
+
+class DecontaminateResult(DocumentsResult):
+    """Documents without items of benchmarks."""
+
+    benchmarks: dict[str, BenchmarkMatches] = {}
+    matches: list[Match] = []
+    boilerplate: Boilerplate = Boilerplate()
+
+
+class SplitResult(DocumentsResult):
+    """Documents to train on, and those that are held out for validation, by `<source>.<language>`."""
+
+    validation: dict[str, Size] = {}
+    validation_documents: int = 0
+    validation_bytes: int = 0
+    without_validation: list[str] = []  # groups with too few documents
+
+
+class Fertility(Result):
+    """How a tokenizer encodes the text of one language or source."""
+
+    bytes_per_token: float | None = None
+    tokens_per_word: float | None = None
+    tokens: int | None = None
+    words: int | None = None
+
+
+class RoundTrip(Result):
+    """Documents that were encoded and decoded, and how many of them came back unchanged."""
+
+    documents: int | None = None
+    exact: int | None = None
+
+
+class TokenizerResult(Result):
+    """A tokenizer: the size of its vocabulary and its fertility."""
+
+    name: str = ""  # the file of a published one
+    vocabulary: int | None = None
+    measured_on: str = ""  # "validation" or "train"
+    languages: dict[str, Fertility] = {}
+    sources: dict[str, Fertility] = {}
+    round_trip: RoundTrip = RoundTrip()
+
+
+class CompareTokenizersResult(Result):
+    """The tokenizer of the run, and then published ones, measured on the same documents."""
+
+    tokenizers: list[TokenizerResult] = []
+
+
+class Sequences(Result):
+    """Sequences of tokens on disk."""
+
+    rows: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
+    documents: int | None = None
+    conversations: int | None = None
+    bytes: int | None = None
+
+
+class TokenizeResult(Result):
+    """Packed sequences of documents: of training, and of each validation set."""
+
+    context: int | None = None  # tokens of a sequence
+    dtype: str = ""
+    padding: float | None = None  # share of the tokens
+    train: Sequences = Sequences()
+    validation: dict[str, Sequences] = {}
+    groups: dict[str, Sequences] = {}  # of training, by `<source>.<language>`
+    by_source: dict[str, Sequences] = {}
+    by_language: dict[str, Sequences] = {}
+
+
+class ChatDataResult(Result):
+    """Packed sequences of conversations, or of preference pairs."""
+
+    context: int | None = None
+    conversations: int | None = None  # found in the sources
+    truncated: int | None = None
+    dropped: int | None = None
+    unrolled: int = 0  # conversations that became an example per answer
+    reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
+    not_sampled: int = 0
+    train: Sequences = Sequences()
+    validation: dict[str, Sequences] = {}
+
+
+class ImageCount(Result):
+    """Images of one part of the data."""
+
+    images: int | None = None
+
+
+class ArraysResult(Result):
+    """Images to train on."""
+
+    train: ImageCount = ImageCount()
+
+
+# ---- training ----
+
+
+class ParameterCount(Result):
+    """Parameters of a model."""
+
+    total: int | None = None
+    trained: int | None = None
+
+
+class Devices(Result):
+    """The devices that a training ran on."""
+
+    kind: str = ""
+    count: int | None = None
+    mesh: dict[str, int] = {}
+
+    def __str__(self) -> str:
+        return f"{self.count}\u00a0×\u00a0{self.kind}" if self.count and self.kind else self.kind
+
+
+class Saves(Result):
+    """Checkpoints that were saved, and the seconds for which a save stopped the loop."""
+
+    count: int = 0
+    stall_mean: float = 0.0
+    stall_most: float = 0.0
+
+
+class Memory(Result):
+    """Memory of a device."""
+
+    peak_bytes: float | None = None
+
+
+class Validated(Result):
+    """Loss (nats per token, or per pair) and bits per UTF-8 byte on one validation set."""
+
+    loss: float | None = None
+    bits_per_byte: float | None = None
+    pairs_right: float | None = Field(None, alias="rewards/accuracies")  # share of the pairs
+
+
+class TrainingResult(Result):
+    """A complete training."""
+
+    parameters: ParameterCount = ParameterCount()
+    flops_per_step: float | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    images: int | None = None  # in place of tokens
+    seconds: dict[str, float] = {}  # by account, and in total
+    tokens_per_second: float | None = None
+    images_per_second: float | None = None
+    mfu: float | None = None
+    first_loss: float | None = None
+    final_loss: float | None = None
+    skipped_updates: int = 0
+    validation: dict[str, Validated] = {}
+    predicted: dict[str, float] = {}
+    memory: Memory = Memory()
+    devices: Devices = Devices()
+    saves: Saves = Saves()
+    resumed_at: list[int] = []
+    ended: str = ""  # why it ended before its last step
+    epochs: dict[str, float] = {}  # over each group of sequences
+
+    @property
+    def worked(self) -> float | None:
+        """Seconds from its first start to its end, without the time between two starts."""
+        total = self.seconds.get("total")
+        return None if total is None else total - self.seconds.get("paused", 0.0)
+
+
+class ProbeScore(Result):
+    """Accuracy on held-out images, with its standard error."""
+
+    accuracy: float | None = None
+    stderr: float | None = None
+
+
+class ProbeScores(Result):
+    """Scores of all kinds of features with the same labels: all of them if `labels_per_class` is None."""
+
+    labels_per_class: int | None = None
+    scores: dict[str, ProbeScore] = {}
+
+
+class ProbeResult(Result):
+    """Linear probes of the vectors of one node."""
+
+    features: str = ""
+    held_out: int | None = None
+    draws: int | None = None
+    probe: list[ProbeScores] = []
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the same features have accuracies with all numbers of labels."""
+        features = {tuple(one.scores) for one in self.probe}
+        return len(features) == 1 and all(s.accuracy is not None for one in self.probe for s in one.scores.values())
+
+
+# ---- evaluation and release ----
+
+
+class Metric(Result):
+    """The value of a metric and its standard error."""
+
+    value: float | None = None
+    stderr: float | None = None
+
+
+class TaskResult(Result):
+    """The metrics of one task."""
+
+    metrics: dict[str, Metric] = {}
+    items: int | None = None
+    shots: int | None = None
+    chat_template: bool = False
+    chance: float | None = None
+
+
+class Sample(Result):
+    """A prompt, a question or an item of a benchmark, and what the model answered."""
+
+    prompt: str = ""
+    question: str = ""
+    text: str = ""
+    choices: list[str] = []
+    target: Any = None  # the place of the right choice, or the expected text
+    continuation: str = ""
+    chosen: int | None = None
+    answer: str = ""
+
+
+class Generation(Result):
+    """Texts that were generated, and the share of them that ended by a control token."""
+
+    texts: int | None = None
+    stopped: Metric = Metric()
+
+
+class TaskContamination(Result):
+    """The items of a task that are in the training text, and its metrics without them."""
+
+    items: int = 0
+    found: list[int] = []
+    common: list[int] = []  # items that match only by words that are in many texts
+    without: dict[str, Metric] = {}
+
+
+class ContaminationResult(Result):
+    """How the training text was searched for items of benchmarks."""
+
+    texts: int | None = None
+    boilerplate: int | None = None
+    ngram: int | None = None
+    tasks: dict[str, TaskContamination] = {}
+
+
+class TrainingKey(Result):
+    """The training that made a model, and the step of its checkpoint."""
+
+    key: str = ""
+    step: int | None = None
+
+
+class EvaluationResult(Result):
+    """Scores of one model, also as `results.json` of `affinage eval` has them."""
+
+    model: str = ""
+    training: TrainingKey = TrainingKey()
+    tasks: dict[str, TaskResult] = {}
+    bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
+    samples: dict[str, list[Sample]] = {}
+    generation: Generation = Generation()
+    contamination: ContaminationResult = ContaminationResult()
+    seconds: float | None = None
+    items_per_second: float | None = None
+
+
+class Verified(Result):
+    """What was compared with transformers, and how well it agreed."""
+
+    tokens: int = 0
+    texts: int = 0
+    largest_logit_difference: float = 0.0
+    token_sequences: int = 0
+    conversations: int = 0
+
+
+class ExportResult(Result):
+    """A Hugging Face folder."""
+
+    files: dict[str, int] = {}  # name -> bytes
+    verified: Verified | None = None
+
+
+class ReportResult(Result):
+    """The page of a run."""
+
+    summary: str = ""
+
+
+DOCUMENT_STEPS: dict[str, type[DocumentsResult]] = {  # the steps from documents to documents, in their order
+    "ingest": IngestResult,
+    "filter": FilterResult,
+    "dedup": DocumentsResult,
+    "decontaminate": DecontaminateResult,
+    "split": SplitResult,
+}
+RESULTS: dict[str, type[Result]] = {
+    "synthesize": SynthesizeResult,
+    **DOCUMENT_STEPS,
+    "train-tokenizer": TokenizerResult,
+    "compare-tokenizers": CompareTokenizersResult,
+    "tokenize": TokenizeResult,
+    "sft-data": ChatDataResult,
+    "preference-data": ChatDataResult,
+    "arrays": ArraysResult,
+    "pretrain": TrainingResult,
+    "sft": TrainingResult,
+    "dpo": TrainingResult,
+    "probe": ProbeResult,
+    "evaluate-base": EvaluationResult,
+    "evaluate-sft": EvaluationResult,
+    "evaluate-dpo": EvaluationResult,
+    "export": ExportResult,
+    "report": ReportResult,
+}
+
+
+# ---- files ----
+
+
+class StoredFile(Result):
+    """A file of a result."""
+
+    bytes: int = 0
+    sha256: str = ""
+
+
+class Manifest(Result):
+    """What a complete result was made from, when, and of what files it consists."""
+
+    step: str = ""
+    key: str = ""
+    settings: dict[str, Any] = {}
+    files: dict[str, StoredFile] = {}
+    started: AwareDatetime | None = None
+    seconds: float | None = None
+    versions: dict[str, str] = {}
+
+
+class TrainedModel(Result):
+    """The `model.json` of a training: what it takes to use its checkpoints."""
+
+    graph: dict[str, Any] = {}
+    context: int | None = None
+
+
+def read_result(folder: Path, kind: type[AnyResult]) -> AnyResult | None:
+    """Returns what a step reported about its result; None if the result is not complete."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    found = read_json(folder / RESULT)
+    # The first edition has it in the manifest.
+    return lenient(kind, found or read_json(folder / MANIFEST).get("summary"))
+
+
+def lenient(kind: type[AnyResult], value: Any) -> AnyResult:
+    """Returns the model with all fields that can be read; the others have their defaults."""
+    value = value if isinstance(value, dict) else {}
+    while True:
+        try:
+            return kind.model_validate(value)
+        except ValidationError as error:
+            places = {_place(value, each["loc"]) for each in error.errors(include_url=False, include_input=False)}
+        if () in places:
+            return kind()
+        value = _without(value, places, ())
+
+
+def _place(value: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The part of a location that exists in the value; the rest names a union's member or a key."""
+    for depth, key in enumerate(location):
+        known = key in value if isinstance(value, dict) else isinstance(value, list) and isinstance(key, int)
+        if not known:
+            return location[:depth]
+        value = value[key]
+    return location
+
+
+def _without(value: Any, places: set[tuple[int | str, ...]], here: tuple[int | str, ...]) -> Any:
+    """A copy of a value without the entries at some places."""
+    if isinstance(value, dict):
+        inside = ((key, (*here, key)) for key in value)
+        return {key: _without(value[key], places, place) for key, place in inside if place not in places}
+    if isinstance(value, list):
+        return [_without(e, places, (*here, i)) for i, e in enumerate(value) if (*here, i) not in places]
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; {} if there is no such file, or it cannot be read."""
+    try:
+        return _object(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return {}
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines, without lines that cannot be read, such as a last one cut by a kill."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from filter(None, map(_object, lines))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            value = json.loads(_HALVES.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,263 @@
+"""From the loop to the trackers: each has a thread and a bounded queue, and fails or hangs by itself."""
+
+import importlib.util
+import inspect
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeVar
+
+from affinage.errors import Preempted, UserError, did_you_mean, first_line
+from affinage.secrets import masked
+
+FILE = "trackers.json"  # in the folder of the training: the id of its run in each tracker
+_WHEN_PREEMPTED = 5.0  # seconds at the end
+
+Ending = Literal["finished", "stopped", "failed"]  # done; preempted, and to be resumed; by an error
+Row = Mapping[str, Any]  # a line of metrics.jsonl
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A training, as trackers see it."""
+
+    name: str  # of the training, e.g. pretrain
+    id: str = ""  # what `start` returned at the training's first start; "" at the first
+    start: int = 0  # the step that it resumes from
+    facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: settings, mesh, versions
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one training. All calls come from one thread, which may wait as long as it likes.
+
+    What a method raises is reported once, and the training continues.
+    """
+
+    def start(self, run: TrackedRun) -> str:
+        """Begin, or resume what is called `run.id`. Returns the id to resume with."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of a step. A step that is done again after a kill comes again, with the same values."""
+        ...
+
+    def finish(self, ending: Ending) -> None:
+        """Write out what is left."""
+        ...
+
+
+_own: dict[str, Callable[..., Tracker]] = {}
+
+
+def tracker(name: str) -> Callable[[T], T]:
+    """Register a class with the methods of `Tracker`; its options in a recipe are its keyword arguments."""
+
+    def add(made_by: T) -> T:
+        _own[name] = made_by
+        return made_by
+
+    return add
+
+
+def check_trackers(trackers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that the trackers are known and installed, and have their options. Raises UserError."""
+    from affinage.tracking.libraries import LIBRARIES, PACKAGES
+
+    for name, options in trackers.items():
+        where = f"runtime.trackers.{name}"
+        made_by = LIBRARIES.get(name) or _own.get(name)
+        if made_by is None:
+            fix = did_you_mean(name, [*LIBRARIES, *_own]) or "Name the file that registers it in `plugins`."
+            raise UserError(f"there is no tracker `{name}`", where=where, fix=fix)
+        known = [each for each in inspect.signature(made_by).parameters if each != "name"]
+        unknown = next((option for option in options if option not in known), None)
+        if unknown is not None:
+            fix = did_you_mean(unknown, known) or f"It has {', '.join(known)}."
+            raise UserError(f"the tracker {name} has no option `{unknown}`", where=where, fix=fix)
+        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+            what = f"the tracker {name} needs the package `{PACKAGES[name]}`"
+            raise UserError(what, where=where, fix=f"Install it: pip install 'affinage[{name}]'")
+
+
+def trackers_of(
+    trackers: Mapping[str, Mapping[str, Any]], *, recipe: str, training: str, runs: Path
+) -> dict[str, Callable[[], Tracker]]:
+    """Return what makes each tracker, by name.
+
+    Args:
+        trackers: the options of each, by its name.
+        recipe: the name of the recipe.
+        training: the step.
+        runs: the folder of all runs.
+
+    Raises:
+        UserError: there is no such tracker, or it has no such option.
+    """
+    from affinage.tracking.libraries import LIBRARIES, defaults
+
+    check_trackers(trackers)
+    chosen: dict[str, Callable[[], Tracker]] = {}
+    for name, options in trackers.items():
+        if name in LIBRARIES:
+            given = {"name": f"{recipe}/{training}", **defaults(recipe, runs.absolute())[name], **options}
+            chosen[name] = partial(LIBRARIES[name], **given)
+        else:
+            chosen[name] = partial(_own[name], **options)
+    return chosen
+
+
+class Trackers:
+    """The trackers of a training. While entered, `log` hands lines over, which takes microseconds.
+
+    A tracker that fails, hangs or is too slow is reported once. One that the training has no id of yet gets the lines
+    of earlier starts, too.
+
+    Args:
+        makers: by name; each is called in the tracker's own thread, as it may import much.
+        run: as trackers see it.
+        folder: of the training; the ids are kept there.
+        before: the lines of metrics.jsonl up to the step that the training resumes from.
+        say: takes lines for the user.
+        waiting: the most lines that wait for a tracker; it loses those beyond.
+        close_seconds: the time at the end, for all trackers together.
+    """
+
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[], Tracker]],
+        run: TrackedRun,
+        folder: Path,
+        *,
+        before: Sequence[Row],
+        say: Callable[[str], None],
+        waiting: int = 1000,
+        close_seconds: float = 30.0,
+    ) -> None:
+        self._close_seconds = close_seconds
+        self._threads = [_Thread(name, make, run, folder / FILE, before, say, waiting) for name, make in makers.items()]
+
+    def __enter__(self) -> "Trackers":
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ending: Ending = "finished" if kind is None else "stopped" if issubclass(kind, Preempted) else "failed"
+        until = time.monotonic() + min(self._close_seconds, _WHEN_PREEMPTED if ending == "stopped" else float("inf"))
+        for each in self._threads:
+            each.ending = ending
+        for each in self._threads:
+            each.join(max(0.0, until - time.monotonic()))
+            if each.is_alive():
+                each.report("does not finish; it is left behind")
+
+    def log(self, row: Row) -> None:
+        """Hand over a line of metrics.jsonl."""
+        for each in self._threads:
+            each.put(row)
+
+
+class _Thread(threading.Thread):
+    """One tracker's thread."""
+
+    _ids = threading.Lock()  # of the file
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        run: TrackedRun,
+        file: Path,
+        before: Sequence[Row],
+        say: Callable[[str], None],
+        waiting: int,
+    ) -> None:
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self._tracker, self._make, self._run, self._file, self._say = name, make, run, file, say
+        self._before = before
+        self._queue: queue.Queue[Row] = queue.Queue(waiting)
+        self._reported = False
+        self.ending: Ending | None = None
+
+    def put(self, row: Row) -> None:
+        try:
+            self._queue.put_nowait(row)
+        except queue.Full:
+            self.report(
+                f"is slower than the training: it does not get all lines, of which {self._queue.maxsize:,} wait"
+            )
+
+    def run(self) -> None:
+        try:
+            known = self._known().get(self._tracker, "")
+            tracker = self._make()
+            self._keep(tracker.start(replace(self._run, id=known)))
+        except BaseException as error:  # SystemExit, too: some libraries exit where there is no key
+            self._failed(error)
+            tracker = None
+        for row in () if tracker is None or known else self._before:
+            self._log(tracker, row)
+        while self.ending is None or not self._queue.empty():
+            try:
+                row = self._queue.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if tracker is not None:
+                self._log(tracker, row)
+        try:
+            if tracker is not None:
+                tracker.finish(self.ending)
+        except BaseException as error:
+            self._failed(error)
+
+    def _log(self, tracker: Tracker, row: Row) -> None:
+        try:
+            tracker.log(row["step"], metrics_of(row))
+        except BaseException as error:
+            self._failed(error)
+
+    def _known(self) -> dict[str, str]:
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            return {name: value for name, value in found.items() if isinstance(value, str)}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def _keep(self, given: str) -> None:
+        with self._ids:
+            part = self._file.with_suffix(".part")
+            part.write_text(json.dumps({**self._known(), self._tracker: given}, indent=1) + "\n", encoding="utf-8")
+            part.replace(self._file)
+
+    def _failed(self, error: BaseException) -> None:
+        self.report(f"fails: {type(error).__name__}: {first_line(error)}")
+
+    def report(self, what: str) -> None:
+        if not self._reported:
+            self._reported = True
+            line = f"the tracker {self._tracker} {what}. The training continues; metrics.jsonl has every line."
+            self._say(masked(line))
+
+
+def metrics_of(row: Row) -> dict[str, float]:
+    """The numbers of a line of metrics.jsonl by the names that trackers show: train/loss, validation/NAME/loss."""
+    part = next((part for part in ("validation", "evaluation") if part in row), "")
+    numbers = _numbers(row[part], part) if part else _numbers(row, "train")
+    return {name: value for name, value in numbers if name != "train/step"}
+
+
+def _numbers(values: Row, path: str) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{path}/{name}")
+        elif isinstance(value, int | float):
+            yield f"{path}/{name}", float(value)

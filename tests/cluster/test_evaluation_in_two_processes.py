@@ -1,0 +1,96 @@
+"""Two hosts whose devices share one model judge it as one device does: in the loop, watched, and as a stage."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from affinage.evaluation.run import evaluate
+from affinage.pipeline.models import open_model
+from choice_task import sums, write_task
+
+pytestmark = pytest.mark.full
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+
+
+def launched(*words: str) -> list[str]:
+    """What two hosts with two devices each have said."""
+    command = [
+        sys.executable,
+        "-m",
+        "affinage",
+        "launch",
+        *words,
+        "--processes",
+        "2",
+        "--devices",
+        "2",
+        "--max-failures",
+        "0",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return (ended.stdout + ended.stderr).splitlines()
+
+
+@pytest.fixture(scope="module")
+def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
+    """The folder of runs after the road was walked by two hosts, the task, and what they said."""
+    folder = tmp_path_factory.mktemp("two")
+    task = str(write_task(folder / "task", "sums", sums(20)))
+    settings = [
+        "data.sources=[{path: pocket-world, max_bytes: 0.05MB}]",
+        "mesh={data: 2, fsdp: 2}",
+        "pretrain.steps=4",
+        "runtime.profile=2",
+        f"pretrain.monitor={{tasks: ['{task}'], every_steps: 2, limit: 12, batch_size: 4}}",
+        "sft.steps=2",
+        f"sft.monitor={{tasks: ['{task}'], every_steps: 1, limit: 12, batch_size: 4, on_regression: log}}",
+        f"evaluate={{tasks: ['{task}', pocket-world], limit: 3, max_new_tokens: 4}}",
+        "export=null",
+    ]
+    words = [word for setting in settings for word in ("--set", setting)]
+    return folder / "runs", task, launched(TINY, "--runs", str(folder / "runs"), *words)
+
+
+def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints(road: tuple[Path, str, list[str]]):
+    runs, task, said = road
+    rows = [json.loads(line) for line in (runs / "tiny" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "evaluation" in row]
+    looks = json.loads((runs / "tiny" / "sft" / "watch.json").read_text())["looks"]
+    assert [row["step"] for row in rows] == [0, 2, 4] and [look["step"] for look in looks] == [0, 1, 2]
+    scores = [
+        evaluate(open_model(model, runs), [task], draw=0, limit=12)["tasks"]["sums"]["metrics"]["acc"]
+        for model in ("tiny/pretrain", "tiny/sft@2")
+    ]
+    assert rows[-1]["evaluation"]["tasks"]["sums"]["acc"] == scores[0]
+    assert set(rows[-1]["evaluation"]["bits_per_byte"]) == {"en", "fr"}
+    assert looks[-1]["scores"]["sums"]["value"] == scores[1]["value"]
+    kept = (runs / "tiny" / "pretrain" / "benchmarks.jsonl").read_text().splitlines()
+    assert len(kept) == 1 + 24, "one host has written them, each once"
+    assert len([line for line in said if "  benchmarks: sums " in line]) == 3, "one host says them, each once"
+    assert len(list((runs / "tiny" / "pretrain" / "profile").glob("host-[01]/**/*.xplane.pb"))) == 2
+
+
+@pytest.mark.parametrize(("stage", "model"), [("evaluate-base", "tiny/pretrain"), ("evaluate-sft", "tiny/sft")])
+def test_the_stages_that_judge_give_what_one_device_gives(
+    road: tuple[Path, str, list[str]], tmp_path: Path, stage: str, model: str
+):
+    runs, task, _ = road
+    together = json.loads((runs / "tiny" / stage / "results.json").read_text())
+    alone = evaluate(
+        open_model(model, runs),
+        [task, "pocket-world"],
+        folder=tmp_path / stage,
+        task_folders={"pocket-world": next((runs / "store").glob("synthesize-*")) / "tasks"},
+        chat=stage == "evaluate-sft",
+        limit=3,
+        max_new_tokens=4,
+    )
+    assert together["tasks"].keys() == alone["tasks"].keys() and len(together["tasks"]) > 5
+    for name in alone["tasks"]:
+        items = [folder / stage / "items" / f"{name}.jsonl" for folder in (runs / "tiny", tmp_path)]
+        assert items[0].read_text() == items[1].read_text(), name
+    assert not (runs / "tiny" / stage / "answers.jsonl").exists()

@@ -1,0 +1,180 @@
+"""Which exits start a run again, how often, and what is left of processes that were started."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from affinage.cluster import launch
+from affinage.cluster.launch import FailureConfig, LocalGroup, LocalLauncher, WorkerExit, WorkerGroup, supervise
+from affinage.errors import UserError
+from waiting import until
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
+SIGNAL, SAVES = (-1, 0), (-2, 0)
+DONE = [(1, 0), (0, 0)]
+KILLED, SAVED = [(1, -signal.SIGKILL)], [(0, 75), (1, 75)]
+
+
+class Scripted:
+    """A launcher whose workers end as is written: for every start, (worker, status) in order.
+
+    At `SIGNAL` the process that supervises them gets SIGTERM; at `SAVES` they wait for a signal. A start that is an
+    exception is one that fails with it.
+    """
+
+    workers = 2
+
+    def __init__(self, *starts: Sequence[tuple[int, int]] | Exception, room_at: int = 0) -> None:
+        self.starts, self.begun, self.sent, self.killed, self._room_at = list(starts), 0, [], 0, room_at
+
+    def has_room(self) -> bool:
+        return self.begun == self._room_at
+
+    def start(self, command: Sequence[str]) -> WorkerGroup:
+        start = self.starts.pop(0)
+        if isinstance(start, Exception):
+            raise start
+        script, launcher = list(start), self
+        launcher.begun += 1
+
+        class Here:
+            def exits(self, seconds: float) -> list[WorkerExit]:
+                if script and script[0] == SAVES and launcher.sent:
+                    script.pop(0)
+                if not script or script[0] == SAVES:
+                    time.sleep(min(seconds, 0.01))
+                    return []
+                if script[0] == SIGNAL:
+                    script.pop(0)
+                    signal.raise_signal(signal.SIGTERM)
+                    return []
+                return [WorkerExit(*script.pop(0))]
+
+            def send(self, number: signal.Signals) -> None:
+                launcher.sent.append(number)
+
+            def kill(self) -> None:
+                launcher.killed += 1
+
+        return Here()
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(launch._Stop, "wait", lambda self, seconds: waited.append(seconds))
+    monkeypatch.setattr(launch, "_AFTER", {})
+    monkeypatch.setattr(launch, "_AFTER_DEATH", 0.2)
+    return waited
+
+
+def run(launcher: Scripted, room_every: float = 60.0, **limits: float) -> tuple[int, list[str]]:
+    said: list[str] = []
+    config = FailureConfig(**limits)  # type: ignore[arg-type]
+    status = supervise(launcher, ["run", "x"], config, grace=0.2, room_every=room_every, say=said.append)
+    assert launcher.killed == launcher.begun  # nothing is left
+    return status, said
+
+
+@pytest.mark.parametrize(
+    ("exits", "named"),
+    [
+        ([(1, -signal.SIGKILL), (0, -signal.SIGABRT)], "worker 1 was killed by SIGKILL"),
+        ([(0, -signal.SIGABRT), (1, -signal.SIGKILL)], "worker 1 was killed by SIGKILL"),  # JAX was faster
+        ([(0, -signal.SIGABRT), (1, 1)], "worker 1 failed with status 1"),
+        ([(0, -signal.SIGABRT)], "worker 0 was killed by SIGABRT"),
+    ],
+)
+def test_after_a_failure_all_start_again_and_who_died_is_named(exits: list, named: str):
+    status, said = run(Scripted(exits, DONE))
+    assert status == 0 and said == [f"launch: {named}; all start again (1 of 10 failures)"]
+
+
+@pytest.mark.parametrize(
+    ("starts", "limits", "status", "begun"),
+    [
+        ([SAVED, [(0, 1)], SAVED, [(0, 1)]], {"max_preemptions": 2, "max_failures": 1}, 1, 4),
+        ([SAVED, SAVED], {"max_preemptions": 1, "max_failures": 0}, 75, 2),
+        ([KILLED, KILLED, DONE], {"max_failures": 1, "reset_after": 0.0}, 0, 3),
+        ([[(1, 0), (0, 2)]], {}, 2, 1),
+    ],
+    ids=["two budgets", "preemptions", "a start that lasted gives them back", "a user's mistake"],
+)
+def test_a_run_starts_again_as_often_as_its_budgets_allow(starts: list, limits: dict, status: int, begun: int):
+    launcher = Scripted(*starts)
+    assert run(launcher, **limits)[0] == status and launcher.begun == begun
+
+
+def test_workers_give_way_to_more_of_them_and_that_is_no_preemption():
+    launcher = Scripted([SAVES, (1, 75), (0, 75)], DONE, room_at=1)
+    status, said = run(launcher, room_every=0.0, max_preemptions=0, max_failures=0)
+    assert status == 0 and launcher.begun == 2 and launcher.sent[0] == signal.SIGINT
+    assert len(said) == 1 and "room for more workers" in said[0]
+
+
+def test_a_first_start_that_fails_is_an_error_and_a_later_one_a_failure(pauses: list[float]):
+    nowhere = UserError("no room", fix="Look.")
+    with pytest.raises(UserError):
+        run(Scripted(nowhere, DONE))
+    status, said = run(Scripted(KILLED, nowhere, RuntimeError("a node\nis lost"), DONE))
+    assert status == 0 and "no room" in said[1] and "RuntimeError: a node; all start again" in said[2]
+    pauses.clear()
+    assert run(Scripted(*[[(0, 1)]] * 7), max_failures=6)[0] == 1
+    assert pauses == [0, 0, 0, 2, 4, 8]
+
+
+def test_a_signal_is_passed_on_and_nothing_starts_again():
+    launcher = Scripted([SIGNAL])
+    status, said = run(launcher)
+    assert status == 75 and launcher.begun == 1 and launcher.sent == [signal.SIGTERM]
+    assert len(said) == 1 and "worker 0, 1 did not end in time" in said[0]
+
+
+def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_and_status_2(own_runs: Path):
+    said: list[str] = []
+    command = ["run", str(TINY), "--until", "pretrain", "--runs", str(own_runs), "--set", "mesh={data: 3}"]
+    launcher = LocalLauncher(2, devices=1, say=said.append)
+    assert supervise(launcher, [*command, "--set", "pretrain.steps=3"], FailureConfig(), say=said.append) == 2, said
+    [mistake] = [line for line in said if "Error: " in line]
+    assert mistake.startswith("0 | ") and "data 3 makes 3 devices, but there are 2" in mistake
+    assert not any("Traceback" in line for line in said), said
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_with_it(tmp_path: Path):
+    said: list[str] = []
+    script = f"echo in $AFFINAGE_PROCESS_ID of $AFFINAGE_NUM_PROCESSES; sleep 600 & echo $! > {tmp_path}/child; exit 3"
+    group = LocalGroup(["sh", "-c", script], {"PATH": "/usr/bin:/bin"}, 2, said.append)
+    exits: list[WorkerExit] = []
+    until(lambda: exits.extend(group.exits(1.0)) or len(exits) == 2)
+    assert {(each.worker, each.status) for each in exits} == {(0, 3), (1, 3)}
+    assert set(said) == {"0 | in 0 of 2", "1 | in 1 of 2"}
+    group.kill()
+    until(lambda: not alive(int((tmp_path / "child").read_text())))
+    with pytest.raises(FileNotFoundError):
+        LocalGroup([str(tmp_path / "nothing")], {}, 2, said.append)
+
+
+def test_workers_die_with_who_started_them():
+    worker = "import time; from affinage.stopping import die_with_parent; die_with_parent(); time.sleep(600)"
+    code = (
+        "import os, time\nfrom affinage.cluster.launch import WorkerProcess\n"
+        f"print(WorkerProcess({[sys.executable, '-c', worker]!r}, os.environ).pid, flush=True)\ntime.sleep(600)\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    starter.kill()
+    starter.wait()
+    until(lambda: not alive(pid))

@@ -1,0 +1,81 @@
+"""Two processes that train one model: with the bits of one; preempted, killed or stopped, the run continues.
+
+Each of them has half of the devices; they compute together by `jax.distributed` and Gloo.
+"""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from training_process import Training, ended_alike
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def alone(warm_python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run by one process with all devices."""
+    launcher = Training(warm_python, tmp_path_factory.mktemp("alone") / "run", STEPS, workers=1)
+    assert launcher.run() == 0, "\n".join(launcher.said)
+    return launcher.folder
+
+
+def test_two_processes_save_when_one_is_preempted_start_again_and_end_with_the_bits_of_one(
+    warm_python: list[str], alone: Path, tmp_path: Path
+):
+    launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=[(1, 2, int(signal.SIGTERM))])
+    assert launcher.run(preemptions=1) == 0, "\n".join(launcher.said)
+    assert any(line.endswith("was preempted; all start again (1 of 1 preemptions)") for line in launcher.said)
+    made = launcher.made(0, 0)
+    assert launcher.made(0, 1) == made and len(made) < STEPS
+    assert launcher.made(1, 0) == launcher.made(1, 1) == list(range(made[-1] + 1, STEPS + 1))
+    assert ended_alike(launcher.folder, alone, STEPS)
+
+
+@pytest.mark.full
+def test_processes_that_are_killed_again_and_again_change_no_bit(warm_python: list[str], alone: Path, tmp_path: Path):
+    hurts = [(step % 2, step, int(signal.SIGKILL)) for step in (1, 6, 7, 12)]
+    launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=hurts)
+    assert launcher.run(failures=len(hurts) - 1) == 1, "\n".join(launcher.said)
+    assert any("worker 0 was killed by SIGKILL; all start again" in line for line in launcher.said)
+    launcher.workers = 1  # another number of processes
+    assert launcher.run() == 0, "\n".join(launcher.said)
+    assert launcher.starts == len(hurts) + 1 and ended_alike(launcher.folder, alone, STEPS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_is_stopped_is_missed_and_the_run_continues(
+    warm_python: list[str], alone: Path, tmp_path: Path, process: int
+):
+    launcher = Training(
+        warm_python,
+        tmp_path / "run",
+        STEPS,
+        hurts=[(process, 6, int(signal.SIGSTOP))],
+        runtime={"heartbeat_timeout": 10},
+    )
+    started = time.monotonic()
+    assert launcher.run(failures=1) == 0, "\n".join(launcher.said)
+    assert launcher.starts == 2 and time.monotonic() - started < 120
+    assert ended_alike(launcher.folder, alone, STEPS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_batch_that_is_not_finite_in_one_process_is_judged_alike_by_all(
+    warm_python: list[str], tmp_path: Path, policy: str
+):
+    done, folders = [], []
+    for workers in (1, 2):
+        settings = {"health": {"on_nonfinite": policy}}
+        launcher = Training(warm_python, tmp_path / f"{workers}", STEPS, workers, nonfinite=[8], settings=settings)
+        assert launcher.run() == 0, "\n".join(launcher.said)
+        events = [json.loads(line) for line in (launcher.folder / "health.jsonl").read_text().splitlines()]
+        done.append([(event["step"], event["done"]) for event in events])
+        folders.append(launcher.folder)
+    assert done[0] == done[1] == [(8, "skipped" if policy == "skip" else "rewound to 5")]
+    assert ended_alike(*folders, STEPS)
+    assert launcher.made(0, 0) == launcher.made(0, 1)

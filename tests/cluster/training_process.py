@@ -1,0 +1,184 @@
+"""A small training in one or several processes, each forked from `warm_python`.
+
+    python -m training_process JOB
+
+is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `nonfinite` (steps whose last row has a loss that
+is not finite) and `hurt`: for each start a process, the step after which it hurts itself, and a signal's number.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from affinage.cluster.launch import FailureConfig, LocalGroup, cpu_devices, supervise
+
+DEVICES = 4  # of all processes together
+ROWS, CONTEXT = 8, 16
+
+
+class Training:
+    """A launcher, see `affinage.cluster.launch.Launcher`.
+
+    Args:
+        python: what stands in a command for `python`.
+        folder: of the run.
+        steps: of the run.
+        workers: how many share its devices.
+        hurts: what processes do to themselves, one for each start: process, step, signal.
+        more: of the job.
+    """
+
+    def __init__(
+        self,
+        python: Sequence[str],
+        folder: Path,
+        steps: int,
+        workers: int = 2,
+        hurts: Sequence[tuple[int, int, int]] = (),
+        **more: object,
+    ) -> None:
+        self.workers, self.folder, self.hurts, self.said, self.starts = workers, folder, list(hurts), [], 0
+        self._python, self._job = python, {"folder": str(folder), "steps": steps, **more}
+
+    def start(self, command: Sequence[str]) -> LocalGroup:
+        hurt = self.hurts[self.starts] if self.starts < len(self.hurts) else None
+        job = json.dumps({**self._job, "hurt": hurt, "start": self.starts})
+        self.starts += 1
+        here = Path(__file__).parent
+        environment = os.environ | cpu_devices(DEVICES // self.workers)
+        environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
+        words = [*self._python, "-m", "training_process", job]
+        return LocalGroup(words, environment, self.workers, self.said.append)
+
+    def has_room(self) -> bool:
+        return False
+
+    def run(self, preemptions: int = 0, failures: int = 0) -> int:
+        """The exit status of `affinage launch`."""
+        return supervise(self, [], FailureConfig(preemptions, failures), say=self.said.append)
+
+    def made(self, start: int, process: int) -> list[int]:
+        """The steps that a process made in a start."""
+        return [int(line) for line in _made(self.folder, start, process).read_text().splitlines()]
+
+    def saved(self) -> list[int]:
+        """The steps whose state is on disk."""
+        from affinage.checkpoint import CheckpointStore
+
+        return CheckpointStore(self.folder / "checkpoints").steps()
+
+
+def ended_alike(one: Path, other: Path, step: int) -> bool:
+    """Whether two runs ended with the same state and curve, bit for bit."""
+    from affinage.checkpoint import CheckpointStore
+    from affinage.checkpoint.browse import compare
+    from affinage.training.metrics import curve
+
+    first, second = ((CheckpointStore(folder / "checkpoints"), step) for folder in (one, other))
+    found = compare(first, second, numbers=True)["arrays"]
+    same = bool(found["same"]) and not found["different"] and not found["only"]
+    return same and curve(one) == curve(other) and len(curve(one)) > 1
+
+
+def _made(folder: Path, start: int, process: int) -> Path:
+    return folder.with_name(f"{folder.name}-{start}-{process}.steps")
+
+
+class Feed:
+    """Rows of noise, a function of the step alone, each with a loss mask of its own."""
+
+    bytes = 1000  # of the batches that are held out
+
+    def __init__(self, nonfinite: Sequence[int] = ()) -> None:
+        self._nonfinite = nonfinite
+
+    def batch(self, step: int) -> dict[str, Any]:
+        draw = np.random.default_rng(step)
+        mask = (draw.random((ROWS, CONTEXT)) < np.linspace(0.1, 1.0, ROWS)[:, None]).astype(np.float32)
+        if step + 1 in self._nonfinite:
+            mask[-1] = math.nan
+        return {
+            "tokens": draw.integers(0, 97, (ROWS, CONTEXT), np.int32),
+            "segment_ids": np.zeros((ROWS, CONTEXT), np.int32),
+            "positions": np.tile(np.arange(CONTEXT, dtype=np.int32), (ROWS, 1)),
+            "loss_mask": mask,
+            "rows": np.arange(ROWS, dtype=np.int32),
+        }
+
+    def iterate(self, start_step: int) -> Iterator[dict]:
+        return self.iterate_part(start_step, 0, 1)
+
+    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[dict]:
+        share = ROWS // parts
+        for step in range(start_step, sys.maxsize):
+            batch = self.batch(step)
+            yield {name: array[part * share : (part + 1) * share] for name, array in batch.items()}
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter([self.batch(10**6), self.batch(10**6 + 1)])
+
+
+def main(job: dict) -> None:
+    """Train as one of the processes that the environment names."""
+    import tiny_graphs
+    from affinage.cluster.processes import init_distributed
+    from affinage.config.runtime import RuntimeSettings
+    from affinage.config.training import PretrainSettings
+    from affinage.model import parse
+    from affinage.stopping import StopSignals
+    from affinage.training import TrainJob, train
+
+    settings = PretrainSettings.model_validate(
+        {
+            "steps": job["steps"],
+            "batch_size": ROWS,
+            "schedule": {"peak_lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 4},
+            "eval_every": 7,
+            "log_every": 1,
+            **job.get("settings", {}),
+        }
+    )
+    folder = Path(job["folder"])
+    runtime = RuntimeSettings.model_validate({"checkpoint": {"every_steps": 5}, **job.get("runtime", {})})
+    with StopSignals(), init_distributed(runtime.heartbeat_timeout) as processes:
+
+        def on_step(step: int, state: object) -> None:
+            with _made(folder, job["start"], processes.index).open("a") as file:
+                print(step, file=file)
+            time.sleep(job.get("pause", 0.0))
+            process, at, number = job["hurt"] or (None, None, 0)
+            if (processes.index, step) == (process, at):
+                os.kill(os.getpid(), number)
+
+        train(
+            TrainJob(
+                graph=parse(tiny_graphs.llama(layers=1, dropout=0.1)),
+                settings=settings,
+                runtime=runtime,
+                mesh={"data": 2, "fsdp": 2},
+                seed=1,
+                feed=Feed(job.get("nonfinite", ())),
+                folder=folder,
+                validation={"held out": Feed()},
+                on_step=(on_step,),
+            )
+        )
+
+
+if __name__ == "__main__":
+    from affinage.errors import EXIT_PREEMPTED, Preempted
+    from affinage.stopping import left_when_done
+
+    with left_when_done():
+        try:
+            main(json.loads(sys.argv[1]))
+        except Preempted as stopped:
+            print(stopped, flush=True)
+            sys.exit(EXIT_PREEMPTED)

@@ -1,0 +1,62 @@
+"""The claims of Julian-600M's paper: every contradiction is found, with its figures."""
+
+from functools import cache
+
+import pytest
+
+from affinage.config.claims import Claims
+from affinage.config.load import load_recipe
+from affinage.planning.claims import contradictions, facts_of
+from affinage.planning.plan import planned_graph
+
+
+@cache
+def published():
+    loaded = load_recipe("julian-600m-as-published")
+    recipe = loaded.recipe
+    facts = facts_of(planned_graph(loaded), recipe.pretrain, recipe.pretrain.batch_size, recipe.packing.seq_len)
+    return facts, recipe.claims
+
+
+@pytest.mark.parametrize(
+    ("claim", "figures"),
+    [
+        ("tokens", ["300,000", "1,024", "2,048", "629.1B", "not 39B", "39.32B", "64 sequences", "4 on each of the 16"]),
+        ("flops", ["600M", "39B", "1.4e+20", "not 2.4e+19"]),
+        ("days", ["38%", "0.97 days of a v4-32", "not 21", "1.8%", "28% for 629.1B"]),
+        ("sources", ["31.5B", "not 39B"]),
+        ("sft.sources", ["2.42M", "not 2.47M"]),
+        ("compute_optimal", ["65 tokens a parameter", "over", "20", "not under"]),
+        ("sft.steps_per_epoch", ["2.47M", "32", "77,188", "not 45,383", "packing 1.7"]),
+        ("checkpoints", ["10B", "100,000", "170,000", "64 × 2,048", "76,2"]),
+    ],
+)
+def test_every_contradiction_of_the_paper_is_named_with_its_figures(claim, figures):
+    (found,) = [c for c in contradictions(*published()) if c.claim == claim]
+    told = f"{found.what}; {found.reading}"
+    for figure in figures:
+        assert figure in told, told
+    assert len(contradictions(*published())) == 8
+
+
+def test_what_is_consistent_is_not_complained_of():
+    facts, _ = published()
+    true = Claims(
+        parameters=facts.parameters,
+        tokens=facts.tokens,
+        sources={"a": facts.tokens / 2, "b": facts.tokens / 4},
+        epochs=4 / 3,
+        flops=facts.flops_by_rule,
+        mfu=0.4,
+        slice="v4-32",
+        days=facts.flops_by_rule / (0.4 * 16 * 275e12) / 86_400,
+        compute_optimal=("over",),
+    )
+    hours = true.days * 24 * 16
+    for changed, claims in (
+        ({}, []),
+        ({"device_hours": hours}, []),
+        ({"device_hours": 2 * hours}, ["device_hours"]),
+        ({"epochs": 1.0}, ["epochs"]),
+    ):
+        assert [one.claim for one in contradictions(facts, true.model_copy(update=changed))] == claims

@@ -1,0 +1,140 @@
+"""Seconds of a step: products, what is sent and by which links, sums of gradients, bubbles."""
+
+import pytest
+from small_plans import SMALL, blocks_of, links, plan_of, rarer
+
+from affinage.errors import UserError
+from affinage.model.parameter import parameters_in
+from affinage.planning.comms import HOP_SECONDS
+
+GB = 1e9
+HOP = HOP_SECONDS
+LAYERS, VECTORS = 8 * (4 * 256**2 + 3 * 256 * 1024 + 2 * 256), 2048 * 256  # numbers of small.yaml
+DATA, PARTS = "mesh={data: 4}", "pretrain.gradient_accumulation_steps=4"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "axis", "parts", "seconds"),
+    [
+        # 16 x 16, closed; a link carries 50 GB/s each way. 15 of 16 parts arrive over two links.
+        ("v5e-256", {"data": 16, "fsdp": 16}, "fsdp", 16, 15 / 100 + 8 * HOP),
+        ("v5e-16", {"data": 4, "fsdp": 4}, "fsdp", 4, 3 / 50 + 3 * HOP),  # a line has one link at its end
+        ("v4-128", {"fsdp": 64}, "fsdp", 64, 63 / 300 + 6 * HOP),  # 4 x 4 x 4: three rings, in two directions
+        ("v4-128", {"fsdp": 32, "tensor": 2}, "tensor", 2, 1 / 50 + HOP),  # a part of a ring is a line
+        ("v4-8", {"fsdp": 4}, "tensor", 1, 0),
+    ],
+    ids=str,
+)
+def test_gathering_takes_what_arrives_over_the_links(name, sizes, axis, parts, seconds):
+    link = links(name, **sizes)[axis]
+    assert link.all_gather(parts * GB) == link.reduce_scatter(parts * GB) == pytest.approx(seconds)
+    assert link.all_reduce(parts * GB) == pytest.approx(2 * seconds)
+    if name == "v5e-256":
+        assert link.all_to_all(parts * GB) == pytest.approx(15 / 4 / 100 + 8 * HOP)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "axis", "bandwidth"),
+    [
+        ("v4-128", {"fsdp": 32, "tensor": 2}, "fsdp", 5 * 50),  # two whole rings and a line of two
+        ("h100x8", {"fsdp": 8}, "fsdp", 450),
+        ("h100x16", {"data": 2, "fsdp": 8}, "fsdp", 450),
+        ("h100x16", {"data": 2, "fsdp": 8}, "data", 50),  # between boxes by their network cards
+        ("h100x16", {"fsdp": 16}, "fsdp", 400),
+        ("2xv4-32", {"data": 2, "fsdp": 16}, "data", 6.25),  # one device's network card
+        ("2xv4-32", {"data": 32}, "data", 16 * 6.25),  # a slice sums first, and each device sends a 16th
+    ],
+    ids=str,
+)
+def test_an_axis_has_the_bandwidth_of_its_slowest_links(name, sizes, axis, bandwidth):
+    assert links(name, **sizes)[axis].bandwidth == pytest.approx(bandwidth * GB)
+
+
+def test_several_slices_are_cut_along_an_axis_that_can_wait():
+    assert links("2xv4-32", pipeline=2, fsdp=16)["pipeline"].permute(GB) == pytest.approx(1 / 6.25 + HOP)
+    assert links("2xv4-32", data=2, fsdp=16)["fsdp"] == links("v4-32", fsdp=16)["fsdp"]
+    with pytest.raises(UserError, match="2 slices"):
+        links("2xv4-8", tensor=8)
+
+
+@pytest.mark.parametrize("mesh", ["{data: 2, pipeline: 2}", rarer("{tensor: 4}")])
+def test_the_parts_of_a_step_make_up_the_step(mesh):
+    made = plan_of(SMALL, "v4-8", f"mesh={mesh}", "model.nodes.embed.vocab=4096")
+    parts = made.time.phases(made.device.graph.loss)
+    assert list(parts) == ["forward", "loss", "backward", "optimizer"]
+    assert sum(parts.values()) == pytest.approx(made.time.seconds)
+    # The backward pass multiplies twice for each product of the forward pass; what waits for links is half and half.
+    assert parts["forward"] < parts["backward"] < 4 * parts["forward"]
+
+
+def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
+    tensor, fsdp = blocks_of("mesh={tensor: 4, data: 1}"), blocks_of()
+    assert fsdp.exposed == 0 < fsdp.hidden
+    # Four all-reduces a layer of [64, 512, 256] in bfloat16.
+    assert tensor.exposed == pytest.approx(4 * 8 * links("v4-8", tensor=4)["tensor"].all_reduce(64 * 512 * 256 * 2))
+    along = plan_of(SMALL, "v4-16", "mesh={fsdp: 4, tensor: 2}").time
+    assert along.collectives.keys() == {"fsdp", "tensor"}
+    assert along.collectives["tensor"] == pytest.approx(sum(node.exposed for node in along.nodes))
+    assert along.collectives["fsdp"] == pytest.approx(sum(node.hidden for node in along.nodes))
+
+
+RING, WINDOW = "parallel.context_attention=ring", "model.nodes.blocks.attention.window=64"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "pairs", "products"),
+    [
+        # Forward 2 products, backward 7 in two kernels; heads of 64 use half of the matrix unit.
+        ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2, 9 * 2),  # pairs of the last 128 queries of 512
+        ("v4-8", (WINDOW,), 128 * 64, 9 * 2),
+        ("v5e-4", ("pretrain.attention=xla",), 128 * 512, 6 * 2),
+        ("v4-8", (RING,), 128 * 512, 7 * 2),  # whose backward pass computes scores again
+        ("v4-8", (RING, WINDOW), 128 * 256, 7 * 2),  # the keys of two of four devices
+        ("h100x4", ("pretrain.attention=xla",), 128 * 512, 6),
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings, pairs, products):
+    made = plan_of(SMALL, name, "mesh={context: 4}", *settings)
+    blocks = made.device.graph["blocks"]
+    counted = next(node.flops for node in made.time.nodes if node.name == "blocks")
+    cost = blocks.kind.cost((made.device.graph.shapes["embed"],), {"B": 64, "S": 512})
+    attention = 8 * 64 * 2 * 256 * pairs * products
+    assert counted == pytest.approx(3 * 8 * cost.matmul / 4 + attention, rel=0.02)
+
+
+def test_products_that_were_kept_are_not_done_again():
+    names = ("none", "dots", "block", "full")
+    none, dots, block, full = (blocks_of(f"parallel.remat={name}").flops for name in names)
+    # `block` computes all of the forward pass again but its last product, `full` all of it a second time.
+    assert none <= dots < block < full
+    assert 0.15 * none < block - dots < 0.3 * none and 0.2 * none < full - block < 0.4 * none
+
+
+def test_stages_wait_as_in_gpipe_and_pass_their_rows_on_once_for_every_round():
+    given = "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=4"
+    once, twice, four = (plan_of(SMALL, "v4-8", *given, f"parallel.pipeline_rounds={rounds}") for rounds in (1, 2, 4))
+    node, waits = next(node for node in once.time.nodes if node.name == "blocks"), once.time.bubble
+    assert waits / (node.seconds + waits) == pytest.approx(1 / (4 + 1))
+    sent = [next(n for n in made.time.nodes if n.name == "blocks").axes["pipeline"] for made in (once, twice, four)]
+    assert sent[2] - sent[1] == pytest.approx(2 * sent[0])
+    # Weights go to the stages of several: float32, half of them on each of two devices, and as many gradients.
+    size = sum(part.size for part in parameters_in(once.device.graph.parameters["blocks"])) * 4 / 2
+    moved = 2 * links("v4-8", pipeline=2, fsdp=2)["pipeline"].all_to_all(size)
+    assert sent[1] - 2 * sent[0] == pytest.approx(moved, rel=1e-2)
+
+
+def sums(name, *overrides):
+    """Seconds beside the products, by node: without `fsdp` sums of gradients alone."""
+    return {node.name: node.hidden for node in plan_of(SMALL, name, *overrides).time.nodes}
+
+
+@pytest.mark.parametrize("name", ["v4-8", rarer("h100x4")])
+def test_what_replicas_add_up_is_summed_once_in_float32(name):
+    whole, parts = (sums(name, DATA, *more) for more in ((), (PARTS,)))
+    # The compiler sums the products' dtype, but float32 of looked-up vectors.
+    once = {"blocks": 2 * LAYERS, "loss": 2 * VECTORS, "embed": 4 * VECTORS}
+    added = {"blocks": 4 * LAYERS, "loss": 4 * VECTORS, "embed": 4 * VECTORS}
+    link = links(name, data=4)["data"]
+    for found, sizes in ((whole, once), (parts, added)):
+        assert [found[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])
