@@ -14,6 +14,7 @@ from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
 from unpacked import documents_in
 
 from affinage.config.tuning import ConversationSettings, SftSettings
+from affinage.data import tuning_shards
 from affinage.data.chat import encode_conversation, encode_documents
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
@@ -289,3 +290,17 @@ def test_answers_that_no_stop_ends_are_told_of(tmp_path: Path):
     tokenizer = ours("glm4moe")  # it writes nothing after an answer
     with pytest.warns(UserWarned, match="3 answers do not end"):
         assert prepare(tmp_path, tokenizer, [PLAIN, PLAIN[:2]], context=300)["unstopped"] == 3
+
+
+def test_many_tasks_make_what_one_makes(bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    talks = [ask(f"What is {i}?", f"{i}") for i in range(100)]
+    found = []
+    for size in (tuning_shards.TASK_BYTES, 2_000):
+        monkeypatch.setattr(tuning_shards, "TASK_BYTES", size)
+        summary = prepare(
+            tmp_path, bpe, talks, {"path": str(tmp_path / "source-0.jsonl"), "max_examples": 40}, sample=0.8
+        )
+        parts = [sorted(documents_in(path)) for path in sorted((tmp_path / "rows/train").iterdir())]
+        found.append((parts, {key: summary[key] for key in ("conversations", "not_sampled", "used")}))
+    assert len(list((tmp_path / "rows/train/source-0").glob("tokens-*.npy"))) > 3
+    assert found[0] == found[1]

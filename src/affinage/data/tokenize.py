@@ -195,10 +195,11 @@ def _cut(pieces: Sequence[tuple[Path, int, int, float]], count: int) -> list[tup
     runs = []
     for first, last in itertools.pairwise([0, *edges.tolist(), int(ends[-1])]):
         low, high = np.searchsorted(ends, [first, last - 1], side="right") - 1
-        bounds = [
-            (max(first - int(ends[n]), 0), min(last, int(ends[n + 1])) - int(ends[n])) for n in range(low, high + 1)
-        ]
-        runs.append(tuple(Piece(*pieces[low + n][:2], *bound) for n, bound in enumerate(bounds)))
+        run = []
+        for n in range(low, high + 1):
+            start, end = int(ends[n]), int(ends[n + 1])
+            run.append(Piece(pieces[n][0], pieces[n][1], max(first, start) - start, min(last, end) - start))
+        runs.append(tuple(run))
     return runs
 
 

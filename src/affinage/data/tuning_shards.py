@@ -33,7 +33,7 @@ from affinage.data.token_shards import Documents, write_facts, write_shard
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
 
-_TASK_BYTES = 64_000_000  # of files: what one task reads
+TASK_BYTES = 64_000_000  # of files: what one task reads
 _OF_A_PART = ("rows", "tokens", "trained_tokens", "row_bytes", "conversations")
 
 
@@ -152,9 +152,9 @@ def _divided(found: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
     tasks: list[list[tuple[Part, int, int]]] = [[]]
     held = 0
     for part in found:
-        size = part.bytes if isinstance(part, SourceFile) else _TASK_BYTES
-        count = max(1, math.ceil(size / _TASK_BYTES))
-        if tasks[-1] and (count > 1 or held + size > _TASK_BYTES):
+        size = part.bytes if isinstance(part, SourceFile) else TASK_BYTES
+        count = max(1, math.ceil(size / TASK_BYTES))
+        if tasks[-1] and (count > 1 or held + size > TASK_BYTES):
             tasks.append([])
             held = 0
         tasks[-1].append((part, 0, count))
