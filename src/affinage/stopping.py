@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError
 
@@ -35,6 +35,7 @@ class StopSignals:
     """
 
     current: ClassVar["StopSignals | None"] = None
+    pending: ClassVar[str] = ""  # a signal that came too late for the training that heard it
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
@@ -49,7 +50,7 @@ class StopSignals:
             for number in heeded():
                 self._before[number] = signal.signal(number, self._in_main_thread)  # type: ignore[assignment]
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
-            StopSignals.current = self
+            StopSignals.current, StopSignals.pending = self, ""
         return self
 
     def __exit__(
@@ -66,6 +67,13 @@ class StopSignals:
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
         if self._raised.is_set() and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
             raise Preempted(str(error)) from error  # a library has made another error of it
+
+    @staticmethod
+    def raise_pending() -> None:
+        """Raise Preempted before something begins, if a signal came while the last thing ended."""
+        name, StopSignals.pending = StopSignals.pending, ""
+        if name:
+            raise Preempted(f"{name} when a step was done")
 
     @contextlib.contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
@@ -133,6 +141,40 @@ def drop_unread_output() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
+
+
+class _WithoutReaders:
+    """A stream whose lines are dropped once nobody reads them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            return len(text)
+        drop_unread_output()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+            return
+        drop_unread_output()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def without_readers() -> Iterator[None]:
+    """Inside, work goes on when the program that reads its output has ended, as in `affinage run RECIPE | head`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_WithoutReaders, before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def die_with_parent() -> None:

@@ -12,7 +12,7 @@ import runs
 import tiny
 
 from affinage.checkpoint import CheckpointStore
-from affinage.errors import EXIT_PREEMPTED
+from affinage.errors import EXIT_PREEMPTED, Preempted
 from affinage.stopping import StopSignals
 from affinage.training.metrics import curve
 from affinage.training.preemption import PreemptionGuard
@@ -144,3 +144,14 @@ def test_a_person_waits_without_a_limit(number: signal.Signals, limited: bool):
         until(lambda: stop.signal_name)
         left = stop.seconds_left()
         assert (300 < left <= 600) if limited and left is not None else (left is None and not limited)
+    StopSignals.pending = ""
+
+
+def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow():
+    with StopSignals(), PreemptionGuard("run", grace=600.0) as stop:
+        stop.steps_to_lose()
+        signal.raise_signal(signal.SIGTERM)
+        until(lambda: stop.signal_name)
+    with pytest.raises(Preempted):
+        StopSignals.raise_pending()
+    StopSignals.raise_pending()

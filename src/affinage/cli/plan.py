@@ -280,7 +280,7 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         print(line, file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
-    found = capacity(planned.recipe, settings, where, tries=tries, told=progress, counted=planned.counted)
+    found = capacity(planned.recipe, settings, where, tries=tries, on_attempt=progress, counted=planned.counted)
     fax = found.fax
     facts = {
         "layers": found.largest.layers,

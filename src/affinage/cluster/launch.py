@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Protocol
+from typing import Protocol
 
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
@@ -50,7 +50,11 @@ class WorkerExit:
         name = f"worker {self.worker}" + (f" ({self.where})" if self.where else "")
         if self.status < 0:
             return f"{name} was killed by {signal.Signals(-self.status).name}"
-        words = {0: "is done", EXIT_PREEMPTED: "was preempted", EXIT_USER_ERROR: "found a mistake in its input"}
+        words = {
+            0: "is done",
+            EXIT_PREEMPTED: "was preempted, or hung",
+            EXIT_USER_ERROR: "found a mistake in its input",
+        }
         return f"{name} {words.get(self.status, f'failed with status {self.status}')}"
 
 
@@ -238,25 +242,21 @@ def _cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
 
 class LocalLauncher:
-    """Processes of this machine, which listen on the loopback address alone.
+    """Processes of this machine, whose coordinator listens on the loopback address.
 
     Args:
         workers: how many.
         devices: of each, played by the CPU; None: whatever JAX finds.
         say: takes the lines that they print, each with the number of its worker before it.
-        program: what runs the command; default: this Python's affinage.
     """
 
-    def __init__(
-        self, workers: int, *, devices: int | None = None, say: Print = print, program: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, workers: int, *, devices: int | None = None, say: Print = print) -> None:
         self.workers, self._say = workers, say
-        self._program = list(program) or [sys.executable, "-m", "affinage"]
         self._environment = {**os.environ, **cpu_devices(devices)}
 
     def start(self, command: Sequence[str]) -> "LocalGroup":
         """See `Launcher`."""
-        return LocalGroup([*self._program, *command], self._environment, self.workers, self._say)
+        return LocalGroup([sys.executable, "-m", "affinage", *command], self._environment, self.workers, self._say)
 
     def has_room(self) -> bool:
         """See `Launcher`."""
@@ -264,53 +264,48 @@ class LocalLauncher:
 
 
 class LocalGroup:
-    """See `WorkerGroup`. Each process has a session of its own, and is killed by the kernel when this one ends."""
+    """See `WorkerGroup`. Each process has a session of its own, and the kernel kills it when this one ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], workers: int, say: Print) -> None:
         self._port, coordinator = reserved_port()
-        self._say, self._exited = say, set[int]()
-        self._workers: list[WorkerProcess] = []
+        self._say, self._all = say, list[WorkerProcess]()
         try:
             for worker in range(workers):
                 place = {COORDINATOR: coordinator, NUM_PROCESSES: str(workers), PROCESS_ID: str(worker)}
-                self._workers.append(WorkerProcess(command, {**environment, **place}))
+                self._all.append(WorkerProcess(command, {**environment, **place}))
         except BaseException:
             self.kill()
             raise
+        self._running = dict(enumerate(self._all))
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers."""
-        return [process.pid for process in self._workers]
+        return [process.pid for process in self._all]
 
     def exits(self, seconds: float) -> list[WorkerExit]:
         """See `WorkerGroup`."""
-        until = time.monotonic() + seconds
+        until, found = time.monotonic() + seconds, list[WorkerExit]()
         while True:
-            found = [WorkerExit(worker, status) for worker, status in self._statuses() if status is not None]
-            self._exited |= {each.worker for each in found}
+            for worker, process in list(self._running.items()):
+                lines, status = process.news()
+                for line in lines:
+                    self._say(f"{worker} | {line}")
+                if status is not None:
+                    found.append(WorkerExit(worker, status))
+                    del self._running[worker]
             if found or time.monotonic() >= until:
                 return found
             time.sleep(_LOOK_EVERY)
 
-    def _statuses(self) -> list[tuple[int, int | None]]:
-        found = []
-        for worker, process in enumerate(self._workers):
-            if worker not in self._exited:
-                lines, status = process.news()
-                for line in lines:
-                    self._say(f"{worker} | {line}")
-                found.append((worker, status))
-        return found
-
     def send(self, number: signal.Signals) -> None:
         """See `WorkerGroup`."""
-        for process in self._workers:
+        for process in self._running.values():
             process.send(number)
 
     def kill(self) -> None:
         """See `WorkerGroup`."""
-        for process in self._workers:
+        for process in self._all:
             process.kill()
         self._port.close()
 
@@ -320,39 +315,33 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
-        given = {**environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        # The thread that starts it reads its output to the end: the kernel takes a thread's end for that of the parent.
-        self._thread = threading.Thread(target=self._run, args=(list(command), given), daemon=True)
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
+        own = {**environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+
+        def run() -> None:  # in a thread that lives as long: the kernel takes a thread's end for that of the parent
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=own,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except Exception as error:
+                return started.put(error)
+            started.put(process)
+            for line in process.stdout or ():
+                if not _NOISE.search(line):
+                    self._lines.put(line.decode(errors="replace").rstrip())
+            process.wait()
+
+        self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
-        started = self._started.get()
-        if isinstance(started, Exception):
-            raise started
-        self._process = started
-        self.pid = started.pid
-
-    def _run(self, command: list[str], environment: dict[str, str]) -> None:
-        try:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except Exception as error:
-            self._started.put(error)
-            return
-        self._started.put(process)
-        assert process.stdout is not None
-        self._read(process.stdout)
-        process.wait()
-
-    def _read(self, output: IO[bytes]) -> None:
-        for line in output:
-            if not _NOISE.search(line):
-                self._lines.put(line.decode(errors="replace").rstrip())
+        process = started.get()
+        if isinstance(process, Exception):
+            raise process
+        self._process, self.pid = process, process.pid
 
     def news(self) -> tuple[list[str], int | None]:
         """Return the lines since the last call, and the exit status once it has ended and all lines were returned."""

@@ -62,8 +62,7 @@ class RayLauncher:
         self._ray = connect(
             address,
             max(workers, os.cpu_count() or 1),
-            asked_by="--on ray",
-            address_by="--address",
+            where="--address",
             open_by="--open-cluster",
             may_be_open=open_cluster,
         )

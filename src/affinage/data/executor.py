@@ -158,8 +158,7 @@ def open_executor(settings: DataSettings, temporary: Path | None = None) -> Iter
     ray = connect(
         settings.ray_address,
         workers,
-        asked_by="data.executor",
-        address_by="data.ray_address",
+        where="data.ray_address",
         open_by="data.ray_open_cluster: true",
         may_be_open=settings.ray_open_cluster,
         temporary=temporary,

@@ -23,8 +23,9 @@ class Chip:
         links: links to other chips of the slice or box.
         link_bandwidth: bytes/s of one link in one direction.
         usable_bytes: of one device's memory, what a program may take: the compiler's own limit where it states one.
-        achievable: share of the peak that the matrix products of a large training step reach; what the planner
-            assumes. From published runs (MaxText's tables): their MFU, and what is lost beside the products.
+        achievable: share of the peak that a large matrix product alone reaches. Measured on an H100 and an H200 (798
+            and 788 TFLOP/s, bfloat16, side 8,192), and taken for all GPUs; assumed for TPUs, of which whole steps reach
+            71 % (MaxText on v5p).
         network_bandwidth: bytes/s per chip, in one direction, to chips that the links do not reach (DCN, InfiniBand).
         price: US dollars per chip and hour, on demand; prices change, `hardware.price` in a recipe overrides it.
     """
@@ -39,7 +40,7 @@ class Chip:
     links: int = 0
     link_bandwidth: float = 0.0
     usable_bytes: int | None = None
-    achievable: float = 0.7
+    achievable: float = 0.9
     network_bandwidth: float = 0.0
     price: float | None = None
 
@@ -77,9 +78,9 @@ class Chip:
 #   (half of the figures "with sparsity"); 18 NVLinks of 25 GB/s (B200: 50); L4 has PCIe only.
 # Prices are orders of magnitude to compare slices by; nobody looked them up.
 CHIPS: tuple[Chip, ...] = (
-    Chip("TPU v2", r"TPU v2", 2, 45e12, None, 16 * GiB, 700e9, 4, 62e9, int(7.5 * GiB), 0.6, 3e9, 1.125),
-    Chip("TPU v3", r"TPU v3", 2, 123e12, None, 32 * GiB, 900e9, 4, 82e9, int(15.5 * GiB), 0.6, 3e9, 2.0),
-    Chip("TPU v4", r"TPU v4", 1, 275e12, None, 32 * GiB, 1200e9, 6, 50e9, int(30.75 * GiB), 0.7, 6.25e9, 3.22),
+    Chip("TPU v2", r"TPU v2", 2, 45e12, None, 16 * GiB, 700e9, 4, 62e9, int(7.5 * GiB), 0.9, 3e9, 1.125),
+    Chip("TPU v3", r"TPU v3", 2, 123e12, None, 32 * GiB, 900e9, 4, 82e9, int(15.5 * GiB), 0.9, 3e9, 2.0),
+    Chip("TPU v4", r"TPU v4", 1, 275e12, None, 32 * GiB, 1200e9, 6, 50e9, int(30.75 * GiB), 0.9, 6.25e9, 3.22),
     Chip(
         "TPU v5e",
         r"TPU v5 lite|TPU v5e",
@@ -91,11 +92,11 @@ CHIPS: tuple[Chip, ...] = (
         4,
         50e9,
         int(15.75 * GiB),
-        0.7,
+        0.9,
         3.125e9,
         1.2,
     ),
-    Chip("TPU v5p", r"TPU v5|TPU v5p", 1, 459e12, None, 95 * GiB, 2765e9, 6, 100e9, int(95.74 * GiB), 0.7, 6.25e9, 4.2),
+    Chip("TPU v5p", r"TPU v5|TPU v5p", 1, 459e12, None, 95 * GiB, 2765e9, 6, 100e9, int(95.74 * GiB), 0.9, 6.25e9, 4.2),
     Chip(
         "TPU v6e",
         r"TPU v6 lite|TPU v6e",
@@ -107,18 +108,18 @@ CHIPS: tuple[Chip, ...] = (
         4,
         100e9,
         int(31.25 * GiB),
-        0.6,
+        0.9,
         12.5e9,
         2.7,
     ),
-    Chip("TPU7x", r"TPU7x?", 2, 2307e12, None, 192 * GiB, 7380e9, 6, 100e9, int(94.75 * GiB), 0.6, 12.5e9, 12.0),
-    Chip("A100 80GB", r"NVIDIA A100.*80GB.*", 1, 312e12, 19.5e12, 80 * GiB, 2039e9, 12, 25e9, None, 0.75, 25e9, 1.5),
-    Chip("A100 40GB", r"NVIDIA A100.*", 1, 312e12, 19.5e12, 40 * GiB, 1555e9, 12, 25e9, None, 0.75, 25e9, 1.3),
-    Chip("H100 PCIe", r"NVIDIA H100 PCIe", 1, 756e12, 51e12, 80 * GiB, 2000e9, 12, 25e9, None, 0.6, 25e9, 2.5),
-    Chip("H100", r"NVIDIA H100.*", 1, 989.4e12, 67e12, 80 * GiB, 3350e9, 18, 25e9, None, 0.65, 50e9, 3.0),
-    Chip("H200", r"NVIDIA (H200|GH200).*", 1, 989.4e12, 67e12, 141 * 10**9, 4800e9, 18, 25e9, None, 0.65, 50e9, 4.0),
-    Chip("B200", r"NVIDIA B200.*", 1, 2250e12, 75e12, 180 * 10**9, 8000e9, 18, 50e9, None, 0.6, 50e9, 5.6),
-    Chip("L4", r"NVIDIA L4", 1, 121e12, 30.3e12, 24 * 10**9, 300e9, 1, 32e9, None, 0.7, 3e9, 0.71),
+    Chip("TPU7x", r"TPU7x?", 2, 2307e12, None, 192 * GiB, 7380e9, 6, 100e9, int(94.75 * GiB), 0.9, 12.5e9, 12.0),
+    Chip("A100 80GB", r"NVIDIA A100.*80GB.*", 1, 312e12, 19.5e12, 80 * GiB, 2039e9, 12, 25e9, None, 0.8, 25e9, 1.5),
+    Chip("A100 40GB", r"NVIDIA A100.*", 1, 312e12, 19.5e12, 40 * GiB, 1555e9, 12, 25e9, None, 0.8, 25e9, 1.3),
+    Chip("H100 PCIe", r"NVIDIA H100 PCIe", 1, 756e12, 51e12, 80 * GiB, 2000e9, 12, 25e9, None, 0.8, 25e9, 2.5),
+    Chip("H100", r"NVIDIA H100.*", 1, 989.4e12, 67e12, 80 * GiB, 3350e9, 18, 25e9, None, 0.8, 50e9, 3.0),
+    Chip("H200", r"NVIDIA (H200|GH200).*", 1, 989.4e12, 67e12, 141 * 10**9, 4800e9, 18, 25e9, None, 0.8, 50e9, 4.0),
+    Chip("B200", r"NVIDIA B200.*", 1, 2250e12, 75e12, 180 * 10**9, 8000e9, 18, 50e9, None, 0.8, 50e9, 5.6),
+    Chip("L4", r"NVIDIA L4", 1, 121e12, 30.3e12, 24 * 10**9, 300e9, 1, 32e9, None, 0.8, 3e9, 0.71),
     Chip("CPU", r"cpu"),  # its peak depends on cores, clock and vector width, which JAX does not tell
 )
 

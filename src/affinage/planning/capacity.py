@@ -1,7 +1,7 @@
-"""The largest model of a width that trains on a slice: proposed by what must be held, decided by the compiler."""
+"""The largest model of a width that trains on a slice: proposed by the bytes of its state, decided by the compiler."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from affinage.config.load import load_recipe
@@ -15,6 +15,7 @@ from affinage.planning.plan import NOTHING_COUNTED, Counted, Plan, make_plan, pl
 HEAD = 128  # of attention
 _FFN, _FFN_MULTIPLE = 8 / 3, 512  # times the width, rounded up to it: a gated layer with the parameters of 4 x width
 _MOST_TENSOR = 64
+_STEP = 2  # layers between two models
 _SHARE_OF_STATE = 0.92  # of a device's memory, where the first proposal is
 
 
@@ -37,7 +38,7 @@ FAX = (
 
 @dataclass(frozen=True)
 class Attempt:
-    """A number of layers, and what the compiler said of it."""
+    """A number of layers, and what the compiler reported."""
 
     layers: int
     parameters: int
@@ -73,7 +74,9 @@ class Capacity:
 def shape(width: int, where: Slice) -> list[str]:
     """The overrides for a model of `width`, heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
     if width % HEAD:
-        raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=_near(width))
+        below = max(HEAD, width // HEAD * HEAD)
+        fix = f"The nearest widths: {below} or {below + HEAD}."
+        raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=fix)
     heads = width // HEAD
     tensor = math.gcd(math.gcd(heads, where.devices), _MOST_TENSOR)
     ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE
@@ -86,52 +89,41 @@ def shape(width: int, where: Slice) -> list[str]:
     ]
 
 
-def _near(width: int) -> str:
-    below = max(HEAD, width // HEAD * HEAD)
-    return f"The nearest widths: {below} or {below + HEAD}."
-
-
 def capacity(
     recipe: str,
     overrides: Sequence[str],
     where: Slice,
     *,
-    step: int = 2,
     tries: int = 6,
-    told: Callable[[Attempt], None] = lambda _: None,
+    on_attempt: Callable[[Attempt], None] = lambda _: None,
     counted: Counted = NOTHING_COUNTED,
     compiler: Callable[[str, Sequence[str], Slice, Counted], CompileReport] | None = None,
 ) -> Capacity:
-    """Search the most layers, a multiple of `step`, that the slice's compiler lets train.
+    """Search the most layers, a multiple of 2, that the slice's compiler lets train.
 
     Args:
         recipe: with one repeated node called `blocks`.
         overrides: as `shape` gives them, and the user's.
         where: the slice.
-        step: layers between two models.
         tries: compilations at most; the search ends when the next larger model was refused, or with these.
-        told: called after each compilation.
+        on_attempt: called after each compilation.
         counted: see `planned_graph`.
-        compiler: gives the reports; None: the slice's own.
+        compiler: compiles; None: the slice's own.
 
     Raises:
-        UserError: where no model was found that fits.
+        UserError: if no model was found that fits.
     """
     attempts: list[Attempt] = []
-    report_of = compiler or compile_on
-
-    def attempt(layers: int) -> Attempt:
+    compile_step = compiler or compile_on
+    fixed, per_layer = _state_bytes(recipe, overrides, where, counted)
+    room = where.chip.memory_per_device or 0
+    layers: int | None = _whole((_SHARE_OF_STATE * room - fixed) / per_layer)
+    while layers is not None and len(attempts) < tries:
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
         count = parameters(planned_graph(load_recipe(recipe, settings), counted)).total
-        one = Attempt(layers, count, report_of(recipe, settings, where, counted))
-        attempts.append(one)
-        told(one)
-        return one
-
-    fixed, per_layer = _held(recipe, overrides, where, counted)
-    room = where.chip.memory_per_device or 0
-    for layers in _proposals(attempts, fixed, per_layer, room, step, tries):
-        attempt(layers)
+        attempts.append(Attempt(layers, count, compile_step(recipe, settings, where, counted)))
+        on_attempt(attempts[-1])
+        layers = _next(attempts, per_layer, room)
     fitting = [one.layers for one in attempts if one.report.fits]
     if not fitting:
         raise UserError(
@@ -144,40 +136,30 @@ def capacity(
     return Capacity(tuple(attempts), tuple(best), make_plan(loaded.recipe, planned_graph(loaded, counted), where))
 
 
-def _proposals(
-    attempts: list[Attempt], fixed: float, per_layer: float, room: float, step: int, tries: int
-) -> Iterator[int]:
-    """Layers to try next: first by the state alone, then by the peak that the compiler told, then in halves."""
-
-    def whole(layers: float) -> int:
-        return max(step, int(layers // step) * step)
-
-    first = whole((_SHARE_OF_STATE * room - fixed) / per_layer)
-    yield first
-    while len(attempts) < tries:
-        low = max((one.layers for one in attempts if one.report.fits), default=0)
-        high = min((one.layers for one in attempts if not one.report.fits), default=0)
-        if high and high - low <= step:
-            return
-        newest = attempts[-1]
-        slope = _slope(attempts) or per_layer
-        guess = newest.layers + (room - newest.report.peak_bytes) / slope if newest.report.peak_bytes else 0
-        lowest, highest = low + step, (high - step if high else max(low + step, whole(guess)))
-        if not low <= guess <= max(high, highest + step):  # no amount was told, or one that cannot be
-            guess = (low + high) / 2 if high else low + step
-        yield min(max(whole(guess), lowest), highest)
+def _whole(layers: float) -> int:
+    return max(_STEP, int(layers // _STEP) * _STEP)
 
 
-def _slope(attempts: list[Attempt]) -> float:
-    """Bytes of a layer, by the newest two peaks; 0 where there are none."""
-    told = [(one.layers, one.report.peak_bytes) for one in attempts if one.report.peak_bytes][-2:]
-    if len(told) < 2:
-        return 0.0
-    (a, first), (b, second) = told
-    return max(0.0, (second - first) / (b - a))
+def _next(attempts: list[Attempt], per_layer: float, room: float) -> int | None:
+    """Layers to try next: by the peaks that the compiler reported, else in halves; None if the largest is known."""
+    low = max((one.layers for one in attempts if one.report.fits), default=0)
+    high = min((one.layers for one in attempts if not one.report.fits), default=0)
+    if high and high - low <= _STEP:
+        return None
+    newest = attempts[-1]
+    known = [(one.layers, one.report.peak_bytes) for one in attempts if one.report.peak_bytes][-2:]
+    slope = per_layer
+    if len(known) == 2:
+        (a, first), (b, second) = known
+        slope = max(0.0, (second - first) / (b - a)) or per_layer
+    guess = newest.layers + (room - newest.report.peak_bytes) / slope if newest.report.peak_bytes else 0
+    lowest, highest = low + _STEP, (high - _STEP if high else max(low + _STEP, _whole(guess)))
+    if not low <= guess <= max(high, highest + _STEP):  # no amount was reported, or one that cannot be
+        guess = (low + high) / 2 if high else low + _STEP
+    return min(max(_whole(guess), lowest), highest)
 
 
-def _held(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> tuple[float, float]:
+def _state_bytes(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> tuple[float, float]:
     """Bytes of weights and moments on a device: what does not depend on the layers, and that of one layer."""
 
     def state(layers: int) -> float:

@@ -1,5 +1,6 @@
-"""The trackers that come with affinage. Each imports its library in `start`."""
+"""The trackers that come with affinage; see `affinage.tracking.Tracker`. Each imports its library in `start`."""
 
+import logging
 import os
 import re
 import time
@@ -12,44 +13,49 @@ from affinage.tracking.trackers import Ending, TrackedRun, Tracker
 
 
 class TensorBoard:
-    """Event files by tensorboardX, in a folder for each training. The id is their folder."""
+    """Event files by tensorboardX, in a folder for each training, which is the id."""
 
     def __init__(self, *, name: str, folder: str) -> None:
         self._folder = str(Path(folder) / name)
 
     def start(self, run: TrackedRun) -> str:
-        """See `Tracker.start`; what an earlier start wrote of later steps is hidden."""
+        """Hide what an earlier start wrote of later steps."""
         from tensorboardX import SummaryWriter
 
         folder = run.id or self._folder
-        self._writer = SummaryWriter(folder, purge_step=run.start + 1 if run.id else None)
+        step = run.start + 1 if run.id else None
+        # Files are read in the order of their names, which by themselves have whole seconds.
+        self._writer = SummaryWriter(folder, purge_step=step, filename_suffix=f".{time.time_ns()}")
         if not run.id:
             rows = "".join(f"| {name} | {value} |\n" for name, value in _flat(run.facts))
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.start)
         return folder
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`; on disk when it returns."""
+        """On disk when it returns."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def finish(self, ending: Ending) -> None:
-        """See `Tracker.finish`."""
+        """Close the file."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """Weights & Biases: a run of the same id at every start; offline, a folder for each start, for `wandb sync`."""
+    """A run with the same id at every start; offline, a folder for each start, for `wandb sync`."""
 
     def __init__(self, *, name: str, mode: str, project: str, entity: str, folder: str) -> None:
         self._name, self._mode, self._project, self._entity, self._folder = name, mode, project, entity, folder
 
     def start(self, run: TrackedRun) -> str:
-        """See `Tracker.start`."""
+        """Send neither the command line, nor the environment, nor the code."""
         import wandb
 
         Path(self._folder).mkdir(parents=True, exist_ok=True)
+        private: dict[str, Any] = dict.fromkeys(
+            ("silent", "disable_git", "disable_code", "disable_job_creation", "x_disable_meta", "x_disable_stats"), True
+        )
         self._run = wandb.init(
             project=self._project,
             entity=self._entity or None,
@@ -59,60 +65,47 @@ class WeightsAndBiases:
             mode="online" if self._mode == "online" else "offline",
             dir=self._folder,
             config=dict(run.facts),
-            # Neither the command line, nor the environment, nor the code go along.
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                disable_job_creation=True,
-                x_disable_meta=True,
-                x_disable_stats=True,
-            ),
+            settings=wandb.Settings(console="off", **private),
         )
-        # W&B's own step must never go back; that of a training does, after a kill.
-        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("*", step_metric="step")  # W&B's own step must never go back; a training's may
         return str(self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+        """Log the step as a metric."""
         self._run.log({**values, "step": step})
 
     def finish(self, ending: Ending) -> None:
-        """See `Tracker.finish`."""
+        """Mark the run."""
         self._run.finish(exit_code=0 if ending == "finished" else 1)
 
 
 class Trackio:
-    """Trackio's database on this machine. The id is the run's name, of which there is one in a project."""
+    """Trackio's database on this machine. The id is the run's name."""
 
     def __init__(self, *, name: str, project: str, folder: str) -> None:
         self._name, self._project, self._folder = name, project, folder
 
     def start(self, run: TrackedRun) -> str:
-        """See `Tracker.start`."""
+        """Keep what the library prints off the terminal."""
         os.environ["TRACKIO_DIR"] = str(Path(self._folder).absolute())  # read when it is imported
         import trackio
+        import trackio.run
+        import trackio.utils
 
+        for module in (trackio, trackio.run, trackio.utils):
+            vars(module)["print"] = lambda *_, **__: None  # it has no option for this
         name = run.id or f"{self._name}-{uuid4().hex[:8]}"
         facts = {key: value for key, value in run.facts.items() if not key.startswith("_")}
-        self._run = trackio.init(
-            project=self._project,
-            name=name,
-            config=facts,
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
+        quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        self._run = trackio.init(project=self._project, name=name, config=facts, resume="allow", **quiet)
         return name
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+        """Log a step."""
         self._run.log(dict(values), step=step)
 
     def finish(self, ending: Ending) -> None:
-        """See `Tracker.finish`."""
+        """Write out what is left."""
         self._run.finish()
 
 
@@ -126,39 +119,39 @@ class Mlflow:
         self._name, self._uri, self._experiment, self._folder = name, uri, experiment, folder
 
     def start(self, run: TrackedRun) -> str:
-        """See `Tracker.start`."""
-        # Its seven attempts, with pauses that double, take four minutes until one hears that a server refuses them.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        """Create the experiment and the run where there are none."""
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        if self._uri.startswith("sqlite:///"):
+        for library in ("mlflow", "alembic"):
+            logging.getLogger(library).setLevel(logging.WARNING)
+        local = self._uri.startswith("sqlite:///")
+        if local:
             Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(tracking_uri=self._uri)
+        self._client, self._id = MlflowClient(tracking_uri=self._uri), run.id
         if run.id:
             self._client.update_run(run.id, status="RUNNING")
-            self._id = run.id
             return run.id
         found = self._client.get_experiment_by_name(self._experiment)
-        where = Path(self._folder).as_uri() if self._uri.startswith("sqlite:") else None
-        kept = found.experiment_id if found else self._client.create_experiment(self._experiment, where)
-        self._id = str(self._client.create_run(kept, run_name=self._name).info.run_id)
+        where = Path(self._folder).as_uri() if local else None
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment, where)
+        self._id = str(self._client.create_run(experiment, run_name=self._name).info.run_id)
         parameters = [Param(_name(key), str(value)[:500]) for key, value in _flat(run.facts)]
         for first in range(0, len(parameters), self._PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + self._PARAMETERS])
         return self._id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+        """Log a step in one request."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(
-            self._id, metrics=[Metric(_name(key), value, now, step) for key, value in values.items()]
-        )
+        metrics = [Metric(_name(key), value, now, step) for key, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, ending: Ending) -> None:
-        """See `Tracker.finish`."""
+        """Set the status."""
         self._client.set_terminated(self._id, status=self._STATUS[ending])
 
 

@@ -1,5 +1,6 @@
 """From the loop to the trackers: each has a thread and a bounded queue, and fails or hangs by itself."""
 
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -183,14 +184,15 @@ class _Thread(threading.Thread):
     ) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
         self._tracker, self._make, self._run, self._file, self._say = name, make, run, file, say
-        self._before = before
+        self._before = tuple(before)
         self._queue: queue.Queue[Row] = queue.Queue(waiting)
         self._reported = False
         self.ending: Ending | None = None
 
     def put(self, row: Row) -> None:
         try:
-            self._queue.put_nowait(row)
+            if self.is_alive():
+                self._queue.put_nowait(row)
         except queue.Full:
             self.report(
                 f"is slower than the training: it does not get all lines, of which {self._queue.maxsize:,} wait"
@@ -203,19 +205,14 @@ class _Thread(threading.Thread):
             self._keep(tracker.start(replace(self._run, id=known)))
         except BaseException as error:  # SystemExit, too: some libraries exit where there is no key
             self._failed(error)
-            tracker = None
-        for row in () if tracker is None or known else self._before:
+            return
+        for row in () if known else self._before:
             self._log(tracker, row)
         while self.ending is None or not self._queue.empty():
-            try:
-                row = self._queue.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if tracker is not None:
-                self._log(tracker, row)
+            with contextlib.suppress(queue.Empty):
+                self._log(tracker, self._queue.get(timeout=0.1))
         try:
-            if tracker is not None:
-                tracker.finish(self.ending)
+            tracker.finish(self.ending)
         except BaseException as error:
             self._failed(error)
 

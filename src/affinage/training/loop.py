@@ -229,8 +229,6 @@ def train(job: TrainJob) -> dict[str, Any]:
             part.replace(written / "summary.json")
         if job.uploader is not None:
             display.say(_copied(job.uploader, watchdog, stop))
-        if stop.reached():
-            raise Preempted(f"{job.name} stopped by {stop.signal_name} when it was done")
     return summary
 
 

@@ -81,6 +81,8 @@ class PreemptionGuard:
     ) -> None:
         self._ended.set()
         self._cleanup.close()
+        if kind is None:  # the training is done, and what would follow it is not
+            StopSignals.pending = self.signal_name
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._steps_to_lose:
