@@ -190,6 +190,7 @@ def _training_step(
         fn,
         config,
         inputs,
+        version=2,
         files=tuple(files),
         sources=sources or {},
         distributed=True,
