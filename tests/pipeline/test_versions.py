@@ -32,19 +32,19 @@ from affinage.results import read_json
 RESULTS: dict[str, tuple[int, str, float]] = {
     "synthesize": (1, "71be4e4de16b8564", 0.0),
     "ingest": (2, "a45fc9ba684e096e", 0.0),
-    "filter": (2, "59e8a2a619e516ba", 0.0),
-    "dedup": (2, "d92a29b58fa59da2", 0.85478),
-    "decontaminate": (2, "32e5908a6baa0ded", 0.0),
-    "split": (2, "26dc3fbb1607bc3c", 0.0),
+    "filter": (3, "c3a741e49eb85839", 0.8418),
+    "dedup": (3, "85ee006b04205b51", 0.84108),
+    "decontaminate": (3, "9eb126a4b7688c57", 0.84164),
+    "split": (3, "3024cea202663711", 0.8416),
     "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),
     "compare-tokenizers": (2, "0f74afcee6479bde", 1.615),
     "tokenize": (2, "fbf662bd478d65ba", 0.0),
     "sft-data": (2, "945970b663d536ac", 0.0),
     "preference-data": (2, "7780d98075e857f8", 0.0),
-    "pretrain": (2, "5d3de342e1bb83de", 1.5016),
-    "sft": (2, "399e04dad161393d", 1.3006),
+    "pretrain": (3, "5d3de342e1bb83de", 1.5016),
+    "sft": (3, "399e04dad161393d", 1.3006),
     "ref-logprobs": (2, "7c0fa38c4a142156", 3.3462),
-    "dpo": (2, "beae9befb536dcbb", -0.15577),
+    "dpo": (3, "beae9befb536dcbb", -0.15577),
     "evaluate-base": (1, "9cb4315cc6a41a44", 0.44356),
     "evaluate-sft": (1, "228562928d267cc6", 0.38553),
     "evaluate-dpo": (1, "105414666610157d", 0.38554),
@@ -57,7 +57,8 @@ RESULTS: dict[str, tuple[int, str, float]] = {
 # What says how a result was made, or is read by nothing that comes after; checkpoints are judged by what they score.
 _LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
-    "seconds", "tokens_per_second", "images_per_second", "mfu", "data_wait", "memory_gigabytes", "utilisation",
+    "seconds", "tokens_per_second", "images_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
+    "device_utilization",
     "devices", "device", "items_per_second", "fingerprint", "url",
 }  # fmt: skip
 
