@@ -315,20 +315,19 @@ class Tokenizer:
         """
         text = encodable(text).replace(_MARK, REPLACEMENT)
         parts: list[str] = []
-        places: list[np.ndarray] = []  # in `text`, of the characters of what is encoded
-        at = 0
+        places: list[int] = []  # in `text`, of the characters of what is encoded
+        at, is_guarded = 0, _GUARD in text
         for id_, start, end in [*self.control_spans(text), (-1, len(text), len(text))]:
-            between = np.array(list(text[at:start]), "U1")
-            places.append(at + np.flatnonzero(between != _GUARD))
+            between = range(at, start)
+            places += [place for place in between if text[place] != _GUARD] if is_guarded else between
             parts.append(text[at:start].replace(_GUARD, ""))
             if id_ >= 0:
                 parts.append(_name(id_))
-                places.append(np.full(len(parts[-1]), start))
+                places += [start] * len(parts[-1])
             at = end
         encoded = self._fast.encode("".join(parts), add_special_tokens=False)
         offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-        starts = np.concatenate([*places, [len(text)]])
-        return encoded.ids, starts[offsets]
+        return encoded.ids, np.array([*places, len(text)])[offsets]
 
     def id_to_piece(self, token: int) -> str:
         """Return how the vocabulary spells one id; a space may be U+2581, a byte <0x41>."""
