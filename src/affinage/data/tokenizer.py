@@ -53,7 +53,7 @@ _TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant it
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ANCHOR = "a"
-_WORTH_COMPILING = 1_000_000  # characters: the library encodes fewer in a quarter of a second
+WORTH_COMPILING = 1_000_000  # characters: the library encodes fewer in a quarter of a second
 
 
 class Tokenizer:
@@ -268,14 +268,17 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of every text."""
-        if self._fast_bpe is not None and sum(map(len, texts)) >= _WORTH_COMPILING:
+        if self._fast_bpe is not None and sum(map(len, texts)) >= WORTH_COMPILING:
             flat, ends = self.encode_flat(texts)
             return [part.tolist() for part in np.split(flat, ends[:-1])]
         return [each.ids for each in self._fast.encode_batch(list(map(_plain, texts)), add_special_tokens=False)]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
-        """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them."""
-        if self._fast_bpe is not None and sum(map(len, texts)) >= _WORTH_COMPILING:
+    def encode_flat(self, texts: Sequence[str], *, of: float = 0) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
+        """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them.
+
+        `of` is about how many characters there will be in all; the compiled encoder is worth its start for many.
+        """
+        if self._fast_bpe is not None and max(of, sum(map(len, texts))) >= WORTH_COMPILING:
             return self._fast_bpe.encode([_plain(text).replace(_SPACE, " ") for text in texts])
         encoded = self.encode_batch(texts)
         ends = np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
