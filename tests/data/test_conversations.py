@@ -22,7 +22,7 @@ from affinage.data.feed import RowFeed
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError, UserWarned
-from affinage.pipeline.texts import tell_dropped_reasoning
+from affinage.pipeline.steps_data import warn_dropped_reasoning
 from source_forms import write_lines
 
 CONTEXT = 160
@@ -273,5 +273,5 @@ def test_reasoning_that_is_not_written_is_counted(
     talks = [REASONED[:2], [PLAIN[0], {**PLAIN[1], "reasoning": PLAIN[1]["content"]}], PLAIN]
     summary = prepare(tmp_path, tokenizer, talks, context=300)
     assert summary.get("reasoning_dropped", 0) == dropped and summary["train"]["conversations"] == 3
-    tell_dropped_reasoning(summary, "conversations")
+    warn_dropped_reasoning(summary, "conversations")
     assert bool(capsys.readouterr().out) == bool(dropped)

@@ -1,4 +1,4 @@
-"""The work of the data stages: from sources to rows of tokens."""
+"""The steps from sources to packed tokens: of documents, conversations and preference pairs."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
 
 
-def world(context: StepContext) -> Summary:
+def synthesize(context: StepContext) -> Summary:
     """Generate the pocket world: documents, conversations, preferences and benchmarks."""
     from affinage.data.synthetic import write_world
 
@@ -34,7 +34,7 @@ def ingest(context: StepContext) -> Summary:
         )
 
 
-def clean(context: StepContext) -> Summary:
+def filter_documents(context: StepContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
     from affinage.data.clean import clean
     from affinage.data.executor import open_executor
@@ -51,7 +51,7 @@ def clean(context: StepContext) -> Summary:
         )
 
 
-def deduplicate(context: StepContext) -> Summary:
+def dedup(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.deduplicate import deduplicate
     from affinage.data.executor import open_executor
@@ -103,7 +103,7 @@ def split(context: StepContext) -> Summary:
         return split(documents, context.folder, settings.split, context.recipe.seed, executor=executor)
 
 
-def tokenizer(context: StepContext) -> Summary:
+def train_tokenizer(context: StepContext) -> Summary:
     """Train the tokenizer on the training documents."""
     from affinage.data.tokenizer_training import train_tokenizer
 
@@ -112,7 +112,7 @@ def tokenizer(context: StepContext) -> Summary:
     return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
 
 
-def given_tokenizer(context: StepContext) -> Summary:
+def base_tokenizer(context: StepContext) -> Summary:
     """Take the tokenizer of the model that the recipe begins with."""
     from affinage.data.fertility import measure
     from affinage.data.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ def compare_tokenizers(context: StepContext) -> Summary:
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
-def rows(context: StepContext) -> Summary:
+def tokenize(context: StepContext) -> Summary:
     """Pack the documents' tokens into rows."""
     from affinage.data.executor import open_executor
     from affinage.data.rows import pack_rows
@@ -148,7 +148,7 @@ def rows(context: StepContext) -> Summary:
         )
 
 
-def conversations(context: StepContext) -> Summary:
+def sft_data(context: StepContext) -> Summary:
     """Turn conversations into rows that say which tokens are trained on."""
     from affinage.data.conversations import prepare_conversations
 
@@ -168,12 +168,32 @@ def conversations(context: StepContext) -> Summary:
             f"conversations: {unrolled:,} were unrolled, one example for each answer that the chat template writes "
             "otherwise once more follows"
         )
-    tell_dropped_reasoning(summary, "conversations")
+    warn_dropped_reasoning(summary, "conversations")
     return summary
 
 
-def tell_dropped_reasoning(summary: Summary, what: str) -> None:
-    """Say how many conversations (or pairs) have reasoning that the chat template does not write."""
+def preference_data(context: StepContext) -> Summary:
+    """Encode and pack pairs of answers."""
+    from affinage.data.preferences import prepare_preferences
+
+    recipe = context.recipe
+    assert recipe.dpo is not None
+    summary = prepare_preferences(
+        recipe.dpo,
+        chat_tokenizer(context),
+        context.folder,
+        context=recipe.dpo.seq_len or recipe.packing.seq_len,
+        seed=recipe.seed,
+        system_prompt=recipe.chat_system_prompt,
+        world_folder=context.inputs.get("synthesize"),
+        progress=context.progress,
+    )
+    warn_dropped_reasoning(summary, "pairs")
+    return summary
+
+
+def warn_dropped_reasoning(summary: Summary, what: str) -> None:
+    """Print how many conversations (or pairs) have reasoning that the chat template does not write."""
     if dropped := summary.get("reasoning_dropped"):
         rich.print(f"{what}: {dropped:,} have reasoning that the chat template does not write; it is not trained on")
 
