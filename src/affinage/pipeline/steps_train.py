@@ -351,7 +351,7 @@ def ref_logprobs(context: StepContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
     from affinage.model.preferred import ANSWERS
     from affinage.parallel import make_mesh
-    from affinage.training.program import Program
+    from affinage.training.trainer import Trainer
 
     settings, rows = _dpo(context).model_copy(update={"lora": None}), context.inputs["preference-data"]
     graph = _preference_graph(context, settings)
@@ -360,15 +360,15 @@ def ref_logprobs(context: StepContext) -> Summary:
     begin = job.initial_params
     assert begin is not None
     try:
-        program = Program(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
-        params = begin(program.abstract.params)
-        told = {part: _write_reference(context, program, params, rows, part) for part in ("train", "validation")}
+        trainer = Trainer(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
+        params = begin(trainer.abstract.params)
+        told = {part: _write_reference(context, trainer, params, rows, part) for part in ("train", "validation")}
     finally:
         job.hardware.release()
     return {"rows": told, "documents": graph[ANSWERS].kind.model_dump()["documents"]}
 
 
-def _write_reference(context: StepContext, program: Any, params: Any, rows: Path, part: str) -> dict[str, int]:
+def _write_reference(context: StepContext, trainer: Any, params: Any, rows: Path, part: str) -> dict[str, int]:
     import jax
     import numpy as np
 
@@ -380,12 +380,12 @@ def _write_reference(context: StepContext, program: Any, params: Any, rows: Path
     (context.folder / part).mkdir(exist_ok=True)
     counts, compiled = {}, None
     for name, folder in find_row_folders(rows / part).items():
-        batches = ValidationRows(folder, batch=program.rows // program.job.settings.gradient_accumulation_steps)
+        batches = ValidationRows(folder, batch=trainer.rows // trainer.job.settings.gradient_accumulation_steps)
         found = []
         for number, batch in enumerate(batches):
             context.progress(f"{part}/{name} {number / len(batches):.0%}")
-            compiled = compiled or program.compile_value(ANSWERS, batch)
-            found.append(np.asarray(jax.device_get(compiled(params, program.put(batch))))[..., 0])
+            compiled = compiled or trainer.compile_value(ANSWERS, batch)
+            found.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
         if Processes.current.first:
             write_array(context.folder / part / f"{name}.npy", np.concatenate(found)[: batches.rows])
         counts[name] = batches.rows
