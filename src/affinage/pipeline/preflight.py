@@ -156,7 +156,7 @@ def _check_languages(loaded: LoadedRecipe) -> None:
     data = loaded.recipe.data
     assert data is not None
     places: list[tuple[str, Key]] = []
-    if data.clean.identifies_languages:
+    if data.filters.identifies_languages:
         places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
     for index, source in enumerate(data.sources):
         if source.language and source.kind != "code" and source.language not in data.languages:
@@ -176,7 +176,7 @@ def _language_hint(language: str) -> str:
     word = language.replace("_", "-").partition("-")[0].lower()
     names = {name.lower(): code for locale in ("en", "fr") for code, name in Locale(locale).languages.items()}
     code = names.get(word) or get_global("language_aliases").get(word, word)
-    fix = "Languages are ISO 639-1 codes, such as en and fr; data.clean.language_threshold=0 turns it off."
+    fix = "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
     return f"Did you mean `{code}`? {fix}" if code in known_languages() else fix
 
 
