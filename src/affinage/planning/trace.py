@@ -23,7 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 # Not listed: element-wise operations, broadcasts, reshapes, slices, converts and the like, which are never stored.
 _STORED = frozenset(
-    "dot_general conv_general_dilated while cond gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
+    "dot_general conv_general_dilated while gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
     "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax ragged_dot "
     "ragged_dot_general random_bits all_gather reduce_scatter psum ppermute all_to_all".split()
 )
@@ -31,7 +31,7 @@ _PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_di
 # Primitives that only wrap a program, and the parameter that holds it.
 _WRAPPERS = dict.fromkeys("shard_map jit pjit checkpoint remat2".split(), "jaxpr")
 _WRAPPERS |= dict.fromkeys("closed_call custom_jvp_call custom_vjp_call".split(), "call_jaxpr")
-_WRAPPERS |= {"custom_vjp_call_jaxpr": "fun_jaxpr"}
+_WRAPPERS |= {"custom_vjp_call_jaxpr": "fun_jaxpr", "custom_vmap_call": "call"}
 _REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
 _CUDNN = "dot_product_attention"  # in the names of the primitives of JAX's wrapper
 _CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}
@@ -194,6 +194,8 @@ class _Walker:
         if name in _WRAPPERS and _WRAPPERS[name] in equation.params:
             inner = equation.params[_WRAPPERS[name]]
             return self.run(getattr(inner, "jaxpr", inner), arguments)
+        if name == "cond":  # the last branch is the usual one: that of true
+            return self.run(equation.params["branches"][-1].jaxpr, arguments[1:])
         if name == "scan":
             return self._scan(equation, arguments)
         if name == "optimization_barrier":

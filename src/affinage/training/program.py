@@ -20,6 +20,7 @@ from affinage.hardware.chips import Chip, chip
 from affinage.hardware.devices import acquire
 from affinage.model import Call, Declared, Graph, apply, decayed, init_params, matrices
 from affinage.model.batch import batch_shapes
+from affinage.model.call import capability_of
 from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, make_mesh, strategy_for, table_with
@@ -239,6 +240,7 @@ class Program:
             call_on(self.layout, self.job.settings.attention, self.job.parallel),
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.mesh.devices.flat[0].platform,
+            capability=capability_of(self.mesh.devices.flat[0]),
         )
 
     @property

@@ -58,7 +58,8 @@ class FfnSettings(Settings):
         """The hidden layer is sharded over its width."""
         up = checkpoint_name(dense(params["up"], x, context), "ffn_up")
         if self.kind in GATED:
-            hidden = GATED[self.kind](checkpoint_name(dense(params["gate"], x, context), "ffn_gate")) * up
+            gate = checkpoint_name(dense(params["gate"], x, context), "ffn_gate")
+            hidden = GATED[self.kind](gate) * up
         else:
             hidden = PLAIN[self.kind](up)
         hidden = context.call.constrain(hidden, ("batch", "sequence", "ffn"))

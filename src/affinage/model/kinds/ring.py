@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from affinage.model.kind import Context
-from affinage.model.kinds.attention_products import MASKED
+from affinage.model.layout import Layout
+
+MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 
 Softmax = tuple[Array, Array, Array]  # largest score so far, sum of exponentials, weighted values; float32
 Held = tuple[Array, Array, Array]  # keys [B, K, S, D], values, and the segments [B, S] of their tokens
@@ -22,37 +23,37 @@ _Met = tuple[Array, tuple[Array, ...], Held]  # gradients of the queries, of the
 
 
 def ring_attention(
-    query: Float[Array, "B H S D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
-    context: Context,
+    query: Float[Array, "B S H D"],
+    key: Float[Array, "B S K D"],
+    value: Float[Array, "B S K D"],
+    segment_ids: Int[Array, "B S"] | None,
+    layout: Layout,
     *,
     window: int | None,
     softcap: float | None,
-) -> Float[Array, "B H S D"]:
+) -> Float[Array, "B S H D"]:
     """Causal attention within documents, the same numbers as over whole rows up to rounding.
 
     Each device's queries meet every other device's keys once, in one step each; steps that a window puts out of reach
     are left out. The backward pass sends the keys round again, and computes the scores of a step again: what a device
     keeps of a layer is its own.
     """
-    layout = context.call.layout
     parts = layout.parts("sequence")
-    length = layout.whole(query.shape[2], "sequence") // parts
+    length = layout.whole(query.shape[1], "sequence") // parts
     ring = _Ring(layout.mesh_axes("sequence"), parts, steps_of(parts, length, window), window, softcap)
 
-    def local(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        rows, heads, _, width = query.shape
-        grouped = query.reshape(rows, key.shape[1], -1, length, width)
-        return _attended(grouped, key, value, segments, ring).reshape(rows, heads, length, width)
+    def local(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
+        rows, _, heads, width = query.shape
+        grouped = query.reshape(rows, length, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
+        out = _attended(grouped, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), segment_ids, ring)
+        return out.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
 
-    segments = context.batch.get("segment_ids")
-    if segments is None:
-        segments = jnp.zeros((query.shape[0], query.shape[2]), jnp.int32)
-    of_queries = ("batch", "heads", "sequence", "head_dim")
-    of_keys = ("batch", "kv_heads", "sequence", "head_dim")
+    if segment_ids is None:
+        segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
+    of_queries = ("batch", "sequence", "heads", "head_dim")
+    of_keys = ("batch", "sequence", "kv_heads", "head_dim")
     split = layout.mapped(local, (of_queries, of_keys, of_keys, ("batch", "sequence")), of_queries, over=("sequence",))
-    attended: Array = split(query, key, value, segments)
+    attended: Array = split(query, key, value, segment_ids)
     return attended
 
 
