@@ -254,9 +254,11 @@ def ray(folder: Path, draw: random.Random, quick: bool) -> Found:
                         p for p in psutil.process_iter(["cmdline"]) if "ray::Worker" in " ".join(p.info["cmdline"])
                     ]
                     actors[0].kill()
+                began = time.monotonic()
                 found[f"{victim} killed"] += 1
                 found["wrong: not at its end"] += driver.wait(300) != 0
                 found["wrong: other bits"] += not ended_alike(run, alone, STEPS)
+                print(f"{victim}: at its end {time.monotonic() - began:.0f} s later", flush=True)
     finally:
         cluster.shutdown()
     return found

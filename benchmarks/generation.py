@@ -48,12 +48,12 @@ def random_model(folder: Path, size: str) -> Path:
 
 
 def ours(folder: Path, batch: int, prompts: list[list[int]], tokens: int):
-    from affinage.generation.decode import Generator, Request
+    from affinage.generation.engine import generate
+    from affinage.generation.sampling import SamplingParams
     from affinage.pipeline.models import open_model
 
-    generator = Generator(open_model(str(folder), Path("runs")), batch=batch)
-    request = Request(tokens, stop_ids=())
-    return lambda: [one.tokens for one in generator.generate(prompts, request)]
+    model, params = open_model(str(folder), Path("runs")), SamplingParams(tokens, stop_token_ids=())
+    return lambda: [one.tokens for one in generate(model, prompts, params, max_num_seqs=batch)]
 
 
 def theirs(folder: Path, prompts: list[list[int]], tokens: int):

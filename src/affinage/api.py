@@ -146,15 +146,15 @@ def generate(
         tokens: at most so many new ones.
         stop: a text, or several, before which an answer ends.
         sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `seed`, as of
-            `affinage.generation.sampling.Sampling`; by default the likeliest token is taken.
+            `affinage.generation.sampling.SamplingParams`; by default the likeliest token is taken.
     """
-    from affinage.generation.decode import Generator, Request
-    from affinage.generation.sampling import Sampling
+    from affinage.generation.engine import generate as generated
+    from affinage.generation.sampling import SamplingParams
 
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    request = Request(max_new_tokens=tokens, sampling=Sampling(**sampling), stop_strings=stops)
+    params = SamplingParams(max_new_tokens=tokens, stop=stops, **sampling)
     rows = [prompt_tokens(prompt, model) for prompt in prompts]
-    return [result.text for result in Generator(model).generate(rows, request)]
+    return [result.text for result in generated(model, rows, params)]
 
 
 def prompt_tokens(text: str, model: "LoadedModel") -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 
 from affinage import api
 from affinage.cli.opening import MAX_RESERVED, OpenOptions, opened
-from affinage.generation.decode import Generation, Generator, Request
-from affinage.generation.sampling import Sampling
+from affinage.generation.engine import Engine, Generation
+from affinage.generation.sampling import SamplingParams
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import open_model
 
@@ -94,22 +94,18 @@ def test_memory_is_not_set_aside_for_more_than_people_need(folder: Path, affinag
 def test_what_chooses_the_next_token_can_be_said(affinage, monkeypatch):
     asked = []
 
-    class Listening(Generator):
-        def generate(self, prompts, request):
-            asked.append(request)
-            return [Generation([], "", "length") for _ in prompts]
+    def generated(model, prompts, params):
+        asked.append(params)
+        return [Generation([], "", "length") for _ in prompts]
 
-        def stream(self, prompt, request):
-            asked.append(request)
-            yield from ()
-
-    monkeypatch.setattr("affinage.generation.decode.Generator", Listening)
+    monkeypatch.setattr("affinage.generation.engine.generate", generated)
+    monkeypatch.setattr(Engine, "stream", lambda engine, prompt, params: iter(asked.append(params) or ()))
     words = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.02 --repetition-penalty 1.3 --seed 4 --max-new-tokens 9"
     for verb in ("generate", "chat"):
         affinage(verb, "theirs", "Where?", *words.split(), "--stop", "\n\n", "--stop", "Où")
         affinage(verb, "theirs", "Where?", "--max-new-tokens", "9")
-    every = Request(9, Sampling(0.7, 5, 0.9, 0.02, 1.3, 4), stop_strings=("\n\n", "Où"))
-    assert asked == [every, Request(9), every, Request(9)]
+    every = SamplingParams(9, 0.7, 5, 0.9, 0.02, 1.3, 4, stop=("\n\n", "Où"))
+    assert asked == [every, SamplingParams(9), every, SamplingParams(9)]
 
 
 def test_a_text_ends_before_what_it_is_to_end_before(affinage, folder: Path):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlitedict import SqliteDict
 
 from affinage.evaluation.run import evaluate
 from affinage.pipeline.models import open_model
@@ -68,7 +69,7 @@ def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints
     assert rows[-1]["evaluation"]["tasks"]["sums"]["acc"] == scores[0]
     assert set(rows[-1]["evaluation"]["bits_per_byte"]) == {"en", "fr"}
     assert looks[-1]["scores"]["sums"]["value"] == scores[1]["value"]
-    kept = (runs / "tiny" / "pretrain" / "benchmarks.jsonl").read_text().splitlines()
+    kept = SqliteDict(str(runs / "tiny" / "pretrain" / "benchmarks.db"), flag="r", decode=json.loads)
     assert len(kept) == 1 + 24, "one host has written them, each once"
     assert len([line for line in said if "  benchmarks: sums " in line]) == 3, "one host says them, each once"
     assert len(list((runs / "tiny" / "pretrain" / "profile").glob("host-[01]/**/*.xplane.pb"))) == 2
@@ -93,4 +94,4 @@ def test_the_stages_that_judge_give_what_one_device_gives(
     for name in alone["tasks"]:
         items = [folder / stage / "items" / f"{name}.jsonl" for folder in (runs / "tiny", tmp_path)]
         assert items[0].read_text() == items[1].read_text(), name
-    assert not (runs / "tiny" / stage / "answers.jsonl").exists()
+    assert not (runs / "tiny" / stage / "answers.db").exists()

@@ -3,7 +3,8 @@
     python -m training_process JOB
 
 is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `nonfinite` (steps whose last row has a loss that
-is not finite) and `hurt`: for each start a process, the step after which it hurts itself, and a signal's number.
+is not finite) and `hurt`: for each start a process, the step after which it hurts itself, and a signal's number, or 0
+if it sleeps.
 """
 
 import json
@@ -155,7 +156,7 @@ def main(job: dict) -> None:
             time.sleep(job.get("pause", 0.0))
             process, at, number = job["hurt"] or (None, None, 0)
             if (processes.index, step) == (process, at):
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number) if number else time.sleep(3600)
 
         train(
             TrainJob(

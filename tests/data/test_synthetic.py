@@ -20,7 +20,7 @@ from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculat
 from affinage.data.synthetic.scenes import scenes
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import POCKET_TASKS
-from affinage.evaluation.harness import tamed_harness, task_manager
+from affinage.evaluation.harness import load_tasks, quiet
 from affinage.evaluation.tasks import find_tasks
 
 SEED = 3
@@ -261,8 +261,8 @@ def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_sp
     with pytest.raises(UserError):
         find_tasks(["pocket_agreement_en"], {})
     (task,) = find_tasks(["pocket_facts_en"], known).local
-    with tamed_harness():
-        (loaded,) = task_manager([]).load([task])["tasks"].values()
+    with quiet():
+        (loaded,) = load_tasks([task]).values()
         loaded.build_all_requests(limit=1)
     item = read_items(world, "pocket_facts_en")[0]
     asked = [request.args for request in loaded.instances]

@@ -2,11 +2,10 @@
 
 import pytest
 from lm_eval.api.instance import Instance
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
+from lm_eval.evaluator import evaluate
 
 from affinage.evaluation.backend import JaxLM
-from affinage.evaluation.harness import tamed_harness
+from affinage.evaluation.harness import load_tasks, quiet
 from affinage.evaluation.tasks import find_tasks
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
@@ -83,14 +82,9 @@ def results(backends, theirs, tmp_path_factory):
         write_task(folder, name, ITEMS, **task)
 
     def run(lm):
-        with tamed_harness():
-            return simple_evaluate(
-                model=lm,
-                tasks=list(find_tasks([str(folder)], {}).local),
-                task_manager=TaskManager(include_defaults=False),
-                bootstrap_iters=20,
-                torch_random_seed=None,
-            )
+        with quiet():
+            tasks = load_tasks(find_tasks([str(folder)], {}).local)
+            return evaluate(lm, {"tasks": tasks, "groups": {}, "group_map": {}}, bootstrap_iters=20)
 
     return run(JaxLM(backends[0], batch=8)), run(theirs)
 

@@ -8,7 +8,8 @@ from lm_eval.api.instance import Instance
 from affinage.data.chat import encode_prompt
 from affinage.data.special_tokens import IM_END
 from affinage.evaluation.backend import JaxLM
-from affinage.generation.decode import Generator, Request
+from affinage.generation.engine import generate
+from affinage.generation.sampling import SamplingParams
 from tiny_models import ZEPHYR, tiny_llama, with_template
 
 TEXTS = ["the capital of France is", "la monnaie du Japon", "twelve plus seven", "où naître", "Paris and le yen"]
@@ -17,7 +18,7 @@ TEXTS = ["the capital of France is", "la monnaie du Japon", "twelve plus seven",
 def test_generation_ends_at_control_tokens_and_counts_them():
     model = tiny_llama()
     prompt = [2, *model.tokenizer.encode(TEXTS[0])]
-    fourth = Generator(model).generate([prompt], Request(4))[0].tokens[3]
+    fourth = generate(model, [prompt], SamplingParams(4))[0].tokens[3]
     kernel = model.params["logits"]["kernel"]
     ending = {"kernel": kernel.at[IM_END].set(kernel[fourth] * 1.5)}  # says <|im_end|> wherever it would say that token
     lm = JaxLM(replace(model, params=model.params | {"logits": ending}))
@@ -25,8 +26,8 @@ def test_generation_ends_at_control_tokens_and_counts_them():
     texts = lm.generate_until([Instance("generate_until", {}, (text, dict(settings)), 0) for text in TEXTS])
     first = lm.answers[0]
     assert texts[0] == model.tokenizer.decode(first.generation.tokens) and first.prompt == TEXTS[0]
-    assert first.generation.ended_by == "token" and len(first.generation.tokens) <= 3
-    assert {answer.generation.ended_by for answer in lm.answers} == {"token", "length"}
+    assert first.generation.finish_reason == "eos" and len(first.generation.tokens) <= 3
+    assert {answer.generation.finish_reason for answer in lm.answers} == {"eos", "length"}
 
 
 @pytest.mark.parametrize("own", [None, ZEPHYR], ids=["ours", "of the tokenizer"])

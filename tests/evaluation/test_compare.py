@@ -36,8 +36,17 @@ def test_differences_are_paired_over_the_items_that_both_have(tmp_path):
     test = stats.ttest_rel(b, a)
     assert found.difference == pytest.approx((b - a).mean()) and found.b - found.a == pytest.approx(found.difference)
     assert found.difference / found.stderr == pytest.approx(test.statistic)
-    low, high = stats.norm.interval(0.95, found.difference, found.stderr)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-6)
+    assert (found.low, found.high) == pytest.approx(tuple(test.confidence_interval(0.95)), abs=1e-6)
+    better, worse = int(((b - a) > 0).sum()), int(((b - a) < 0).sum())
+    assert found.p == pytest.approx(stats.binomtest(better, better + worse).pvalue)  # McNemar's exact test
+
+
+def test_a_few_items_prove_little_and_identical_answers_differ_in_nothing(tmp_path):
+    all_right, all_wrong = [(f"{n}", 1) for n in range(2)], [(f"{n}", 0) for n in range(2)]
+    (found,) = compare(write(tmp_path / "a", "t", all_wrong), write(tmp_path / "b", "t", all_right))
+    assert found.difference == 1 and found.p == pytest.approx(0.5) and not found.is_real and not found.is_none
+    (same,) = compare(write(tmp_path / "c", "t", all_right), write(tmp_path / "d", "t", all_right))
+    assert same.is_none and not same.is_real
 
 
 def test_a_small_change_of_the_same_items_is_seen_where_two_error_bars_would_overlap(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 from affinage.evaluation import batch_size
 from affinage.evaluation.batch_size import MOST, ROOM, bytes_of_a_row, rows_that_fit, shorter_rows_that_fit
 from affinage.evaluation.scoring import Scorer
-from affinage.generation.decode import Generator, Request
+from affinage.generation.engine import generate
 from affinage.generation.model import logits_of
+from affinage.generation.sampling import SamplingParams
 from affinage.hardware.chips import named
 from affinage.model.module import abstract_params, logical_axes
 from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
@@ -55,9 +56,9 @@ def some_pairs(model):
 def test_scores_equal_the_definition(batch, block):
     model = tiny_llama()
     pairs = some_pairs(model)
-    answered = []
-    results = Scorer(model, batch=batch, logits_at_once=block).score(pairs, answered.append)
-    assert sum(answered) == len(pairs) + 2, "one is scored in three pieces"
+    answered = {}
+    results = Scorer(model, batch=batch, logits_at_once=block).score(pairs, answered.setdefault)
+    assert [answered[index] for index in range(len(pairs))] == results  # one of them is scored in three pieces
     for (before, continuation), (value, greedy) in zip(pairs, results, strict=True):
         expected, expected_greedy = slow_score(model, before, continuation)
         assert value == pytest.approx(expected, abs=2e-4)
@@ -106,8 +107,8 @@ def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replac
     assert [value for value, _ in Scorer(sharded).score(pairs)] == pytest.approx(expected, abs=1e-4)
     if not says:
         return
-    prompts, request = [before for before, _ in pairs[:3]], Request(12, stop_ids=())
-    assert Generator(sharded).generate(prompts, request) == Generator(model).generate(prompts, request)
+    prompts, request = [before for before, _ in pairs[:3]], SamplingParams(12, stop_token_ids=())
+    assert generate(sharded, prompts, request) == generate(model, prompts, request)
 
 
 def test_the_estimate_of_a_row_is_near_the_compiler_s():

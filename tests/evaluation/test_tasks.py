@@ -4,23 +4,13 @@ import gzip
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from lm_eval import utils
-from lm_eval.api import registry
-from lm_eval.tasks import TaskManager
-from rouge_score.rouge_scorer import RougeScorer
-from rouge_score.scoring import BootstrapAggregator
 
 from affinage.errors import UserError
-from affinage.evaluation import metric_library
-from affinage.evaluation.harness import tamed_harness
-from affinage.evaluation.item_files import DEFINITIONS, read_json_lines
-from affinage.evaluation.items import benchmark_items
-from affinage.evaluation.known import harness_names
-from affinage.evaluation.scorable import refuse_unscorable
-from affinage.evaluation.tasks import check_names, find_tasks
+from affinage.evaluation.harness import load_tasks, quiet
+from affinage.evaluation.tasks import benchmark_items, check_names, find_tasks, read_json_lines
 from choice_task import write_task
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
@@ -39,7 +29,8 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     found = find_tasks(["world", "tasks/one.yaml", "hellaswag"], {"world": tmp_path / "tasks"})
     assert [task["task"] for task in found.local] == ["two", "one"] and found.named == ("hellaswag",)
-    assert found.chat() == [{"dataset_path": "hub/two", "output_type": "generate_until", "task": "two"}]
+    (chat,) = found.chat()
+    assert chat.items() >= {"dataset_path": "hub/two", "output_type": "generate_until", "task": "two"}.items()
     assert found.plain()[-1] == "hellaswag"
     one = found.local[1]
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
@@ -84,12 +75,83 @@ def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path
         find_tasks([str(tmp_path / "t.yaml")], {}, None)
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     assert "class" in utils.apply_template(escape, {})  # the harness by itself
-    with tamed_harness():
-        with pytest.raises(Exception, match="unsafe"):
-            utils.apply_template(escape, {})
-        assert utils.apply_template("{{ a | regex_replace('x', 'y') }}", {"a": "x"}) == "y"
-        assert registry.get_metric(str(tmp_path / "evil"), hf_evaluate_metric=True) is None
+    for number, settings in enumerate(
+        (
+            {"doc_to_text": escape},
+            {"doc_to_choice": escape},
+            {"doc_to_target": escape},
+            {"description": escape},
+            {"metric_list": [{"metric": str(tmp_path / "evil")}]},
+            {"metric_list": [{"metric": "acc", "hf_evaluate": True}]},
+            {"fewshot_config": {"doc_to_text": escape}, "num_fewshot": 1},
+        )
+    ):
+        refused_with(tmp_path / str(number), SUMS, **settings)
+    write_task(tmp_path / "fine", "fine", SUMS, doc_to_text="{{ question | regex_replace('one', 'two') }}")
     assert not (tmp_path / "sprung").exists()
+
+
+SUMS = [{"question": f"one {n}", "choices": ["a", "b"], "right": n % 2} for n in range(6)]
+
+
+def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
+    """The message for a task of these items and settings."""
+    folder.mkdir(exist_ok=True)
+    write_task(folder, "mine", items, **settings)
+    with pytest.raises(UserError) as refused, quiet():
+        load_tasks(find_tasks([str(folder / "mine.yaml")], {}).local, num_fewshot)
+    assert refused.value.what and refused.value.where and refused.value.fix
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "named"),
+    [
+        ({"right": 2}, {}, "item 3"),
+        ({"right": -1}, {}, "item 3"),
+        ({"right": None}, {}, "item 3"),
+        ({"question": None}, {}, "item 3"),
+        ({"choices": []}, {}, "item 3"),
+        ({"choices": ["a", ""]}, {}, "item 3"),
+        ({"choices": "a"}, {}, "mine"),
+        ({}, {"doc_to_text": "{{no_such}}"}, "no_such"),
+        ({}, {"doc_to_text": "{{ question"}, "mine"),
+        ({}, {"doc_to_choice": "{{ question }}"}, "mine"),
+        ({}, {"metric_list": [{"metric": "accc"}]}, "accc"),
+        ({}, {"metric_list": ["acc"]}, "acc"),
+        ({}, {"no_such_key": 1}, "no_such_key"),
+        ({}, {"test_split": "absent"}, "absent"),
+        ({}, {"output_type": "no_such"}, "no_such"),
+        ({}, {"num_fewshot": 6}, "6 examples"),
+        ({}, {"dataset_kwargs": {"data_files": {"test": []}}}, "test"),
+        ({}, {"filter_list": [{"name": "x", "filter": [{"function": "no_such"}]}]}, "mine"),
+        ({}, {"dataset_kwargs": ["items.jsonl"]}, "dataset_kwargs"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_a_task_file_or_an_item_is_one_message(tmp_path, changed, settings, named):
+    items = [*SUMS[:2], SUMS[2] | changed, *SUMS[3:]]
+    assert named in str(refused_with(tmp_path, items, **settings))
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {"test_split": "test"},
+        {"test_split": None, "validation_split": "test"},
+        {"test_split": None, "validation_split": "test", "fewshot_split": "test"},
+        {"test_split": "test", "fewshot_split": "test"},
+    ],
+    ids=str,
+)
+def test_no_example_before_a_question_is_the_item_asked(tmp_path, splits):
+    write_task(tmp_path, "mine", SUMS, **splits)
+    with quiet():
+        (task,) = load_tasks(find_tasks([str(tmp_path / "mine.yaml")], {}).local, 5).values()
+        task.build_all_requests(limit=None, rank=0, world_size=1)
+    for request in task.instances:
+        questions = [line.split()[1] for line in request.args[0].split("\n\n")]
+        assert len(questions) == 6 == len(set(questions))
 
 
 def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_answer(tmp_path):
@@ -109,75 +171,17 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
         assert set(item.texts) == {question, "in France", "in Spain", f"Q: {question}\nA: {answer}"}
 
 
-@pytest.mark.full  # reads 13,000 files
-def test_every_name_of_the_harness_is_known():
-    assert set(TaskManager().all_tasks) <= harness_names()
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("hellaswagg", "`hellaswag`"), ("JULIAN", "`julian`"), ("pocket_fact_en", "`pocket_facts_en`"), ("no such", "")],
+    [
+        ("hellaswagg", "`hellaswag"),
+        ("JULIAN", ""),
+        ("pocket_fact_en", "`pocket_facts_en`"),
+    ],
 )
+@pytest.mark.full  # each reads 13,000 files
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
-    check_names(["mmlu", "gsm8k", "glue", "julian", "hellaswag"], {}, where="--tasks")
+    check_names(["julian", "hellaswag"], {}, where="--tasks")
     with pytest.raises(UserError) as refused:
         check_names([name], {}, where="--tasks")
     assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"
-
-
-FOLDERS = "french_bench squadv2 humaneval kobest gsm8k meqsum tinyBenchmarks".split()
-
-
-@pytest.fixture(scope="module")
-def manager() -> TaskManager:
-    with tamed_harness():
-        return TaskManager(include_path=[str(DEFINITIONS / name) for name in FOLDERS], include_defaults=False)
-
-
-UNKNOWN_METRIC = {"task": "mine", "output_type": "generate_until", "metric_list": [{"metric": "no_such"}]}
-
-
-@pytest.mark.parametrize(
-    ("tasks", "named"),
-    [
-        (["meqsum"], "meqsum"),  # on import, which its module tells in an error of its own
-        (["french_bench_extra", "squadv2", "gsm8k", "humaneval"], "squadv2, humaneval"),  # in a function; on import
-        ([UNKNOWN_METRIC], "mine"),
-        (["tinyArc"], "tinyArc"),  # a package that is missing
-        (["french_bench_trivia", "french_bench_extra", "french_bench_fquadv2", "kobest_boolq", "gsm8k"], None),
-    ],
-    ids=str,
-)
-def test_tasks_that_cannot_be_scored_here_are_named(tasks, named, manager):
-    with tamed_harness():
-        if named is None:
-            return refuse_unscorable(tasks, manager)
-        with pytest.raises(UserError) as caught:
-            refuse_unscorable(tasks, manager)
-    assert caught.value.what.startswith(named) and caught.value.fix
-
-
-TEXTS = ["le chat dort sur le pont", "un pont", "Paris est la capitale de la France.", "rien"]
-REFERENCES = ["le chat dort", "Un pont, vieux", "La capitale ? Paris.", "tout"]
-
-
-def test_rouge_is_that_of_the_package():
-    np.random.seed(1234)  # the harness's, and what is drawn goes by the state in which the metric is loaded
-    metric = metric_library.load("rouge")
-    scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"])
-    scores = [scorer.score(*pair) for pair in zip(REFERENCES, TEXTS, strict=True)]
-    parts = metric.compute(predictions=TEXTS, references=REFERENCES, use_aggregator=False)
-    assert parts == {kind: [score[kind].fmeasure for score in scores] for kind in scores[0]}
-    together = metric.compute(predictions=tuple(TEXTS), references=tuple(REFERENCES))
-    np.random.seed(1234)
-    expected = BootstrapAggregator()
-    for score in scores:
-        expected.add_scores(score)
-    assert together == {kind: found.mid.fmeasure for kind, found in expected.aggregate().items()}
-
-
-def test_classes_are_scored_as_scikit_learn_scores_them():
-    told = {"predictions": ["0", 1, 2, 2], "references": [0, 1, 1, 2]}
-    assert metric_library.load("accuracy").compute(**told) == {"accuracy": 0.75}
-    assert metric_library.load("f1").compute(**told, average="micro") == {"f1": 0.75}
-    assert metric_library.load("f1").compute(**told, average=None)["f1"].tolist() == pytest.approx([1, 2 / 3, 2 / 3])

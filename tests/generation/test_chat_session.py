@@ -8,12 +8,13 @@ from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation import chat
 from affinage.generation.chat import AIDE, HELP, ChatSession, converse
-from affinage.generation.decode import Generator, Request
+from affinage.generation.engine import generate
+from affinage.generation.sampling import SamplingParams
 from tiny_models import tiny_llama
 
 
 def new_session(tokens=6):
-    return ChatSession(Generator(tiny_llama()), Request(max_new_tokens=tokens))
+    return ChatSession(tiny_llama(), SamplingParams(max_new_tokens=tokens))
 
 
 def talk(session, *lines, language="en"):
@@ -25,7 +26,7 @@ def talk(session, *lines, language="en"):
 def test_an_answer_is_what_the_model_says_after_the_chat_prompt():
     session, model, asked = new_session(), tiny_llama(), {"role": "user", "content": "Where is Paris?"}
     said = talk(session, asked["content"], "/quit", "never read")
-    expected = Generator(model).generate([encode_prompt([asked], model.tokenizer, "")], Request(6))[0].text
+    expected = generate(model, [encode_prompt([asked], model.tokenizer, "")], SamplingParams(6))[0].text
     assert said == expected + "\n"
     assert session.messages == [asked, {"role": "assistant", "content": expected}]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from affinage.generation.decode import Generator, Request
-from affinage.generation.sampling import Sampling
+from affinage.generation.engine import Engine, generate, prompt_logprobs
+from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from tiny_models import CONTEXT, full_logits, tiny_llama
@@ -33,7 +33,7 @@ def theirs_after(exported, prompt, **settings):
 def test_256_tokens_of_greedy_text_are_those_of_transformers(exported):
     model = exported[0]
     prompt = [2, *model.tokenizer.encode("La capitale")]
-    ours = Generator(model).generate([prompt], Request(256, stop_ids=()))[0].tokens
+    ours = generate(model, [prompt], SamplingParams(256, stop_token_ids=()))[0].tokens
     assert ours == theirs_after(exported, prompt, max_new_tokens=256, min_new_tokens=256) and len(ours) == 256
     assert len(set(ours)) > 5, "a repeated token would prove little"
 
@@ -41,12 +41,12 @@ def test_256_tokens_of_greedy_text_are_those_of_transformers(exported):
 def test_a_stop_string_and_a_penalty_end_it_where_they_end_transformers(exported):
     model = exported[0]
     prompt = [2, *model.tokenizer.encode("La capitale")]
-    sampling = Sampling(repetition_penalty=1.3)
-    free = Generator(model).generate([prompt], Request(40, sampling, stop_ids=()))[0].text
+    params = SamplingParams(40, repetition_penalty=1.3, stop_token_ids=())
+    free = generate(model, [prompt], params)[0].text
     stop = free[30:33]
-    ours = Generator(model).generate([prompt], Request(40, sampling, stop_ids=(), stop_strings=(stop,)))[0]
+    ours = generate(model, [prompt], replace(params, stop=(stop,)))[0]
     theirs = theirs_after(exported, prompt, max_new_tokens=40, repetition_penalty=1.3, stop_strings=[stop])
-    assert ours.tokens == theirs and ours.ended_by == "text" and ours.text == free[: free.index(stop)]
+    assert ours.tokens == theirs and ours.finish_reason == "stop" and ours.text == free[: free.index(stop)]
 
 
 def slow_greedy(model, prompt, count, stop=(), penalty=1.0):
@@ -62,51 +62,72 @@ def slow_greedy(model, prompt, count, stop=(), penalty=1.0):
     return tokens[len(prompt) :]
 
 
-def new_generator(model, batch=4):
-    return Generator(model, batch=batch, steps_per_dispatch=5)
-
-
 def test_cached_greedy_decoding_equals_the_full_forward_pass():
     model = tiny_llama()
     for penalty in (1.0, 1.7):
-        request = Request(24, Sampling(repetition_penalty=penalty), stop_ids=())
-        for prompt, result in zip(PROMPTS, new_generator(model).generate(PROMPTS, request), strict=True):
+        params = SamplingParams(24, repetition_penalty=penalty, stop_token_ids=())
+        results = Engine(model, max_num_seqs=2, steps=5).generate(PROMPTS, params)
+        for prompt, result in zip(PROMPTS, results, strict=True):
             assert result.tokens == slow_greedy(model, prompt, 24, penalty=penalty)
-            assert result.ended_by == "length" and result.text == model.tokenizer.decode(result.tokens)
+            assert result.finish_reason == "length" and result.text == model.tokenizer.decode(result.tokens)
 
 
 def test_a_stop_token_ends_the_row_and_is_not_part_of_it():
     model = tiny_llama()
     stop = slow_greedy(model, PROMPTS[0], 24)[10]
-    results = new_generator(model).generate(PROMPTS, Request(24, stop_ids=(stop,)))
-    assert results[0].ended_by == "token"
+    results = generate(model, PROMPTS, SamplingParams(24, stop_token_ids=(stop,)))
+    assert results[0].finish_reason == "eos"
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.tokens == slow_greedy(model, prompt, 24, stop=(stop,))
 
 
 def test_generation_never_leaves_the_context():
-    generator = new_generator(tiny_llama())
-    assert len(generator.generate([[2, *range(20, 20 + CONTEXT - 6)]], Request(500, stop_ids=()))[0].tokens) == 5
-    with pytest.raises(ValueError, match="tokens"):
-        generator.generate([[2] * CONTEXT], Request(1))
+    model, params = tiny_llama(), SamplingParams(500, stop_token_ids=())
+    assert len(generate(model, [[2, *range(20, 20 + CONTEXT - 6)]], params)[0].tokens) == 5
+    for prompt in ([2] * CONTEXT, []):
+        with pytest.raises(ValueError, match="tokens"):
+            generate(model, [prompt], SamplingParams(1))
+
+
+SAMPLED = SamplingParams(16, 1.3, 40, 0.95, 0.01, repetition_penalty=1.1, seed=3, stop_token_ids=())
 
 
 def test_sampled_text_is_repeatable_and_independent_of_the_batch():
     model, prompts = tiny_llama(), [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
-    request = Request(16, Sampling(1.3, 40, 0.95, 0.01, repetition_penalty=1.1, seed=3), stop_ids=())
-    together = new_generator(model).generate(prompts, request)
-    apart = new_generator(model, batch=1).generate(prompts, request)
+    together = generate(model, prompts, SAMPLED)
+    apart = generate(model, prompts, SAMPLED, max_num_seqs=1)
     assert [one.tokens for one in together] == [one.tokens for one in apart]
-    again = new_generator(model).generate([PROMPTS[0], *prompts], request)
+    again = generate(model, [PROMPTS[0], *prompts], SAMPLED)
     assert again[0].tokens == together[0].tokens != again[1].tokens
 
 
-def test_streamed_pieces_make_up_the_generation():
-    model, request = tiny_llama(), Request(24, stop_ids=())
-    whole = new_generator(model).generate([PROMPTS[3]], request)[0]
-    pieces, stream = [], new_generator(model).stream(PROMPTS[3], request)
-    with pytest.raises(StopIteration) as end:
-        while True:
-            pieces.append(next(stream))
-    assert end.value.value == whole
-    assert "".join(pieces) == whole.text and len(pieces) > 3
+def test_streamed_pieces_make_up_the_generation_and_what_a_slot_has_of_a_prompt_is_kept(monkeypatch):
+    model, params = tiny_llama(), SamplingParams(24, stop_token_ids=())
+    engine = Engine(model, max_num_seqs=1, steps=4, enable_prefix_caching=True)
+    prefilled, enter = [], engine._enter
+    monkeypatch.setattr(engine, "_enter", lambda *given: (prefilled.append(given[2]), enter(*given)))
+    prompt = list(PROMPTS[2])
+    for _ in range(3):  # turns of a conversation
+        pieces = list(engine.stream(prompt, params))
+        (whole,) = generate(model, [prompt], params)
+        assert "".join(pieces) == whole.text and len(pieces) > 3
+        prompt = [*prompt, *whole.tokens[:10], 99, 98]
+    assert prefilled[0] == 0 < prefilled[1] < prefilled[2]
+    stream = engine.stream(prompt, params)
+    next(stream)
+    stream.close()
+    (other,) = generate(model, [PROMPTS[3]], params)
+    assert not engine.active and "".join(engine.stream(PROMPTS[3], params)) == other.text
+
+
+def test_log_probabilities_are_those_of_the_full_forward_pass():
+    model, prompt = tiny_llama(), PROMPTS[3]
+    (result,) = generate(model, [prompt], SamplingParams(6, stop_token_ids=(), logprobs=3))
+    tokens = [*prompt, *result.tokens]
+    expected = np.asarray(torch.log_softmax(torch.tensor(full_logits(model, tokens)), -1))
+    found = [*prompt_logprobs(model, prompt, 3), *result.logprobs]
+    for place, one in enumerate(found):
+        assert one.token == tokens[place + 1]
+        assert one.logprob == pytest.approx(expected[place, one.token], abs=1e-4)
+        best = np.sort(expected[place])[::-1][:3]
+        assert [value for _, value in one.top] == pytest.approx(best.tolist(), abs=1e-4)

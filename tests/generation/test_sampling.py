@@ -1,7 +1,5 @@
 """Sampling: filters leave what transformers' processors leave, and draws follow the distribution that they claim."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,18 +8,18 @@ import torch
 from transformers.generation import logits_process
 
 from affinage.errors import UserError
-from affinage.generation.sampling import Sampling, choose, filtered, knobs, knobs_of_rows
+from affinage.generation.sampling import SamplingParams, SamplingTensors, choose, filtered
 
 VOCABULARY = 97
 CASES = [
-    Sampling(temperature=0.6),
-    Sampling(1.0, top_k=11),
-    Sampling(1.0, top_k=500),
-    Sampling(1.0, top_p=0.3),
-    Sampling(1.0, min_p=0.02),
-    Sampling(1.0, repetition_penalty=1.8),
-    Sampling(0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
-    Sampling(1.4, top_k=60, top_p=0.99, min_p=0.01, repetition_penalty=0.9),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.0, top_k=11),
+    SamplingParams(temperature=1.0, top_k=500),
+    SamplingParams(temperature=1.0, top_p=0.3),
+    SamplingParams(temperature=1.0, min_p=0.02),
+    SamplingParams(temperature=1.0, repetition_penalty=1.8),
+    SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+    SamplingParams(temperature=1.4, top_k=60, top_p=0.99, min_p=0.01, repetition_penalty=0.9),
 ]
 
 
@@ -36,7 +34,7 @@ def drawn(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
-def test_filters_leave_what_transformers_leaves(sampling: Sampling):
+def test_filters_leave_what_transformers_leaves(sampling: SamplingParams):
     logits, tokens, seen = drawn(16)
     steps = [logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]  # in the order of `generate`
     steps += [logits_process.TemperatureLogitsWarper(sampling.temperature)]
@@ -46,48 +44,48 @@ def test_filters_leave_what_transformers_leaves(sampling: Sampling):
     wanted = torch.tensor(logits)
     for step in steps:
         wanted = step(torch.tensor(tokens), wanted)
-    ours = np.asarray(filtered(jnp.asarray(logits), knobs(sampling), sampling.filters, jnp.asarray(seen)))
+    ours = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of([sampling] * 16), jnp.asarray(seen)))
     np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(wanted.numpy()))
     np.testing.assert_allclose(ours, wanted.numpy(), rtol=1e-6)
 
 
 def test_a_row_with_filters_of_its_own_is_as_if_all_had_them():
     logits, _, seen = drawn(len(CASES))
-    every = frozenset({"repetition_penalty", "temperature", "top_k", "top_p", "min_p"})
-    together = np.asarray(filtered(jnp.asarray(logits), knobs_of_rows(CASES), every, jnp.asarray(seen)))
+    together = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of(CASES), jnp.asarray(seen)))
     for row, sampling in enumerate(CASES):
         one = slice(row, row + 1)
-        alone = filtered(jnp.asarray(logits[one]), knobs(sampling), sampling.filters, jnp.asarray(seen[one]))
+        alone = filtered(jnp.asarray(logits[one]), SamplingTensors.of([sampling]), jnp.asarray(seen[one]))
         np.testing.assert_array_equal(together[one], np.asarray(alone))
 
 
 def draw(logits, sampling, rows, steps, seen=None):
     logits = jnp.asarray(logits, jnp.float32)
     rows, steps = jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32)
-    return np.asarray(choose(logits, knobs(sampling), sampling.filters, rows, steps, seen))
+    seen = jnp.zeros(logits.shape, bool) if seen is None else seen
+    return np.asarray(choose(logits, SamplingTensors.of([sampling] * len(logits)), rows, steps, seen))
 
 
 def test_greedy_takes_the_first_of_the_best():
-    assert draw([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]], Sampling(), [0, 1], [0, 0]).tolist() == [1, 0]
+    assert draw([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]], SamplingParams(), [0, 1], [0, 0]).tolist() == [1, 0]
 
 
 def test_draws_follow_the_tempered_distribution():
     logits, count = np.array([1.0, 0.0, -1.0, 2.0], np.float32), 20_000
-    tokens = draw(np.tile(logits, (count, 1)), Sampling(temperature=0.7), np.arange(count), np.zeros(count))
+    tokens = draw(np.tile(logits, (count, 1)), SamplingParams(temperature=0.7), np.arange(count), np.zeros(count))
     powers = np.exp(logits / 0.7)
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / count, powers / powers.sum(), atol=0.02)
 
 
 def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
-    logits, sampling = np.zeros((1, 1000), np.float32), Sampling(temperature=1.0, seed=5)
+    logits, sampling = np.zeros((1, 1000), np.float32), SamplingParams(temperature=1.0, seed=5)
     alone = draw(logits, sampling, [3], [7])
     assert draw(np.tile(logits, (4, 1)), sampling, [1, 2, 3, 4], [7, 7, 7, 7])[2] == alone[0]
-    others = [(Sampling(temperature=1.0, seed=6), [3], [7]), (sampling, [4], [7]), (sampling, [3], [8])]
+    others = [(SamplingParams(temperature=1.0, seed=6), [3], [7]), (sampling, [4], [7]), (sampling, [3], [8])]
     assert all(draw(logits, *other)[0] != alone[0] for other in others)
 
 
 def test_filters_never_exclude_every_token():
-    strict = Sampling(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0, repetition_penalty=1.3)
+    strict = SamplingParams(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0, repetition_penalty=1.3)
     logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
     tokens = draw(logits, strict, np.arange(5), np.zeros(5), jnp.zeros((5, 50), bool))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
@@ -96,18 +94,18 @@ def test_filters_never_exclude_every_token():
 def test_changing_a_value_compiles_nothing_again():
     traced = []
 
-    @partial(jax.jit, static_argnames="filters")
-    def compiled(*given, filters):
-        traced.append(filters)
-        return choose(*given[:2], filters, *given[2:])
+    @jax.jit
+    def compiled(*given):
+        traced.append(given)
+        return choose(*given)
 
     rows = jnp.zeros(1, jnp.int32)
-    for sampling in (Sampling(temperature=1.0, top_p=top_p) for top_p in (0.5, 0.9)):
-        compiled(jnp.zeros((1, 9)), knobs(sampling), rows, rows, filters=sampling.filters)
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):
+        compiled(jnp.zeros((1, 9)), SamplingTensors.of([sampling]), rows, rows, jnp.zeros((1, 9), bool))
     assert len(traced) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}])
 def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(UserError):
-        Sampling(**wrong)
+        SamplingParams(**wrong)

@@ -18,7 +18,8 @@ from affinage.data.rows import pack_rows
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import ValidationRows
 from affinage.evaluation.backend import JaxLM
-from affinage.generation.decode import Generator, Request
+from affinage.generation.engine import generate
+from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.verify import verify
@@ -81,7 +82,7 @@ def test_it_continues_texts_as_transformers_does(imported):
     assert [*ours.tokenizer.opening, *ours.tokenizer.encode("The capital")] == ids
     expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()[len(ids) :]
     end = ours.tokenizer.eos
-    result = Generator(ours).generate([ids], Request(20))[0]
+    result = generate(ours, [ids], SamplingParams(20))[0]
     assert [token for token in result.tokens if token != end] == [token for token in expected if token != end]
     assert ours.tokenizer.stops == (tokenizer.eos_token_id,)
     lm = JaxLM(ours)  # as the harness is given it

@@ -1,4 +1,4 @@
-"""Hosts that do not see one folder of runs are told so at once, all of them."""
+"""Processes that do not see one folder of runs are refused at once, all of them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,18 +9,18 @@ from processes_in_memory import in_memory
 
 
 def check(*folders: Path) -> list[UserError | None]:
-    """What each host is told, of which each has a folder."""
+    """The error of each process, of which each has a folder."""
     processes = in_memory(len(folders))
 
-    def one(host: int) -> UserError | None:
+    def one(index: int) -> UserError | None:
         try:
-            check_same_folder(processes[host], folders[host], within=2)
+            check_same_folder(processes[index], folders[index], within=2)
         except UserError as told:
             return told
         return None
 
-    with ThreadPoolExecutor(len(folders)) as hosts:
-        return list(hosts.map(one, range(len(folders))))
+    with ThreadPoolExecutor(len(folders)) as threads:
+        return list(threads.map(one, range(len(folders))))
 
 
 def test_one_folder_by_two_names_is_one(tmp_path: Path):
@@ -31,7 +31,7 @@ def test_one_folder_by_two_names_is_one(tmp_path: Path):
     assert check(tmp_path / "alone") == [None] and not (tmp_path / "alone").exists()
 
 
-def test_hosts_with_disks_of_their_own_are_named_to_all(tmp_path: Path):
+def test_processes_with_disks_of_their_own_are_named_to_all(tmp_path: Path):
     (tmp_path / "b").mkdir()
     for error in check(tmp_path / "a", tmp_path / "b", tmp_path / "a"):
         assert error is not None and error.fix

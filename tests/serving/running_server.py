@@ -1,32 +1,34 @@
 """A server of a tiny model in a thread of the test's process."""
 
-import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 
-from aiohttp import web
+import uvicorn
 
-from affinage.generation.decode import Request
-from affinage.generation.engine import Engine, Ticket
+from affinage.generation.sampling import SamplingParams
 from affinage.serving.server import Limits, Server
+from affinage.serving.worker import EngineWorker
 from tiny_models import tiny_llama
+from waiting import until
 
 TOKEN = "a-token-for-tests"
 
 
 class Running:
-    """A server, its engine, and its address."""
+    """A server, its worker, and its address."""
 
-    def __init__(self, engine: Engine, url: str) -> None:
-        self.engine, self.url = engine, url
+    def __init__(self, worker: EngineWorker, url: str) -> None:
+        self.worker, self.url = worker, url
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[threading.Event]:
         """The engine is in the middle of a batch of its own, as long as the block or until the event is set."""
         gate, begun = threading.Event(), threading.Event()
         wait = lambda _: (begun.set(), gate.wait(120))  # noqa: E731
-        self.engine.submit([Ticket([2, 50 + n], Request(60), wait) for n in range(2)])
+        params = SamplingParams(60)
+        self.worker.submit([self.worker.request([2, 50 + n], params, wait) for n in range(2)])
         assert begun.wait(120)
         try:
             yield gate
@@ -37,24 +39,16 @@ class Running:
 @contextlib.contextmanager
 def running(token: str | None = None) -> Iterator[Running]:
     """Two rows at once, and two that may wait."""
-    engine = Engine(tiny_llama(), batch=2, queue=2)
-    server = Server(tiny_llama(), engine, token=token, limits=Limits(max_tokens=60, body_bytes=20_000))
-    runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=1.0)
-
-    async def start() -> str:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    loop = asyncio.new_event_loop()
-    url = loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
+    worker = EngineWorker(tiny_llama(), max_num_seqs=2, max_queue=2)
+    app = Server(tiny_llama(), worker, key=token, limits=Limits(max_tokens=60, body_bytes=20_000)).app()
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
+    until(lambda: server.started)
     try:
-        yield Running(engine, url)
+        yield Running(worker, f"http://127.0.0.1:{listening.getsockname()[1]}")
     finally:
-        engine.close()
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        worker.close()
+        server.should_exit = True
+        thread.join(60)

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
 from running_server import TOKEN, Running, running
 
 from affinage.data.chat import encode_prompt
-from affinage.generation.decode import Generator, Request, RowProgress
+from affinage.generation.engine import EngineRequest, generate
+from affinage.generation.sampling import SamplingParams
 from browser import EXECUTABLE, Browser, browser
 from tiny_models import tiny_llama
 
@@ -41,14 +42,14 @@ def opened(chromium: Browser, served: Running, width: int = 1280, *, dark: bool 
 
 def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The engine goes no further than to the first text that it passes on, until the event is set."""
-    push, go_on = RowProgress.push, threading.Event()
+    push, go_on = EngineRequest.push, threading.Event()
 
-    def pushed(row: RowProgress, emitted: np.ndarray) -> str:
-        if row.stream.released:
+    def pushed(request: EngineRequest, *given: Any) -> str:
+        if request.detokenizer is not None and request.detokenizer.released:
             go_on.wait(240)
-        return push(row, emitted)
+        return push(request, *given)
 
-    monkeypatch.setattr(RowProgress, "push", pushed)
+    monkeypatch.setattr(EngineRequest, "push", pushed)
     return go_on
 
 
@@ -88,7 +89,7 @@ def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_ne
 
 def answer(served: Running, said: list[tuple[str, str]]) -> str:
     prompt = encode_prompt([{"role": role, "content": text} for role, text in said], tiny_llama().tokenizer, "")
-    return Generator(tiny_llama()).generate([prompt], Request(10))[0].text
+    return generate(tiny_llama(), [prompt], SamplingParams(10))[0].text
 
 
 def test_what_goes_wrong_is_shown_and_the_message_is_kept(chromium: Browser, served: Running):

@@ -16,7 +16,7 @@ import pytest
 from affinage.cli.program import main
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.serving import running
+from affinage.serving import server
 from affinage.serving.server import Limits
 from tiny_models import tiny_llama
 
@@ -48,14 +48,14 @@ def test_it_makes_up_a_token_where_others_can_ask_and_answers_to_the_end_what_is
             os.kill(os.getpid(), signal.SIGTERM)
         reasons.extend(event.choices[0].finish_reason for event in events)
 
-    def ready(url: str, place: running.Place) -> None:
-        assert place.token is not None and len(place.token) == 32
-        talks.append(pool.submit(talk, url, place.token))
+    def ready(url: str, place: server.Place) -> None:
+        assert place.key is not None and len(place.key) == 32
+        talks.append(pool.submit(talk, url, place.key))
 
     talks: list[Future[None]] = []
-    place = running.Place("0.0.0.0", 0, grace=300)
+    place = server.Place("0.0.0.0", 0, grace=300)
     with ThreadPoolExecutor() as pool:
-        running.run(tiny_llama(), place, Limits(max_tokens=60), batch=2, queue=2, ready=ready)
+        server.run(tiny_llama(), place, Limits(max_tokens=60), max_num_seqs=2, max_queue=2, ready=ready)
         talks[0].result(300)
     assert reasons[-1] in ("length", "stop")
 
@@ -67,6 +67,7 @@ def test_its_process_serves_a_sharded_model_and_ends_cleanly_when_told(model: Pa
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"AFFINAGE_API_KEY": ""}}
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
+            process.stdout.readline()  # that it compiles
             told = process.stdout.readline()
             found = re.search(r"(http://127\.0\.0\.1:\d+)/v1 .* \(API key: ([\w-]{32})\)", told)
             assert found, told + process.stderr.read()
@@ -95,16 +96,16 @@ def test_a_token_that_is_given_is_asked_for_and_not_printed(
 ):
     places = []
 
-    def run(loaded: object, place: running.Place, *_: object, ready: Callable[..., None], **more: object) -> None:
+    def run(loaded: object, place: server.Place, *_: object, ready: Callable[..., None], **more: object) -> None:
         places.append(place.guarded())
         ready("http://127.0.0.1:8000", places[0])
 
-    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr(server, "run", run)
     monkeypatch.setenv("AFFINAGE_API_KEY", "s3cret-Word!" if by == "environment" else "")
     (tmp_path / "token").write_text("s3cret-Word!\n")
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(model), *(["--api-key-file", str(tmp_path / "token")] if by == "file" else [])])
-    assert not ended.value.code and places[0].token == "s3cret-Word!"
+    assert not ended.value.code and places[0].key == "s3cret-Word!"
     assert "s3cret" not in capsys.readouterr().out
 
 

@@ -13,8 +13,8 @@ import pytest
 from running_server import TOKEN, Running, running
 
 from affinage.data.chat import encode_prompt
-from affinage.generation.decode import Generation, Generator, Request
-from affinage.generation.sampling import Sampling
+from affinage.generation.engine import Generation, generate, prompt_logprobs
+from affinage.generation.sampling import SamplingParams
 from tiny_models import CONTEXT, tiny_llama
 from waiting import until
 
@@ -30,11 +30,11 @@ def served() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(served: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=TOKEN, max_retries=0, timeout=300)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=TOKEN, max_retries=0, timeout=100)
 
 
-def expected(prompt: list[int], tokens: int, sampling: Sampling, rows: int = 1, **settings: object) -> list[Generation]:
-    return Generator(tiny_llama()).generate([prompt] * rows, Request(tokens, sampling, **settings))  # type: ignore[arg-type]
+def expected(prompt: list[int], tokens: int, rows: int = 1, **settings: object) -> list[Generation]:
+    return generate(tiny_llama(), [prompt] * rows, SamplingParams(tokens, **settings))  # type: ignore[arg-type]
 
 
 def chat_prompt(messages: list[dict[str, str]]) -> list[int]:
@@ -44,7 +44,7 @@ def chat_prompt(messages: list[dict[str, str]]) -> list[int]:
 def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
     prompt = chat_prompt(MESSAGES)
     said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, n=2, **SAMPLED)
-    wanted = expected(prompt, 9, Sampling(1.0, top_p=0.9, seed=5), rows=2)
+    wanted = expected(prompt, 9, rows=2, **SAMPLED)
     assert [choice.message.content for choice in said.choices] == [one.text for one in wanted]
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     assert said.choices[0].message.content != said.choices[1].message.content
@@ -59,7 +59,7 @@ def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
 
 def test_a_streamed_chat_comes_in_pieces_and_is_the_same(client: openai.OpenAI):
     settings = {"max_tokens": 40, "temperature": 0, "stream_options": {"include_usage": True}}
-    whole = expected(chat_prompt(MESSAGES), 40, Sampling())[0]
+    whole = expected(chat_prompt(MESSAGES), 40)[0]
     stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **settings)
     events = list(stream)
     assert events[0].choices[0].delta.role == "assistant"
@@ -73,7 +73,7 @@ def test_a_streamed_chat_comes_in_pieces_and_is_the_same(client: openai.OpenAI):
 def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(client: openai.OpenAI):
     model = tiny_llama()
     prompt = [model.tokenizer.bos, *model.tokenizer.encode("The capital")]
-    free = expected(prompt, 30, Sampling())[0].text
+    free = expected(prompt, 30)[0].text
     stop = free[10:13]
     for asked in ("The capital", prompt):
         said = client.completions.create(model="tiny", prompt=asked, max_tokens=30, temperature=0, stop=stop)
@@ -82,11 +82,59 @@ def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(cli
         client.completions.create(model="tiny", prompt=[2, 999999])
     several = client.completions.create(model="tiny", prompt=["The capital", "La"], max_tokens=5, temperature=0)
     assert [choice.index for choice in several.choices] == [0, 1]
-    assert several.choices[0].text == expected(prompt, 5, Sampling())[0].text != several.choices[1].text
+    assert several.choices[0].text == expected(prompt, 5)[0].text != several.choices[1].text
     stream = client.completions.create(
         model="tiny", prompt=prompt, max_tokens=30, temperature=0, stop=[stop], stream=True
     )
     assert "".join(event.choices[0].text for event in stream) == free[: free.index(stop)]
+
+
+def test_log_probabilities_of_answers_and_of_prompts(client: openai.OpenAI):
+    model = tiny_llama()
+    prompt = [model.tokenizer.bos, *model.tokenizer.encode("The capital")]
+    wanted = expected(prompt, 5, logprobs=2)[0].logprobs
+    settings = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    found = client.completions.create(**settings, echo=True).choices[0].logprobs
+    before = prompt_logprobs(model, prompt, 2)
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx([one.logprob for one in (*before, *wanted)], abs=1e-4)
+    assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(prompt) + 5
+    said = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
+    )
+    wanted = expected(chat_prompt(MESSAGES), 3, logprobs=2)[0].logprobs
+    entries = said.choices[0].logprobs.content
+    assert [one.logprob for one in entries] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
+    assert [len(one.top_logprobs) for one in entries] == [2, 2, 2]
+    stream = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=3, temperature=0, logprobs=1, stream=True
+    )
+    assert [len(e.choices[0].logprobs.tokens) for e in stream if e.choices[0].finish_reason] == [3]
+
+
+def test_lm_evals_own_client_gives_the_scores_of_our_backend(served: Running, tmp_path, monkeypatch):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from affinage.evaluation.backend import JaxLM
+    from affinage.hub.card import CardFacts
+    from affinage.hub.export import export
+
+    monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
+    export(tiny_llama(), tmp_path / "m", facts=CardFacts("mit"))
+    lm = LocalCompletionsAPI(
+        base_url=f"{served.url}/v1/completions",
+        model="tiny",
+        tokenizer=str(tmp_path / "m"),
+        tokenized_requests=False,
+        batch_size=1,
+        max_length=CONTEXT,
+    )
+    pairs = [("The capital of France is", " Paris"), ("La monnaie du Japon", " est le yen"), ("twelve", " plus seven")]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    found, wanted = lm.loglikelihood(requests), JaxLM(tiny_llama()).loglikelihood(requests)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], abs=2e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
 
 
 LONG = [{"role": "user", "content": "long " * CONTEXT}]
@@ -101,7 +149,9 @@ LONG = [{"role": "user", "content": "long " * CONTEXT}]
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"n": 5}, 400, "4 choices"),  # two at once, and two that wait
         ({"stop": ["x"] * 17}, 400, "stop"),
-        ({"logprobs": True}, 400, "logprobs"),
+        ({"top_logprobs": 21}, 400, "top_logprobs"),
+        ({"extra_body": {"guided_json": {}}}, 400, "guided_json"),
+        ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
         ({"messages": MESSAGES[::-1]}, 400, "message 2"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "20,000"),
@@ -133,6 +183,7 @@ def test_only_those_who_know_the_token_may_ask(served: Running):
         assert status == 401 and told["error"]["code"] == "invalid_api_key"
     assert ask(f"{served.url}/health") == (200, {"status": "ok"})
     assert ask(f"{served.url}/v1/nothing", **ALLOWED)[0] == 404
+    assert ask(f"{served.url}/v1/completions", **ALLOWED)[0] == 405
 
 
 @pytest.mark.parametrize(
@@ -158,8 +209,8 @@ def test_without_a_token_no_other_name_of_this_machine_is_answered_and_nobody_on
         assert ask(f"{one.url}/v1/models")[0] == 200
         assert ask(f"{one.url}/v1/models", Host="localhost:1")[0] == 200
         assert ask(f"{one.url}/v1/models", Host="rebound.example:80")[0] == 403
-        one.engine.close()
-        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0, timeout=300)
+        one.worker.close()
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0, timeout=100)
         with pytest.raises(openai.InternalServerError, match="stopping"):
             client.chat.completions.create(model="tiny", messages=MESSAGES)
 
@@ -181,13 +232,13 @@ def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its
     with served.held_up() as gate:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + body)
-            until(lambda: served.engine.waiting == 1)
+            until(lambda: served.worker.waiting == 1)
             with pytest.raises(openai.RateLimitError) as full:
                 client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
             assert int(full.value.response.headers["Retry-After"]) >= 1
         waiting = threading.Thread(target=chat)
         waiting.start()
-        until(lambda: served.engine.waiting == 2)
+        until(lambda: served.worker.waiting == 2)
         gate.set()
         waiting.join(120)
     assert len(answers) == 1

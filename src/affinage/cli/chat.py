@@ -16,7 +16,7 @@ from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.chat import Language
-    from affinage.generation.decode import Request
+    from affinage.generation.sampling import SamplingParams
 
 MaxNewTokens = Annotated[int, opt("Maximum number of new tokens.", "--max-new-tokens", min=1)]
 SystemOption = Annotated[str | None, opt("Another system prompt than the one it was trained with.", "--system")]
@@ -36,15 +36,20 @@ class SamplingOptions:
     seed: Annotated[int, opt("Seed of the draws.", min=0)] = 0
     stop: Annotated[list[str] | None, opt("End before this text. May be repeated.", metavar="TEXT")] = None
 
-    def request(self, max_new_tokens: int) -> "Request":
-        """The request for at most `max_new_tokens` tokens."""
-        from affinage.generation.decode import Request
-        from affinage.generation.sampling import Sampling
+    def params(self, max_new_tokens: int) -> "SamplingParams":
+        """The parameters for at most `max_new_tokens` tokens."""
+        from affinage.generation.sampling import SamplingParams
 
-        sampling = Sampling(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, seed=self.seed
+        return SamplingParams(
+            max_new_tokens,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.seed,
+            stop=tuple(self.stop or ()),
         )
-        return Request(max_new_tokens, sampling, stop_strings=tuple(self.stop or ()))
 
 
 def add_to(app: typer.Typer) -> None:
@@ -70,13 +75,12 @@ def generate(
     texts = _as_text(prompts or []) or [_piped()]
     found = opened(model, opening)
     from affinage.api import prompt_tokens
-    from affinage.generation.decode import Generator
+    from affinage.generation.engine import generate as generated
 
-    request = sampling.request(max_new_tokens)
     rows = [prompt_tokens(text, found.model) for text in texts]
-    for text, result in zip(texts, Generator(found.model).generate(rows, request)):
+    for text, result in zip(texts, generated(found.model, rows, sampling.params(max_new_tokens))):
         if as_json:
-            line = {"prompt": text, "text": result.text, "finish_reason": result.ended_by, **found.facts}
+            line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **found.facts}
             print(json.dumps(line, ensure_ascii=False))
         else:
             print(text + result.text)
@@ -137,9 +141,8 @@ def chat(
     language = lang or _language()
     found = opened(model, opening)
     from affinage.generation.chat import ChatSession, base_model_warning, converse, greeting
-    from affinage.generation.decode import Generator
 
-    session = ChatSession(Generator(found.model), sampling.request(max_new_tokens))
+    session = ChatSession(found.model, sampling.params(max_new_tokens))
     if not found.is_chat:
         print(base_model_warning(model, language), file=sys.stderr)
     if system is not None:

@@ -163,7 +163,7 @@ def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":
             f"{one.difference:+.4f}",
             f"{one.low:+.4f} to {one.high:+.4f}",
             one.items,
-            "real" if one.is_real else "may be noise",
+            "none" if one.is_none else "real" if one.is_real else "may be noise",
         )
         for one in pair.differences
     ]

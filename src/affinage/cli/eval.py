@@ -170,7 +170,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
                 folder=folder if processes.first else None,
                 state=model_fingerprint(target, runs),
                 training=training_of(target),
-                keep=folder / "answers.jsonl",
+                keep=folder / "answers.db",
                 task_folders=worlds,
                 chat=found.is_chat,
                 seen=seen_by(target.path) if contamination else None,

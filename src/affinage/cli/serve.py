@@ -15,7 +15,7 @@ from affinage.cli.options import ModelArgument, opt, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
-    from affinage.serving.running import Place
+    from affinage.serving.server import Place
 
 _KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
 _VARIABLE = "AFFINAGE_API_KEY"
@@ -52,14 +52,15 @@ def serve(
     """
     key = _api_key(api_key_file)
     loaded = opened(model, opening, reserves=True).model
-    from affinage.serving.running import Place, run
-    from affinage.serving.server import Limits
+    from affinage.serving.server import Limits, Place, run
 
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
     place = Place(host, port, key, grace)
     ready = partial(_announce, key=key)
-    run(loaded, place, Limits(max_tokens=max_tokens), batch=max_num_seqs, queue=max_queue, ready=ready)
+    limits = Limits(max_tokens=max_tokens)
+    print("Compiling ...", flush=True)
+    run(loaded, place, limits, max_num_seqs=max_num_seqs, max_queue=max_queue, ready=ready)
 
 
 def _api_key(file: Path | None) -> str | None:
@@ -79,7 +80,7 @@ def _api_key(file: Path | None) -> str | None:
 
 
 def _announce(url: str, place: "Place", key: str | None) -> None:
-    shown = "yours" if key else place.token or "any"
-    page = f"{url}/#token={'YOURS' if key else place.token}" if place.token else f"{url}/"
+    shown = "yours" if key else place.key or "any"
+    page = f"{url}/#token={'YOURS' if key else place.key}" if place.key else f"{url}/"
     print(f"{url}/v1 is the base URL for OpenAI clients (API key: {shown}).")
     print(f"{page} is a page to talk with it. Ctrl-C ends it.", flush=True)

@@ -25,12 +25,13 @@ class Working:
         self._name, self._console, self._lines = name, console, lines
         self._phase = ""
         self._shown: Any = None
+        self._stream = sys.stderr  # a library that is silenced meanwhile does not silence this
 
     def __enter__(self) -> "Working":
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        console = self._console or Console(stderr=True)
+        console = self._console or Console(file=sys.stderr)
         if console.is_terminal:
             description = TextColumn("{task.description}", markup=False)
             columns = (SpinnerColumn(), description, TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
@@ -56,7 +57,7 @@ class Working:
             self._shown.update(self._task, description=f"{self._name}: {what}", completed=share or 0.0)
             self._shown.update(self._task, total=None if share is None else 1.0)
         elif self._lines and phase != self._phase:
-            print(f"{self._name}: {what}", file=sys.stderr, flush=True)
+            print(f"{self._name}: {what}", file=self._stream, flush=True)
         self._phase = phase
 
 

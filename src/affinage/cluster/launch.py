@@ -50,7 +50,11 @@ class WorkerExit:
         name = f"worker {self.worker}" + (f" ({self.where})" if self.where else "")
         if self.status < 0:
             return f"{name} was killed by {signal.Signals(-self.status).name}"
-        words = {0: "is done", EXIT_PREEMPTED: "was preempted", EXIT_USER_ERROR: "found a mistake in its input"}
+        words = {
+            0: "is done",
+            EXIT_PREEMPTED: "was preempted, or hung",
+            EXIT_USER_ERROR: "found a mistake in its input",
+        }
         return f"{name} {words.get(self.status, f'failed with status {self.status}')}"
 
 
@@ -238,7 +242,7 @@ def _cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
 
 class LocalLauncher:
-    """Processes of this machine, which listen on the loopback address alone.
+    """Processes of this machine, whose coordinator listens on the loopback address.
 
     Args:
         workers: how many.

@@ -1,10 +1,10 @@
 """affinage's models as lm-evaluation-harness sees them."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -15,11 +15,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from affinage.cluster.processes import Processes
 from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
 from affinage.evaluation.batch_size import shorter_rows_that_fit
-from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
-from affinage.generation.decode import Generation, Generator, Request
+from affinage.generation.engine import Generation, generate
 from affinage.generation.model import LoadedModel
-from affinage.generation.sampling import Sampling
+from affinage.generation.sampling import SamplingParams
 
 # Seconds that one host may take longer than another to fetch a task's data and to write its questions. Waited for here,
 # where it is known what for: inside a program of all hosts who is early would seem to stand still.
@@ -49,7 +48,6 @@ class JaxLM(TemplateLM):
         *,
         batch: int = 64,  # rows of the model's context that memory holds at once, however many shorter ones those are
         max_new_tokens: int = 64,
-        ledger: Ledger | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
@@ -58,10 +56,10 @@ class JaxLM(TemplateLM):
         self.requests = 0  # continuations scored and texts generated so far
         self._max_new_tokens = max_new_tokens
         self._progress = progress
-        self._ledger = ledger
-        self._scorer = Scorer(model, batch=batch, ledger=ledger)
+        self._scorer = Scorer(model, batch=batch)
         self._batch = batch
-        self._in_chat_template = False
+        self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
+        self.seconds = 0.0  # spent on scoring and generating
         self._encoded: dict[str, list[int]] = {}  # see `_encoded_ahead`
         self._longer: set[tuple[str, ...]] = set()  # see `was_longer`
         own, tokenizer = model.tokenizer.template, model.tokenizer
@@ -101,26 +99,28 @@ class JaxLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation in the chat template; without a generation prompt its last message is left open."""
-        self._in_chat_template = True
+        self.in_chat_template = True
         own = self.model.tokenizer.template is not None
         told = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
         messages = guarded(told, self.model.tokenizer)
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        if not add_generation_prompt:
-            last = messages[-1]["content"]
-            last = last if last in text else last.strip()  # some templates strip what is said
-            text = text[: text.rindex(last) + len(last)]
-        return text
+        if add_generation_prompt:
+            return text
+        last = str(messages[-1]["content"])
+        for written in (last, last.strip()):  # some templates strip what is said
+            if written in text:
+                return text[: text.rindex(written) + len(written)]
+        return self._template.render(messages[:-1], add_generation_prompt=True) + last  # and some change it
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text, with <s> before them unless `add_special_tokens` is False or the template has put it there."""
         tokenizer = self.model.tokenizer
-        if self._in_chat_template:
+        if self.in_chat_template:
             ids = tokenizer.encode_rendered(string)[0]
         else:
             known = self._encoded.get(string)
             ids = tokenizer.encode(string) if known is None else known
-        if self._in_chat_template and tokenizer.template is not None:
+        if self.in_chat_template and tokenizer.template is not None:
             return ids  # what a text begins with is the template's business
         opening = list(tokenizer.opening)
         return ids if add_special_tokens is False or ids[: len(opening)] == opening else [*opening, *ids]
@@ -147,7 +147,7 @@ class JaxLM(TemplateLM):
         asked = (
             text for before, after in pairs for text in ((before + after, before.rstrip()) if before else (after,))
         )
-        texts = [] if self._in_chat_template else list(dict.fromkeys(asked))
+        texts = [] if self.in_chat_template else list(dict.fromkeys(asked))
         try:
             for start in range(0, len(texts), _TEXTS_AT_ONCE):
                 some = texts[start : start + _TEXTS_AT_ONCE]
@@ -162,10 +162,11 @@ class JaxLM(TemplateLM):
         pairs = [(context, continuation) for _, context, continuation in requests]
         lengths = (len(context) + len(continuation) for context, continuation in pairs)
         self._longer |= {one[0] for one, length in zip(requests, lengths, strict=True) if length > self.max_length + 1}
-        results = self._score(pairs, "continuations")
-        for (texts, _ctx, _cont), result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, result)
-        return results
+
+        def keep(index: int, answer: tuple[float, bool]) -> None:
+            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+
+        return self._score(pairs, "continuations", keep)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Log-probability of every text, in disjoint windows of the model's context, the first one after <s>."""
@@ -200,75 +201,70 @@ class JaxLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """The text that follows every context, up to a stop string, <|im_end|>, </s> or the length a task asks for."""
-        grouped: dict[str, tuple[Request, list[int]]] = {}
+        grouped: dict[str, tuple[SamplingParams, list[int]]] = {}
         for index, request in enumerate(requests):
             wanted = self._request(request.args[1])
             grouped.setdefault(repr(wanted), (wanted, []))[1].append(index)
         texts = [""] * len(requests)
+        done: dict[int, Answer] = {}
+        started = time.monotonic()
         for wanted, indices in grouped.values():
             room = self.max_length - wanted.max_new_tokens
             prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
             self._longer |= {(requests[i].args[0],) for i, ids in zip(indices, prompts, strict=True) if len(ids) > room}
             prompts = [ids[-room:] for ids in prompts]
-            for index, generation in zip(indices, self._generated(prompts, wanted), strict=True):
-                texts[index] = generation.text
-                self.answers.append(Answer(self.model.tokenizer.unguard(requests[index].args[0]), generation))
-                self.cache_hook.add_partial("generate_until", requests[index].args, generation.text)
+            prompts = [ids or [self.prefix_token_id] for ids in prompts]
+
+            def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
+                request = requests[indices[place]]
+                texts[indices[place]] = generation.text
+                done[indices[place]] = Answer(self.model.tokenizer.unguard(request.args[0]), generation)
+                self.cache_hook.add_partial("generate_until", request.args, generation.text)
+                self._progress(f"generated {len(done):,} of {len(requests):,} texts")
+
+            Processes.at_work().barrier("the questions of a task", seconds=_APART)
+            longest = max(map(len, prompts)) + wanted.max_new_tokens
+            batch = shorter_rows_that_fit(self._batch, longest, self.model)
+            generate(self.model, prompts, wanted, keep, max_num_seqs=batch)
             self.requests += len(indices)
-            self._progress(f"generated {len(self.answers):,} texts")
+        self.answers += [done[index] for index in sorted(done)]
+        self.seconds += time.monotonic() - started
         return texts
 
-    def _generated(self, prompts: list[list[int]], wanted: Request) -> list[Generation]:
-        """What follows the prompts; greedy texts that the ledger has are not generated again."""
-        Processes.at_work().barrier("the questions of a task", seconds=_APART)
-        ledger, longest = self._ledger, max(map(len, prompts)) + wanted.max_new_tokens
-        generator = Generator(self.model, batch=shorter_rows_that_fit(self._batch, longest, self.model))
-        if ledger is None or wanted.sampling.temperature > 0:  # draws are named by a prompt's place among all
-            return generator.generate(prompts, wanted)
-        found = [ledger.get_text(prompt, wanted) for prompt in prompts]
-        left = [index for index, one in enumerate(found) if one is None]
-        done = count(len(self.answers) + len(found) - len(left) + 1)
-
-        def keep(place: int, generation: Generation) -> None:
-            found[left[place]] = generation
-            ledger.put_text(prompts[left[place]], wanted, generation)
-            self._progress(f"generated {next(done):,} texts")
-
-        if left:
-            try:
-                generator.generate([prompts[index] for index in left], wanted, keep)
-            finally:
-                ledger.flush()
-        return [one for one in found if one is not None]
-
-    def _request(self, settings: Mapping[str, Any]) -> Request:
-        """The harness's generation settings as a request."""
+    def _request(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """The harness's generation settings as ours."""
         kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
         until = handle_stop_sequences(kwargs.get("until"), eos=None)
         sampled = kwargs.get("do_sample", False)
         # The end of a document or a turn always ends a generation, so its spelling need not be looked for.
         strings = tuple(stop for stop in until if stop and stop not in self._controls)
-        return Request(
+        return SamplingParams(
             max_new_tokens=min(int(kwargs["max_gen_toks"]), self.max_length // 2),  # half is left for the prompt
-            sampling=Sampling(
-                temperature=float(kwargs.get("temperature", 1.0)) if sampled else 0.0,
-                top_k=int(kwargs.get("top_k") or 0),
-                top_p=float(kwargs.get("top_p", 1.0)),
-                min_p=float(kwargs.get("min_p") or 0.0),
-                repetition_penalty=float(kwargs.get("repetition_penalty", 1.0)),
-            ),
-            stop_ids=self.model.tokenizer.stops,  # said, so that the ledger tells them from those it had before
-            stop_strings=strings,
+            temperature=float(kwargs.get("temperature", 1.0)) if sampled else 0.0,
+            top_k=int(kwargs.get("top_k") or 0),
+            top_p=float(kwargs.get("top_p", 1.0)),
+            min_p=float(kwargs.get("min_p") or 0.0),
+            repetition_penalty=float(kwargs.get("repetition_penalty", 1.0)),
+            stop=strings,
         )
 
-    def _score(self, pairs: list[tuple[list[int], list[int]]], what: str) -> list[tuple[float, bool]]:
+    def _score(
+        self,
+        pairs: list[tuple[list[int], list[int]]],
+        what: str,
+        answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
+    ) -> list[tuple[float, bool]]:
         Processes.at_work().barrier("the questions of a task", seconds=_APART)
-        scored = 0
+        started, scored = time.monotonic(), 0
 
-        def count(more: int) -> None:
+        def count(index: int, answer: tuple[float, bool]) -> None:
             nonlocal scored
-            scored += more
-            self._progress(f"scored {min(scored, len(pairs)):,} of {len(pairs):,} {what}")
+            scored += 1
+            answered(index, answer)
+            if scored % 16 == 0 or scored == len(pairs):
+                self._progress(f"scored {scored:,} of {len(pairs):,} {what}")
 
+        results = self._scorer.score(pairs, count)
         self.requests += len(pairs)
-        return self._scorer.score(pairs, count)
+        self.seconds += time.monotonic() - started
+        return results

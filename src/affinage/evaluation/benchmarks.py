@@ -1,13 +1,16 @@
-"""The benchmarks that have names here: lm-evaluation-harness's own definitions, and files of them on this machine.
+"""The benchmarks that have names here: lm-evaluation-harness's definitions, and files of their items on this machine.
 
-A definition says how an item is put and scored; it is always the harness's. Its items come from the hub, or from
-a folder of JSON Lines in which a row is as in the hub's dataset, or in one of the other common forms named below.
+benchmarks.yaml lists them and their groups. A definition is always the harness's. Its items come from the Hub, or from
+a folder of JSON Lines in which a row is as in the Hub's dataset, or in one of the other common forms below.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from affinage.config.data import POCKET_WORLD
 from affinage.errors import UserError
@@ -25,7 +28,11 @@ class Benchmark:
     task: str
     definition: str
     files: tuple[str, ...] = ()
-    as_published: Callable[[Item], Item] = dict  # a row of such a file as a row of the hub's dataset
+    form: str = ""  # another common form of the rows of such a file
+
+    def as_published(self, row: Item) -> Item:
+        """A row of such a file as a row of the Hub's dataset."""
+        return _FORMS[self.form](row) if self.form else dict(row)
 
     def file_in(self, folder: Path) -> Path | None:
         """The file of its items in a folder; None if there is none."""
@@ -89,67 +96,29 @@ def _arc_with_letters(item: Item) -> Item:
     return item | {"choices": item["choices"]["text"], "answerKey": "ABCDE"[right]}
 
 
-def _french_bench(name: str, files: tuple[str, ...] = (), as_published: Callable[[Item], Item] = dict) -> Benchmark:
-    """A task of FrenchBench, all of which stand in one folder of the harness."""
-    task = f"french_bench_{name}"
-    return Benchmark(task, f"french_bench/{task}.yaml", files, as_published)
-
-
-BENCHMARKS = {
-    benchmark.task: benchmark
-    for benchmark in (
-        Benchmark("hellaswag", "hellaswag/hellaswag.yaml", (), _preprocessed),
-        Benchmark("piqa", "piqa/piqa.yaml"),
-        Benchmark("lambada_openai", "lambada/lambada_openai.yaml", ("lambada",)),
-        Benchmark("arc_easy", "arc/arc_easy.yaml"),
-        Benchmark("arc_challenge", "arc/arc_challenge.yaml"),
-        Benchmark("winogrande", "winogrande/default.yaml"),
-        Benchmark("boolq", "super_glue/boolq/default.yaml"),
-        Benchmark("belebele_eng_Latn", "belebele/belebele_eng_Latn.yaml", ("belebele_en",), _belebele),
-        Benchmark("belebele_fra_Latn", "belebele/belebele_fra_Latn.yaml", ("belebele_fr",), _belebele),
-        Benchmark("xnli_fr", "xnli/xnli_fr.yaml"),
-        Benchmark("paws_fr", "paws-x/paws_fr.yaml", ("pawsx_fr", "paws_x_fr")),
-        Benchmark("hellaswag_fr", "okapi/hellaswag_multilingual/hellaswag_fr.yaml", (), _preprocessed),
-        Benchmark("arc_fr", "okapi/arc_multilingual/arc_fr.yaml", (), _arc_in_translation),
-        Benchmark("xwinograd_en", "xwinograd/xwinograd_en.yaml", (), _winograd_schema),
-        Benchmark("xwinograd_fr", "xwinograd/xwinograd_fr.yaml", (), _winograd_schema),
-        Benchmark("multiblimp_fra", "multiblimp/multiblimp_fra.yaml", ("multiblimp_fr",), _minimal_pair),
-        Benchmark("lambada_openai_mt_fr", "lambada_multilingual/lambada_mt_fr.yaml", ("lambada_fr",)),
-        _french_bench("arc_challenge", (), _arc_with_letters),
-        _french_bench("hellaswag", (), _preprocessed),
-        _french_bench("boolqa", ("boolq_fr",)),
-        _french_bench("grammar"),
-        _french_bench("vocab"),
-        _french_bench("reading_comp"),
-        _french_bench("topic_based_nli"),
-        _french_bench("xnli"),
-        _french_bench("fquadv2_bool", ("fquadv2",)),
-        _french_bench("fquadv2", ("fquadv2",)),
-        _french_bench("fquadv2_hasAns", ("fquadv2_hasAns",)),
-        _french_bench("fquadv2_genq", ("fquadv2_hasAns",)),
-        _french_bench("multifquad"),
-        _french_bench("orangesum_abstract"),
-        _french_bench("orangesum_title"),
-        _french_bench("trivia"),
-        _french_bench("opus_perplexity"),
-        _french_bench("wikitext_fr"),
-    )
+_FORMS: dict[str, Callable[[Item], Item]] = {
+    "preprocessed": _preprocessed,
+    "belebele": _belebele,
+    "winograd_schema": _winograd_schema,
+    "minimal_pair": _minimal_pair,
+    "arc_in_translation": _arc_in_translation,
+    "arc_with_letters": _arc_with_letters,
 }
-JULIAN = ("hellaswag", "piqa", "lambada_openai", "arc_easy", "arc_challenge", "winogrande", "boolq")
-# Named one by one: the groups are of what log-likelihoods answer, each score with a standard error.
-_QUESTIONS = ("fquadv2", "fquadv2_hasAns", "fquadv2_genq", "multifquad", "trivia")  # answered by generated texts
-_SUMMARIES = ("orangesum_abstract", "orangesum_title")  # generated, too
-_WHOLE_TEXTS = ("opus_perplexity", "wikitext_fr")  # perplexities, of which the harness has no standard error
-_ONE_BY_ONE = tuple(f"french_bench_{name}" for name in (*_QUESTIONS, *_SUMMARIES, *_WHOLE_TEXTS))
-_ELSEWHERE = (*JULIAN, "belebele_eng_Latn", "xwinograd_en", *_ONE_BY_ONE)
-FRENCH = tuple(name for name in BENCHMARKS if name not in _ELSEWHERE)
+_LISTED = yaml.safe_load(files("affinage.evaluation").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
+BENCHMARKS = {
+    name: Benchmark(name, one["definition"], tuple(one.get("files", ())), one.get("form", ""))
+    for name, one in _LISTED["benchmarks"].items()
+}
 QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
 POCKET_TASKS = tuple(
     f"pocket_{about}_{language}"
     for about in ("facts", "facts_unseen", "cross", "agreement", "arithmetic", "chat")
     for language in ("en", "fr")
-)  # one by one
-GROUPS = {"julian": JULIAN, "french": FRENCH, QUICKSTART: (POCKET_WORLD,)}
+)
+GROUPS: dict[str, tuple[str, ...]] = {name: tuple(members) for name, members in _LISTED["groups"].items()}
+GROUPS[QUICKSTART] = (POCKET_WORLD,)
+CORE = "core"
+CORE_SHOTS: dict[str, int] = _LISTED["groups"][CORE]
 
 
 def of_pocket_world(task: str) -> bool:

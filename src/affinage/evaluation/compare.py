@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from scipy import stats
 
 from affinage.errors import UserError
 from affinage.evaluation.item_lines import BITS_PER_BYTE, BYTES, LOG_LIKELIHOOD, label, scores_of
@@ -17,16 +18,17 @@ from affinage.evaluation.result_folder import ITEMS, read_results
 
 # Lines by the item's hash; equal ones are told apart by their order.
 _Items = dict[tuple[str, int], dict[str, Any]]
-_CONFIDENCE = 1.959964  # standard errors of a 95 % interval of a normal distribution
+_ALPHA = 0.05  # a smaller p is a real difference
 
 
 @dataclass(frozen=True)
 class Difference:
     """Score of `b` minus score of `a`, over the items that both have answered.
 
-    The interval is that of the mean of paired differences, 95 %: mean ± 1.96 standard errors, the standard error
-    being the sample standard deviation of the differences over the square root of their number. Of whole texts it is
-    that of their bits per byte, to which each adds by its length.
+    The interval is Student's of the mean of paired differences, 95 %, whose standard error is the sample standard
+    deviation of the differences over the square root of their number. Of whole texts it is that of their bits per
+    byte, to which each adds by its length. `p` is how often models that are alike would differ as much: by the exact
+    sign test where all differences are of one size, as of right and wrong answers (McNemar's), else by the t test.
     """
 
     task: str
@@ -39,11 +41,17 @@ class Difference:
     stderr: float
     low: float
     high: float
+    p: float
 
     @property
     def is_real(self) -> bool:
-        """Whether the interval excludes no difference."""
-        return self.low > 0 or self.high < 0
+        """Whether so large a difference is unlikely by chance."""
+        return self.p < _ALPHA
+
+    @property
+    def is_none(self) -> bool:
+        """Whether both have the same score on every item."""
+        return self.difference == 0 and self.stderr == 0
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -181,7 +189,9 @@ def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> l
             metric, values = BITS_PER_BYTE, -values / math.log(2)
             weights = np.array([sizes[place] for place in known], np.float64)
         first, second = values.sum(axis=0) / weights.sum()
-        mean, error = _ratio(values[:, 1] - values[:, 0], weights)
+        apart = values[:, 1] - values[:, 0]
+        mean, error = _ratio(apart, weights)
+        reach = float(stats.t.ppf(1 - _ALPHA / 2, len(values) - 1)) * error
         differences.append(
             Difference(
                 task=task,
@@ -192,11 +202,22 @@ def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> l
                 b=float(second),
                 difference=mean,
                 stderr=error,
-                low=mean - _CONFIDENCE * error,
-                high=mean + _CONFIDENCE * error,
+                low=mean - reach,
+                high=mean + reach,
+                p=_chance(apart, mean, error),
             )
         )
     return differences
+
+
+def _chance(apart: Float[np.ndarray, " items"], mean: float, error: float) -> float:
+    """The two-sided p of no difference."""
+    changed = apart[apart != 0]
+    if not len(changed):
+        return 1.0
+    if np.ptp(np.abs(changed)) < 1e-12:
+        return float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
+    return float(2 * stats.t.sf(abs(mean / error), len(apart) - 1))
 
 
 def _ratio(values: Float[np.ndarray, " items"], weights: Float[np.ndarray, " items"]) -> tuple[float, float]:

@@ -7,13 +7,39 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
+
 from affinage.data.atomic import write_atomically, write_json
 from affinage.evaluation.item_lines import line_of
 from affinage.generation.model import LoadedModel
+from affinage.model.parameter import Tree
 
 RESULTS = "results.json"
 ITEMS = "items"
 STATE = "state"  # key of what the model was that no recipe judged; see `affinage.pipeline.eval_results`
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """What tells a model from others: its graph, how it is computed, and a sum over the bits of all weights."""
+    sums = [int(one) for one in jax.device_get(_sums(model.params))]
+    facts = json.dumps([model.graph.to_dict(), model.compute_dtype, model.context, sums], sort_keys=True, default=str)
+    return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
+
+
+@jax.jit
+def _sums(params: Tree) -> list[UInt32[Array, ""]]:
+    return [_sum(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def _sum(leaf: Array) -> UInt32[Array, ""]:
+    """The bits of every element times a number that depends on its place, modulo 2**32; no copy of the weights."""
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    for axis in range(leaf.ndim):
+        place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        bits = bits * (place * jnp.uint32(2654435762) + jnp.uint32(1))
+    return jnp.sum(bits, dtype=jnp.uint32)
 
 
 def identity(model: LoadedModel, weights: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import lm_eval.evaluator
 import numpy as np
-from lm_eval.tasks import TaskManager
+from lm_eval.api.model import LM
+from lm_eval.api.task import Task
 
 from affinage import __version__
 from affinage.cluster.processes import Processes
@@ -20,20 +21,19 @@ from affinage.data.contamination import Contamination
 from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.batch_size import rows_that_fit
+from affinage.evaluation.benchmarks import CORE, CORE_SHOTS
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
 from affinage.evaluation.contaminated import contamination_of
-from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
+from affinage.evaluation.harness import cached, load_tasks, quiet, reachable_data
 from affinage.evaluation.item_lines import finite, label, line_of, of_item
-from affinage.evaluation.items import items_of
-from affinage.evaluation.ledger import Ledger, fingerprint
-from affinage.evaluation.result_folder import STATE, identity, write_results
-from affinage.evaluation.scorable import readable, refuse_unscorable
-from affinage.evaluation.tasks import ChatTemplateUse, TaskSet, find_tasks
+from affinage.evaluation.result_folder import STATE, fingerprint, identity, write_results
+from affinage.evaluation.tasks import ChatTemplateUse, find_tasks, items_of
 from affinage.generation.model import LoadedModel
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
 Answered = Callable[[str, dict[str, Any]], None]  # the task, and what items/TASK.jsonl has of an item
+_NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length
 _VERSIONS_OF = ("jax", "lm_eval", "datasets")
 
 
@@ -75,7 +75,8 @@ def evaluate(
     `seen` finds items in the text that the model was trained on: those found are listed, and scores given without them.
     Tasks of `task_folders` are not looked for: they are of closed worlds, whose facts are their text.
 
-    Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
+    Answers are kept in the file `keep` as they come (the harness's cache, of this model alone), and those that it has
+    are not computed again; `generation` in the results is of the texts that were.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item, beside what it has
     of other tasks of this model; what it has of another model is removed, which `say` is told in a line. Only then do
     the results hold the model's `fingerprint`: it takes writing the tokenizer; `state`, what the caller tells a model
@@ -92,41 +93,45 @@ def evaluate(
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, contamination, processes = time.monotonic(), None, Processes.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
-    with tamed_harness():
-        manager = task_manager(found.named)
-        refuse_unscorable([*found.local, *found.named], manager)
-    weights = fingerprint(model)
-    ledger = None if keep is None else Ledger(keep, weights)
+    weights = fingerprint(model) if keep is not None or folder is not None else ""
     rows = rows_that_fit(model) if batch_size == "auto" else batch_size
-    lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
+    lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, progress=progress)
+    keeping = None if keep is None else cached(lm, keep, f"{weights} {max_new_tokens}")
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
-    asked = [*(str(task["task"]) for task in found.local), *found.named]
-    with tamed_harness(), readable(asked), reachable_data(found.fetched), _rare_collections():
-        for chosen, templated in found.rounds(chat, apply_chat_template):
-            if chosen:
-                drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)
-                raw = _run(lm, chosen, manager, limit=limit, drawn=drawn, shots=num_fewshot, templated=templated)
-                outcome |= _by_task(raw, templated, lm)
-                items |= raw["samples"]
-        if seen is not None:
-            progress("looking for the items in the training text")
-            contamination = _look(seen, found, manager, task_folders or {}) if processes.first else None
-            processes.broadcast("the end of the look", None, seconds=None)
-    seconds = time.monotonic() - started
-    count = sum(task["items"] for task in outcome.values())
+    loaded: dict[str, Task] = {}
+    try:
+        with reachable_data(found.fetched), quiet(), _rare_collections():
+            for chosen, templated in found.rounds(chat, apply_chat_template):
+                if chosen:
+                    lm.in_chat_template = templated
+                    of_round = load_tasks(chosen, num_fewshot, CORE_SHOTS if CORE in tasks else {})
+                    drawn = None if draw is None or limit is None else _drawn(of_round, limit, draw)
+                    raw = _run(keeping or lm, of_round, limit=limit, drawn=drawn, templated=templated)
+                    loaded |= of_round
+                    outcome |= _by_task(raw, templated, lm)
+                    items |= raw["samples"]
+            if seen is not None:
+                progress("searching the training text for the items")
+                contamination = _look(seen, loaded, task_folders or {}) if processes.first else None
+                processes.broadcast("the end of the search", None, seconds=None)
+    finally:
+        if keeping is not None:
+            keeping.dbdict.close()
     results = {
         "model": model.name,
         "context": model.context,
         "tasks": outcome,
         "missing": list(found.missing),
         "skipped": [] if chat or apply_chat_template != "auto" else [str(task["task"]) for task in found.chat()],
-        "seconds": seconds,
-        "items_per_second": count / seconds,
+        "seconds": time.monotonic() - started,
+        "items_per_second": sum(task["items"] for task in outcome.values()) / max(lm.seconds, 1e-9),
         "requests": lm.requests,
         "versions": {"affinage": __version__} | {package: version(package) for package in _VERSIONS_OF},
         "samples": {name: [_readable(one) for one in of_task[:samples]] for name, of_task in items.items()},
     }
+    if CORE in tasks:
+        results["core"] = _centered_mean(outcome)
     if contamination is not None:
         results["contamination"] = contamination_of(contamination, outcome, items)
     if lm.answers:
@@ -154,20 +159,28 @@ def has_chat_template(model: LoadedModel, chat: bool) -> bool:
     return chat or model.tokenizer.template is not None
 
 
-def _look(seen: Seen, found: TaskSet, manager: TaskManager, closed: Mapping[str, Path]) -> Contamination | None:
+def _look(seen: Seen, loaded: Mapping[str, Task], closed: Mapping[str, Path]) -> Contamination | None:
     """Which items stand in the training text; None if all tasks are of closed worlds."""
     left_out = {task["task"] for task in find_tasks(list(closed), closed).local}
-    local = [task for task in found.local if task["task"] not in left_out]
-    tasks = manager.load([*local, *found.named])["tasks"] if local or found.named else {}
+    tasks = {name: task for name, task in loaded.items() if name not in left_out}
     return seen(items_of(tasks)) if tasks else None
 
 
-def _drawn(tasks: list[Any], manager: TaskManager, count: int, seed: int) -> dict[str, list[int]]:
+def _centered_mean(outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """The mean over CORE's tasks of (score - chance) / (1 - chance), by the metrics of its authors."""
+    centered = []
+    for name in CORE_SHOTS:
+        metrics = outcome.get(name, {}).get("metrics", {})
+        score = metrics.get("acc_norm" if name in _NORMALIZED else "acc", {}).get("value")
+        if score is not None:
+            chance = outcome[name].get("chance", 0.0)
+            centered.append((score - chance) / (1 - chance))
+    return {"centered_mean": sum(centered) / len(centered) if centered else None, "tasks": len(centered)}
+
+
+def _drawn(tasks: Mapping[str, Task], count: int, seed: int) -> dict[str, list[int]]:
     """For every task the places of `count` of its items. What is drawn of a task does not depend on the others."""
-    drawn = {}
-    for name, task in manager.load(tasks)["tasks"].items():
-        drawn[name] = drawn_places(name, len(task.eval_docs), count, seed)
-    return drawn
+    return {name: drawn_places(name, len(task.eval_docs), count, seed) for name, task in tasks.items()}
 
 
 def drawn_places(task: str, items: int, count: int, seed: int) -> list[int]:
@@ -188,25 +201,16 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _run(
-    lm: JaxLM,
-    tasks: list[Any],
-    manager: TaskManager,
-    *,
-    limit: int | None,
-    drawn: dict[str, list[int]] | None,
-    shots: int | None,
-    templated: bool,
+    lm: LM, tasks: dict[str, Task], *, limit: int | None, drawn: dict[str, list[int]] | None, templated: bool
 ) -> dict[str, Any]:
-    results = lm_eval.evaluator.simple_evaluate(
-        model=lm,
-        tasks=tasks,
-        task_manager=manager,
-        num_fewshot=shots,  # None leaves a task its own number
+    results = lm_eval.evaluator.evaluate(
+        lm,
+        {"tasks": tasks, "groups": {}, "group_map": {}},
         limit=None if drawn else limit,
         samples=drawn,
         bootstrap_iters=_BOOTSTRAP,
         apply_chat_template=templated,
-        torch_random_seed=None,  # importing torch for its seed would take longer than the evaluation
+        fewshot_as_multiturn=templated,
     )
     assert results is not None
     return dict(results)
@@ -238,7 +242,9 @@ def _by_task(raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> dict[str, An
             "version": raw["versions"].get(name),
         }
         if raw["configs"][name].get("output_type") == "multiple_choice":
-            choices = [len(item["arguments"]) for item in raw["samples"][name]]
+            # Of each choice the harness asks for the probability without the question, too, for `acc_mutual_info`.
+            twice = 2 if any(metric.startswith("acc_mutual_info") for metric in metrics) else 1
+            choices = [len(item["arguments"]) // twice for item in raw["samples"][name]]
             tasks[name]["chance"] = sum(1 / count for count in choices) / len(choices)
     return tasks
 
@@ -246,7 +252,7 @@ def _by_task(raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> dict[str, An
 def _generation(lm: JaxLM) -> dict[str, Any]:
     """How many generated texts ended by a control token before their length ran out, as a share with standard error."""
     count = len(lm.answers)
-    stopped = sum(answer.generation.ended_by == "token" for answer in lm.answers) / count
+    stopped = sum(answer.generation.finish_reason == "eos" for answer in lm.answers) / count
     return {
         "texts": count,
         "stopped": {"value": stopped, "stderr": math.sqrt(stopped * (1 - stopped) / max(1, count - 1))},

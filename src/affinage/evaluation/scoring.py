@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
 from affinage.evaluation.families import Family, find_families
-from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.packing import Batch, batches
 from affinage.evaluation.rows import Pair, Row, group_requests, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
@@ -94,7 +94,6 @@ class Scorer:
         model: LoadedModel,
         *,
         batch: int = 64,
-        ledger: Ledger | None = None,
         share: bool = True,
         logits_at_once: int = LOGITS_AT_ONCE,
     ) -> None:
@@ -103,65 +102,48 @@ class Scorer:
         Args:
             model: with its weights and tokenizer.
             batch: rows of the model's context that memory holds at once, however many shorter ones those are.
-            ledger: keeps answers over a kill.
             share: compute once what continuations share, and several in a row, where all kinds of nodes of it can.
             logits_at_once: elements of the largest block of float32 logits that the device holds.
         """
         self.model = model
         self._batch = batch
-        self._ledger = ledger
         self._share = share
         self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.layout, logits_at_once)
 
     def score(
         self,
         pairs: Sequence[Pair],
-        progress: Callable[[int], None] = lambda _: None,
+        answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
     ) -> list[tuple[float, bool]]:
         """For each (context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
 
         Natural logarithms. Pairs longer than the model's context plus one are cut from the left; a continuation that is
-        itself longer than the context is scored in pieces of half of it, each after what comes before. `progress` is
-        told the number of pieces answered with every batch.
+        itself longer than the context is scored in pieces of half of it, each after what comes before. `answered` is
+        called with the index of a pair and its answer as batches are done.
         """
         pieces, owners = in_pieces(pairs, self.model.context)
-        values = self._score_pieces(pieces, progress)
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        for owner, (value, greedy) in zip(owners, values, strict=True):
-            total, all_greedy = results[owner]
-            results[owner] = total + value, all_greedy and greedy
-        return results
-
-    def _score_pieces(self, pairs: Sequence[Pair], progress: Callable[[int], None]) -> list[tuple[float, bool]]:
-        answers: dict[int, tuple[float, bool]] = {}
-        if self._ledger is not None:
-            found = ((index, self._ledger.get(*pair)) for index, pair in enumerate(pairs))
-            answers = {index: answer for index, answer in found if answer is not None}
-            progress(len(answers))
-        left = [index for index in range(len(pairs)) if index not in answers]
+        left = np.bincount(owners, minlength=len(pairs))
 
         def collect(batch: Batch, scores: Scores) -> None:
             values, best = (self.model.on_host(a) for a in scores)
-            new = {left[place]: answer for place, answer in batch.answers(values, best)}
-            answers.update(new)
-            if self._ledger is not None:
-                for index, answer in new.items():
-                    self._ledger.put(*pairs[index], answer)
-            progress(len(new))
+            for place, (value, greedy) in batch.answers(values, best):
+                owner = owners[place]
+                total, all_greedy = results[owner]
+                results[owner] = total + value, all_greedy and greedy
+                left[owner] -= 1
+                if not left[owner]:
+                    answered(owner, results[owner])
 
         pending: tuple[Batch, Scores] | None = None
-        try:
-            for started in self._batches(group_requests([pairs[index] for index in left], self.model.context)):
-                # The next batch is under way while the numbers of this one are taken apart.
-                if pending is not None:
-                    collect(*pending)
-                pending = started
+        for started in self._batches(group_requests(pieces, self.model.context)):
+            # The next batch is under way while the numbers of this one are taken apart.
             if pending is not None:
                 collect(*pending)
-        finally:  # whoever is told of the progress may end it
-            if self._ledger is not None:
-                self._ledger.flush()
-        return [answers[index] for index in range(len(pairs))]
+            pending = started
+        if pending is not None:
+            collect(*pending)
+        return results
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[Batch, Scores]]:
         """Every row in one batch, with the numbers of its batch, which the device may still be computing."""

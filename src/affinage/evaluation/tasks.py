@@ -1,17 +1,23 @@
 """Which tasks a name stands for: task files on this machine, or tasks that lm-evaluation-harness ships."""
 
-from collections.abc import Mapping, Sequence
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from affinage.config.data import POCKET_WORLD
+from affinage.data.benchmark_items import BenchmarkItem, strings_in
+from affinage.data.foreign_json import of_a_line
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
-from affinage.evaluation.known import harness_names, unknown_task
 from affinage.paths import from_home
+
+if TYPE_CHECKING:
+    import datasets
 
 ChatTemplateUse = Literal["auto"] | bool
 CHAT_TAG = "chat"  # says of a local task that it is asked in the chat template, and only of chat models
@@ -101,9 +107,7 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
     found, missing = _meant(names, folders, data_dir)
     for one in found:
         if one.items is not None:
-            from affinage.evaluation.item_files import on_file  # with the harness: seconds
-
-            local.setdefault(one.name, on_file(one.name, one.items))
+            local.setdefault(one.name, _on_file(one.name, one.items))
         elif one.place is not None:
             for task in _read_all(one.place):
                 local.setdefault(task["task"], task)
@@ -115,16 +119,18 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
 def check_names(
     names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None, *, where: str
 ) -> None:
-    """See in a second that the names can be looked up, before anything large is imported or loaded.
+    """See that the names can be looked up, before anything large is loaded.
 
     The arguments are those of `find_tasks`, and `where` says in messages who gave the names. Raises UserError for one
-    that is no file and stands nowhere in the harness's files, and where `find_tasks` would for want of a file.
+    that is neither a file nor known, which takes seconds to find out for names of the harness's that are not ours, and
+    where `find_tasks` would for want of a file.
     """
     found, _ = _meant(names, folders, data_dir)
-    for one in found:
-        by_name = one.items is None and one.place is None and one.name not in BENCHMARKS
-        if by_name and one.name not in harness_names():
-            raise unknown_task(one.name, harness_names(), where)
+    named = [one.name for one in found if one.items is None and one.place is None and one.name not in BENCHMARKS]
+    if named:
+        from affinage.evaluation.harness import check_known
+
+        check_known(named, where)
 
 
 def _meant(
@@ -167,13 +173,6 @@ def _read_all(place: Path) -> list[dict[str, Any]]:
     if not tasks:
         fix = "Name a YAML file with a `task:` key, or a folder of such files; of a file of items, its task file."
         raise UserError("there is no task in it", where=str(place), fix=fix)
-    for task in tasks:
-        if "dataset_path" not in task and "custom_dataset" not in task:
-            raise UserError(
-                f"the task `{task['task']}` says nothing of its items",
-                where=str(place),
-                fix="A task file needs `dataset_path:`, such as `json`, and `dataset_kwargs: {data_files: ...}`.",
-            )
     return tasks
 
 
@@ -197,15 +196,26 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _with_local_data(task: dict[str, Any], file: Path) -> dict[str, Any]:
-    kwargs = dict(task.get("dataset_kwargs") or {})
+    """The configuration with its file, and of JSON Lines with absolute paths and a check of its splits."""
+    task = {**task, "where": str(file)}
+    if "dataset_path" not in task:
+        fix = "A task file needs `dataset_path:`, such as `json`, and `dataset_kwargs: {data_files: ...}`."
+        raise UserError(f"the task `{task['task']}` names no items", where=str(file), fix=fix)
+    kwargs = task.get("dataset_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise UserError("`dataset_kwargs` is not a mapping", where=str(file), fix=_TASK_FILE)
     if "data_files" not in kwargs:
         return task
-    kwargs["data_files"] = _absolute(kwargs["data_files"], file)
-    task = {**task, "dataset_kwargs": kwargs}
-    if task.get("dataset_path") == "json":
-        from affinage.evaluation.item_files import read_json_lines
-
-        # In memory: `datasets` would write an Arrow copy into its cache, and take longer for it than the model takes.
+    data_files = _absolute(kwargs["data_files"], file)
+    for key in ("test_split", "validation_split", "training_split", "fewshot_split"):
+        if (split := task.get(key)) is not None and split not in data_files:
+            fix = f"There are: {', '.join(data_files)}."
+            raise UserError(f"`{key}: {split}` is no split of data_files", where=str(file), fix=fix)
+    if not task.get("test_split") and not task.get("validation_split"):
+        task["test_split"] = next(iter(data_files))
+    task["dataset_kwargs"] = {**kwargs, "data_files": data_files}
+    if task["dataset_path"] == "json":
+        # In memory: `datasets` would write an Arrow copy into its cache, and take longer than the model does.
         task["custom_dataset"] = read_json_lines
     return task
 
@@ -215,10 +225,115 @@ def _absolute(data_files: Any, file: Path) -> dict[str, list[str]]:
     absolute: dict[str, list[str]] = {}
     for split, paths in by_split.items():
         absolute[split] = [
-            str((file.parent / path).resolve()) for path in ([paths] if isinstance(paths, str) else paths)
+            str((file.parent / str(path)).resolve()) for path in ([paths] if isinstance(paths, str) else paths or ())
         ]
         for path in absolute[split]:
             if not Path(path).is_file():
                 fix = "Paths in a task file start from its folder."
                 raise UserError(f"the data file {path} is missing", where=str(file), fix=fix)
     return absolute
+
+
+# ---- items ----
+
+
+def _on_file(name: str, file: Path) -> dict[str, Any]:
+    """What to change in the harness's task so that its items are the rows of a file."""
+    rows = read_rows(file)
+    if not rows:
+        raise UserError("holds no items", where=str(file), fix="One JSON object a line is an item.")
+    config = {
+        "task": name,
+        "where": str(file),
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": [str(file)]}, "benchmark": name},
+        "custom_dataset": read_json_lines,
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+        "fewshot_split": "test",  # there are no other items
+    }
+    return config | {"process_docs": None} if "query" in rows[0] else config  # processed already
+
+
+def read_json_lines(
+    *, data_files: Mapping[str, Iterable[str]], benchmark: str | None = None, **_metadata: Any
+) -> dict[str, "datasets.Dataset"]:
+    """The splits of a task kept as JSON Lines (plain or .gz), as the harness wants them.
+
+    The rows of a `benchmark` may have any of the forms it is known in. Raises UserError for anything else.
+    """
+    import datasets  # seconds
+
+    splits = {}
+    for split, paths in data_files.items():
+        rows = [row for path in paths for row in read_rows(Path(path))]
+        if benchmark is not None:
+            rows = [_published(benchmark, row, number, paths) for number, row in enumerate(rows, 1)]
+        if not rows:
+            raise UserError(f"the split `{split}` has no items", where=", ".join(paths), fix="One JSON object a line.")
+        splits[split] = datasets.Dataset.from_list(rows)
+    return splits
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON Lines, plain or .gz."""
+    fix = "It must be UTF-8 text with one JSON object a line, plain or compressed with gzip."
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"is not JSON Lines: {error}", where=str(path), fix=fix) from error
+    rows = []
+    # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for ends of lines.
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"is not JSON Lines: {of_a_line(error)}", where=f"{path}:{number}", fix=fix) from error
+        if row is not None and not isinstance(row, dict):
+            raise UserError(f"is not an object but a {type(row).__name__}", where=f"{path}:{number}", fix=fix)
+        rows += [] if row is None else [row]
+    return rows
+
+
+def _published(benchmark: str, row: dict[str, Any], number: int, paths: Iterable[str]) -> dict[str, Any]:
+    try:
+        return BENCHMARKS[benchmark].as_published(row)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        what = f"row {number} is not an item of {benchmark}: {type(error).__name__}: {error}"
+        fix = "Take the file of the Hub's dataset."
+        raise UserError(what, where=", ".join(paths), fix=fix) from error
+
+
+def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterator[BenchmarkItem]:
+    """All items that the tasks `names` (see `find_tasks`) are scored on, each with the texts that would give it away.
+
+    Those are every string in the item's data, and the question as it is asked with its right answer. Items are numbered
+    from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
+    """
+    from affinage.evaluation.harness import load_tasks, quiet, reachable_data
+
+    found = find_tasks(names, {}, data_dir)
+    with reachable_data(found.fetched), quiet():
+        yield from items_of(load_tasks([*found.local, *found.named]))
+
+
+def items_of(tasks: Mapping[str, Any]) -> Iterator[BenchmarkItem]:
+    """The same of tasks as the harness has loaded them, by name."""
+    for name, task in tasks.items():
+        for number, item in enumerate(task.eval_docs):
+            yield BenchmarkItem(name, str(number), tuple(dict.fromkeys(_texts(task, item))))
+
+
+def _texts(task: Any, item: Mapping[str, Any]) -> Iterator[str]:
+    yield from strings_in(dict(item))
+    question, answer = task.doc_to_text(item), task.doc_to_target(item)
+    if task.OUTPUT_TYPE == "multiple_choice":
+        choices = task.doc_to_choice(item)
+        yield from strings_in(choices)
+        if isinstance(answer, int) and 0 <= answer < len(choices):
+            answer = choices[answer]
+    if isinstance(question, str):
+        yield f"{question}{task.config.target_delimiter}{answer}" if isinstance(answer, str) else question

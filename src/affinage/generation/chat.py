@@ -8,10 +8,14 @@ from typing import Literal
 from affinage.data.atomic import write_json
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.decode import Generator, Request
+from affinage.generation.engine import Engine
+from affinage.generation.model import LoadedModel
+from affinage.generation.sampling import SamplingParams
 from affinage.paths import from_home
 
 Language = Literal["en", "fr"]
+_SHORTEST = 1024  # tokens of the first cache
+_STREAMED_STEPS = 4  # tokens per dispatch when someone reads along
 
 HELP = """\
 /reset          forget the conversation
@@ -70,17 +74,17 @@ class TooLong(UserError):
 class ChatSession:
     """Messages so far, and the model that answers them."""
 
-    def __init__(self, generator: Generator, request: Request) -> None:
-        self._generator = generator
-        self._request = request
-        self._system_prompt = generator.model.system_prompt
+    def __init__(self, model: LoadedModel, params: SamplingParams) -> None:
+        self._model, self._params = model, params
+        self._engine: Engine | None = None
+        self._system_prompt = model.system_prompt
         self.messages: list[dict[str, str]] = []
         self._first = 0  # of the messages that the model is still shown
 
     @property
     def model(self) -> str:
         """What the user called the model."""
-        return self._generator.model.name
+        return self._model.name
 
     def reset(self) -> None:
         """Forget all messages."""
@@ -88,7 +92,7 @@ class ChatSession:
 
     def set_system(self, text: str) -> None:
         """Begin anew with this system message; an empty one means the model's own."""
-        self._system_prompt = text or self._generator.model.system_prompt
+        self._system_prompt = text or self._model.system_prompt
         self.reset()
 
     def save(self, path: Path) -> None:
@@ -106,16 +110,25 @@ class ChatSession:
         prompt, first = self._fit(messages)
         answer = ""
         try:
-            for piece in self._generator.stream(prompt, self._request):
+            for piece in self._engine_for(prompt).stream(prompt, self._params):
                 answer += piece
                 yield piece
         finally:
             self.messages, self._first = [*messages, {"role": "assistant", "content": answer}], first
 
+    def _engine_for(self, prompt: list[int]) -> Engine:
+        """An engine with room for the answer. It keeps what the model was shown: each turn computes what is new."""
+        needed = min(len(prompt) + self._params.max_new_tokens, self._model.context)
+        if self._engine is None or self._engine.length < needed:
+            length = max(_SHORTEST, 2 * needed)  # not all of a context that may be far longer than any conversation
+            settings = {"max_num_seqs": 1, "max_model_len": length, "steps": _STREAMED_STEPS}
+            self._engine = Engine(self._model, **settings, enable_prefix_caching=True)
+        return self._engine
+
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
         """The prompt of the latest messages that leave room for an answer, and the first of those messages."""
-        model = self._generator.model
-        room = model.context - min(self._request.max_new_tokens, model.context // 4)
+        model = self._model
+        room = model.context - min(self._params.max_new_tokens, model.context // 4)
         for first in range(self._first, len(messages), 2):
             prompt = encode_prompt(messages[first:], model.tokenizer, self._system_prompt)
             if len(prompt) <= room:

@@ -1,10 +1,11 @@
-"""What can be rented, by the names the clouds give it: which chips, how they are wired, how many JAX devices."""
+"""What can be rented, by the names that clouds use: which chips, how they are wired, how many JAX devices."""
 
 import dataclasses
 import math
 import os
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from affinage.errors import UserError, did_you_mean
 from affinage.hardware.chips import Chip, GiB, chip, named
@@ -22,7 +23,7 @@ class Slice:
         hosts: machines.
         topology: how libtpu calls it; "" where its compiler does not know it.
         variant: libtpu's chip configuration: `megacore` shows the two cores of a chip as one device.
-        slices: so many of all that, linked by the network of the data centre; `hosts` counts those of all.
+        slices: how many of these, linked by the network of the data center; `hosts` counts the machines of all.
     """
 
     name: str
@@ -57,10 +58,11 @@ class Slice:
         return self.platform == "tpu"
 
 
-@dataclass(frozen=True)
-class _Family:
+class _Family(NamedTuple):
+    """A generation of TPUs."""
+
     chip: str
-    counts: int  # what the number in the name counts: this many for each chip
+    counts: int  # what the number in a slice's name counts: this many for each chip
     dimensions: int
     largest: int  # chips
     full: int  # chips along a dimension of 2D from which on its ends are linked
@@ -138,13 +140,12 @@ def chip_called(kind: str) -> Chip:
 
 
 def slice_of(device_kind: str, devices: int) -> Slice | None:
-    """The slice that so many devices of a kind (as JAX calls it) are; None where none has just these."""
+    """The slice that consists of `devices` devices of a kind (as JAX calls it); None if there is none."""
     kind = chip(device_kind)
-    names = ["cpu"] if kind.name == "CPU" else []
-    names += [f"{word}-{devices * of.counts // kind.devices}" for word, of in _TPUS.items() if of.chip == kind.name]
-    names += [f"{word}x{devices}" for word, name in _GPUS.items() if name == kind.name]
+    names = {"CPU": "cpu"} | {name: f"{word}x{devices}" for word, name in _GPUS.items()}
+    names |= {family.chip: f"{word}-{devices * family.counts // kind.devices}" for word, family in _TPUS.items()}
     try:
-        return find_slice(names[0]) if names else None
+        return find_slice(names[kind.name]) if kind.name in names else None
     except UserError:
         return None
 
@@ -158,11 +159,9 @@ def cpu() -> Chip:
 
 def _gpus(name: str, chip: Chip, count: int) -> Slice:
     if count < 1 or (count > _GPUS_OF_BOX and count % _GPUS_OF_BOX):
-        fitting = max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX
-        family = name.lower().partition("x")[0]
-        raise UserError(
-            f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}", where="--on", fix=f"Try {family}x{fitting}."
-        )
+        fitting = f"{name.lower().partition('x')[0]}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}"
+        what = f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}"
+        raise UserError(what, where="--on", fix=f"Try {fitting}.")
     boxes, of_box = (1, count) if count <= _GPUS_OF_BOX else (count // _GPUS_OF_BOX, _GPUS_OF_BOX)
     usable = int(_share_of_gpus() * (chip.memory_bytes or 0))
     chip = dataclasses.replace(chip, usable_bytes=usable)
@@ -170,14 +169,14 @@ def _gpus(name: str, chip: Chip, count: int) -> Slice:
 
 
 def _share_of_gpus() -> float:
-    """Of a GPU's memory, what JAX takes for the arrays of programs: 75 %, unless its environment says otherwise."""
+    """Share of a GPU's memory that JAX takes for arrays: 75 %, unless its environment says otherwise."""
     for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        said = os.environ.get(variable)
-        if said:
-            try:
-                return float(said)
-            except ValueError as error:
-                raise UserError(f"`{said}` is no share of a memory", where=variable, fix="Such as 0.9.") from error
+        share = os.environ.get(variable)
+        try:
+            if share:
+                return float(share)
+        except ValueError as error:
+            raise UserError(f"`{share}` is no share of a memory", where=variable, fix="Such as 0.9.") from error
     return _JAX_TAKES
 
 
@@ -188,11 +187,10 @@ def _tpus(name: str, family: _Family, number: int, word: str) -> Slice:
     )
     if shape is None:
         sizes = [n for n in range(1, family.largest + 1) if torus_shape(n, family.dimensions)]
-        asked = number / family.counts
-        near = [max((n for n in sizes if n < asked), default=None), min((n for n in sizes if n > asked), default=None)]
-        names = [f"{word}-{n * family.counts}" for n in near if n is not None]
-        said = f"sizes are {' and '.join(names)}" if len(names) > 1 else f"size is {names[0]}"
-        raise UserError(f"there is no {name}", where="--on", fix=f"The nearest {said}.")
+        wanted = number / family.counts
+        near = [*[n for n in sizes if n < wanted][-1:], *[n for n in sizes if n > wanted][:1]]
+        names = " and ".join(f"{word}-{n * family.counts}" for n in near)
+        raise UserError(f"there is no {name}", where="--on", fix=f"The nearest: {names}.")
     chip = named(family.chip)
     if family.dimensions == 3:
         # Optical switches close the rings of whole cubes of 4 x 4 x 4 chips.
@@ -206,7 +204,7 @@ def _tpus(name: str, family: _Family, number: int, word: str) -> Slice:
 
 
 def torus_shape(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """The most compact shape that is offered for so many chips, smallest dimension first; None if there is none.
+    """The most compact shape that is offered for a number of chips, smallest dimension first; None if there is none.
 
     Three dimensions: up to 32 chips powers of two from 2x2x1, from there on multiples of 4 along each. Two: powers of
     two up to 16 x 16, on older chips to 32 x 32.
@@ -222,13 +220,10 @@ def torus_shape(chips: int, dimensions: int) -> tuple[int, ...] | None:
     if chips % 64:
         return None
     cubes = chips // 64
-    sides = [(a, b, cubes // a // b) for a in range(1, cubes + 1) if cubes % a == 0 for b in _divisors(cubes // a)]
+    divisors = [n for n in range(1, cubes + 1) if cubes % n == 0]
+    sides = [(a, b, cubes // a // b) for a in divisors for b in divisors if cubes // a % b == 0]
     a, b, c = min((s for s in sides if s == tuple(sorted(s))), key=lambda s: (sum(s), s))
     return (4 * a, 4 * b, 4 * c)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def memory_text(count: float) -> str:

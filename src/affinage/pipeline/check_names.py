@@ -96,15 +96,10 @@ def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: tupl
     members = GROUPS.get(task, (task,))
     if all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
         return
-    from affinage.evaluation.tasks import check_names, find_tasks
+    from affinage.evaluation.tasks import check_names
 
     try:
         check_names([task], {}, data_dir, where="evaluate.tasks")
-        from affinage.evaluation.harness import tamed_harness, task_manager
-
-        named = find_tasks([task], {}, data_dir).named
-        with tamed_harness():
-            task_manager(named)
     except UserError as error:
         where = loaded.locate(key)
         also = f"{where}, {error.where}" if error.where and error.where not in (task, "evaluate.tasks") else where

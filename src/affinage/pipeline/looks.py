@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from affinage.model import Graph
     from affinage.training.state import TrainState
 
-ANSWERS = "benchmarks.jsonl"  # of the scores that are being made
+ANSWERS = "benchmarks.db"  # of the scores that are being made
 _PROCESSORS = "cpu"  # where how many rows are quickest is not a matter of memory
 
 

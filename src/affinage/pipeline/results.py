@@ -15,7 +15,7 @@ from affinage.pipeline.store import write_json
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
 
-_ANSWERS = "answers.jsonl"  # of an evaluation that is not complete yet
+_ANSWERS = "answers.db"  # of an evaluation that is not complete yet
 _VERIFIED = 10  # validation documents of each source and language that `verify` compares
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.decode import Generator, Request
+from affinage.generation.engine import generate
 from affinage.generation.model import LoadedModel
+from affinage.generation.sampling import SamplingParams
 
 _TOKENS = 64  # shown of each
 
@@ -32,4 +33,4 @@ def _generated(model: LoadedModel, rows: list[list[int]], texts: Sequence[str]) 
             raise UserError(
                 f"{text[:40]!r} has {len(row)} tokens; this model takes at most {model.context - 1}", where="report"
             )
-    return [result.text for result in Generator(model).generate(rows, Request(max_new_tokens=_TOKENS))] if rows else []
+    return [result.text for result in generate(model, rows, SamplingParams(max_new_tokens=_TOKENS))]

@@ -75,7 +75,7 @@ def decontaminate(context: StepContext) -> Summary:
     from affinage.data.decontaminate import decontaminate
     from affinage.data.executor import open_executor
     from affinage.evaluation.benchmarks import of_pocket_world
-    from affinage.evaluation.items import benchmark_items
+    from affinage.evaluation.tasks import benchmark_items
 
     data = _data(context)
     settings, evaluated = data.decontaminate, context.recipe.evaluate

@@ -1,24 +1,43 @@
-"""OpenAI's interface to one model, over HTTP, and a page to talk with it."""
+"""OpenAI's interface to one model, over HTTP, and a page to talk with it: Starlette under uvicorn."""
 
 import asyncio
 import contextlib
 import hmac
+import ipaddress
+import logging
 import math
+import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiohttp import web
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.decode import Generation
-from affinage.generation.engine import Closed, Engine, Full, Ticket, Told
+from affinage.generation.engine import EngineRequest, Generation
 from affinage.generation.model import LoadedModel
-from affinage.serving.asked import Asked, AskedChat, AskedText, Refused, read, refusal
-from affinage.serving.said import DONE, Reply, event
+from affinage.serving.protocol import (
+    DONE,
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    Echo,
+    Refused,
+    Reply,
+    event,
+    parse,
+)
+from affinage.serving.worker import Closed, EngineWorker, Full, News
 
+_LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
 _FILES = {
     "/": ("index.html", "text/html"),
@@ -34,111 +53,120 @@ _HEADERS = {
 }
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _STOPPING = Refused(503, "the server is stopping")
+_FAILED = Refused(500, "the server could not answer; its log has the reason")
+_LOOK = 1.0  # seconds between two looks whether the client is still there
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server listens, and for whom."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    key: str | None = None  # what clients must send; made up where others than this machine can connect
+    grace: float = 30.0  # seconds that answers under way may still take when the server is told to stop
+
+    def guarded(self) -> "Place":
+        """With a key, unless only this machine can connect."""
+        if self.key or is_loopback(self.host):
+            return self
+        return Place(self.host, self.port, secrets.token_urlsafe(24), self.grace)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask for."""
+    """What one client may request."""
 
     max_tokens: int = 1024  # of an answer
-    choices: int = 16  # texts that one request may ask for
+    choices: int = 16  # texts of one request
     body_bytes: int = 2**20
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class Server:
-    """One model behind OpenAI's interface. With a `token`, /v1 is for those who send it."""
+    """One model behind OpenAI's interface. With a `key`, /v1 is for those who send it."""
 
     def __init__(
-        self, model: LoadedModel, engine: Engine, *, token: str | None = None, limits: Limits | None = None
+        self, model: LoadedModel, worker: EngineWorker, *, key: str | None = None, limits: Limits | None = None
     ) -> None:
-        self._model, self._engine, self._limits = model, engine, limits or Limits()
-        self._most_choices = min(self._limits.choices, engine.most)  # of more, to try again would never help
-        self._token = None if token is None else token.encode()
+        self._model, self._worker, self._limits = model, worker, limits or Limits()
+        self._most_choices = min(self._limits.choices, worker.most)  # to try again with more would never help
+        self._key = None if key is None else key.encode()
         self._created = int(time.time())
-        self._open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.stopping = False
 
-    def app(self) -> web.Application:
+    def app(self) -> Starlette:
         """The routes."""
-        app = web.Application(
-            client_max_size=self._limits.body_bytes, middlewares=[self._errors_as_json, self._let_in, self._counted]
-        )
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._text)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._one_model)
-        app.router.add_get("/health", self._health)
-        for path in _FILES:
-            app.router.add_get(path, self._page)
-        return app
+        routes = [
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
+            Route("/v1/models", self._guarded(self._models)),
+            Route("/v1/models/{name:path}", self._guarded(self._one_model)),
+            Route("/health", self._guarded(self._health, with_key=False)),
+            *(Route(path, self._guarded(self._page, with_key=False)) for path in _FILES),
+        ]
+        handlers = {HTTPException: _http_error, Exception: _failed}
+        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
 
-    async def idle(self) -> None:
-        """Wait until nobody is being answered."""
-        await self._idle.wait()
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]], *, with_key: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The handler for those who may ask, with its refusals in OpenAI's form."""
 
-    # ---- who may ask ----
+        async def guarded(request: Request) -> Response:
+            try:
+                self._let_in(request, with_key)
+                return await handler(request)
+            except Refused as refused:
+                return _error(refused)
+            except UserError as error:  # a mistake of the client, such as two users in a row
+                return _error(Refused(400, f"{error.what}. {error.fix}".strip() if error.fix else error.what))
 
-    @web.middleware
-    async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except Refused as error:
-            refused = error
-        except UserError as error:
-            refused = refusal(error)
-        except web.HTTPRequestEntityTooLarge:
-            refused = Refused(413, f"the body is longer than {self._limits.body_bytes:,} bytes")
-        except web.HTTPException as error:
-            refused = Refused(error.status, error.reason)
-        headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after else {}
-        headers |= {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
-        return web.json_response(refused.body, status=refused.status, headers=headers)
+        return guarded
 
-    @web.middleware
-    async def _let_in(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._token is None:
-            # A name that somebody else has pointed to this machine, so that a page of theirs may read what it says.
-            if _host_in(request.host) not in _LOOPBACK:
-                raise Refused(403, f"without a token this server is for {', '.join(_LOOPBACK)} only")
-        elif request.path.startswith("/v1/"):
+    def _let_in(self, request: Request, with_key: bool) -> None:
+        if self._key is None:
+            # A name that somebody else has pointed to this machine, so that a page of theirs may read the answers.
+            if _host_in(request.headers.get("Host", "")) not in _LOOPBACK:
+                raise Refused(403, f"without a key this server is for {', '.join(_LOOPBACK)} only")
+        elif with_key:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(
-                given.strip().encode(errors="surrogateescape"), self._token
-            ):
-                raise Refused(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
-        return await handler(request)
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
+                raise Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
-    @web.middleware
-    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method == "POST" and self.stopping:
-            raise _STOPPING
-        self._open += 1
-        self._idle.clear()
-        try:
-            return await handler(request)
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
+    # ---- endpoints ----
 
-    # ---- what may be asked ----
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await read(request, AskedChat)
-        messages = [message.as_text() for message in asked.messages]
+    async def _chat(self, request: Request) -> Response:
+        wanted = parse(await self._body(request), ChatRequest)
+        messages = [message.as_text() for message in wanted.messages]
         prompt = await asyncio.to_thread(encode_prompt, messages, self._model.tokenizer, self._model.system_prompt)
-        return await self._answer(request, asked, [prompt], chat=True)
+        return await self._answer(request, wanted, [prompt])
 
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        asked = await read(request, AskedText)
-        if len(asked.prompts) > self._most_choices:
+    async def _completion(self, request: Request) -> Response:
+        wanted = parse(await self._body(request), CompletionRequest)
+        if len(wanted.prompts) > self._most_choices:
             raise Refused(400, f"at most {self._most_choices} prompts at once", param="prompt")
-        prompts = await asyncio.to_thread(lambda: [self._tokens(prompt) for prompt in asked.prompts])
-        return await self._answer(request, asked, prompts, chat=False)
+        prompts = await asyncio.to_thread(lambda: [self._tokens(prompt) for prompt in wanted.prompts])
+        return await self._answer(request, wanted, prompts)
+
+    async def _body(self, request: Request) -> bytes:
+        # A page of another origin may not send JSON without asking first.
+        if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+            raise Refused(415, "the body must be JSON, with the header Content-Type: application/json")
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise Refused(400, "a compressed body is not read")
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > self._limits.body_bytes:
+                raise Refused(413, f"the body is longer than {self._limits.body_bytes:,} bytes")
+        return bytes(content)
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         tokenizer = self._model.tokenizer
@@ -148,12 +176,12 @@ class Server:
             raise Refused(400, f"there is no token {max(prompt)}", param="prompt")
         return prompt or [tokenizer.bos]
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._facts()]})
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._facts()]})
 
-    async def _one_model(self, request: web.Request) -> web.StreamResponse:
-        self._check_name(request.match_info["name"])
-        return web.json_response(self._facts())
+    async def _one_model(self, request: Request) -> Response:
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._facts())
 
     def _facts(self) -> dict[str, str | int]:
         name = self._model.name
@@ -164,107 +192,199 @@ class Server:
             what = f"there is no model `{name}` here, but `{self._model.name}`"
             raise Refused(404, what, code="model_not_found", param="model")
 
-    async def _health(self, request: web.Request) -> web.StreamResponse:
-        if self._engine.closed or self.stopping:
+    async def _health(self, request: Request) -> Response:
+        if self._worker.closed:
             raise _STOPPING
-        return web.json_response({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
-    async def _page(self, request: web.Request) -> web.StreamResponse:
-        name, kind = _FILES[request.path]
-        text = (_PAGE / name).read_text(encoding="utf-8")
-        return web.Response(text=text, content_type=kind, headers=_HEADERS)
+    async def _page(self, request: Request) -> Response:
+        name, kind = _FILES[request.url.path]
+        return Response((_PAGE / name).read_bytes(), media_type=kind, headers=_HEADERS)
 
     # ---- answers ----
 
-    async def _answer(
-        self, request: web.Request, asked: Asked, prompts: Sequence[list[int]], *, chat: bool
-    ) -> web.StreamResponse:
-        self._check_name(asked.model)
+    async def _answer(self, request: Request, wanted: CommonRequest, prompts: Sequence[list[int]]) -> Response:
+        chat = isinstance(wanted, ChatRequest)
+        self._check_name(wanted.model)
         room = self._model.context - 1
         longest = max(map(len, prompts), default=0)
         if longest > room:
             what = f"the prompt has {longest:,} tokens; this model takes at most {room:,}"
             raise Refused(400, what, code="context_length_exceeded", param="messages" if chat else "prompt")
-        if len(prompts) * asked.n > self._most_choices:
+        if len(prompts) * wanted.n > self._most_choices:
             raise Refused(400, f"at most {self._most_choices} choices in all", param="n")
-        reply = Reply(self._model.name, chat, sum(map(len, prompts)))
-        rows = [(prompt, index) for prompt in prompts for index in range(asked.n)]
-        async with self._tickets(rows, asked) as news:
-            if asked.stream:
-                return await _streamed(request, reply, news, len(rows), usage=asked.include_usage)
-            generations: dict[int, Generation] = {}
-            while len(generations) < len(rows):
-                place, told = await news.get()
-                if told.error is not None:
-                    raise _told(told.error)
-                if told.generation is not None:
-                    generations[place] = told.generation
-            return web.json_response(reply.whole([generations[place] for place in range(len(rows))]))
+        params = wanted.params(self._limits.max_tokens, self._model.tokenizer.stops)
+        echoes: list[Echo] = []
+        if isinstance(wanted, CompletionRequest) and wanted.echo:
+            for given, prompt in zip(wanted.prompts, prompts, strict=True):
+                added = len(self._model.tokenizer.opening) if isinstance(given, str) else 0
+                echoes += [await self._echo(prompt, added, wanted.logprobs)] * wanted.n
+        reply = Reply(self._model.name, chat, sum(map(len, prompts)), self._spell)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, News]]()
 
-    @contextlib.asynccontextmanager
-    async def _tickets(
-        self, rows: Sequence[tuple[list[int], int]], asked: Asked
-    ) -> AsyncIterator["asyncio.Queue[tuple[int, Told]]"]:
-        """News of rows (prompt, index), by their place; whatever is left of them when it ends is given up."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Told]]()
-        wanted = asked.request(self._limits.max_tokens)
-
-        def listener(place: int) -> Callable[[Told], None]:
-            def listen(told: Told) -> None:
-                loop.call_soon_threadsafe(news.put_nowait, (place, told))
+        def listener(place: int) -> Callable[[News], None]:
+            def listen(one: News) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(news.put_nowait, (place, one))
 
             return listen
 
-        tickets = [Ticket(prompt, wanted, listener(place), index) for place, (prompt, index) in enumerate(rows)]
+        rows = [(prompt, index) for prompt in prompts for index in range(wanted.n)]
+        requests = [
+            self._worker.request(prompt, params, listener(place), index) for place, (prompt, index) in enumerate(rows)
+        ]
         try:
-            self._engine.submit(tickets)
+            self._worker.submit(requests)
         except Full as error:
-            wait = math.ceil(self._engine.seconds_until_free)
+            _give_up(requests)
+            wait = math.ceil(self._worker.seconds_until_free)
             raise Refused(429, f"the queue is full; try again in {wait} s", retry_after=wait) from error
         except Closed as error:
+            _give_up(requests)
             raise _STOPPING from error
+        if wanted.stream:
+            usage = wanted.stream_options is not None and wanted.stream_options.include_usage
+            events = _events(reply, news, requests, echoes, usage=usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
-            yield news
+            generations = await _generations(request, news, len(rows))
+            return JSONResponse(reply.whole(generations, echoes))
         finally:
-            for ticket in tickets:
-                ticket.cancel()
+            _give_up(requests)
+
+    async def _echo(self, prompt: list[int], added: int, logprobs: int | None) -> Echo:
+        """The prompt as the client gave it: without the `added` tokens that the server put before its text."""
+        text = self._model.tokenizer.decode(prompt[added:])
+        if logprobs is None:
+            return Echo(text)
+        found = await asyncio.to_thread(self._worker.prompt_logprobs, prompt, logprobs)
+        return Echo(text, prompt[added:], found[max(0, added - 1) :])
+
+    def _spell(self, token: int) -> str:
+        return self._model.tokenizer.decode([token], keep_special=True)
 
 
-async def _streamed(
-    request: web.Request, reply: Reply, news: "asyncio.Queue[tuple[int, Told]]", rows: int, *, usage: bool
-) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for place in range(rows):
-        await _write(response, reply.begun(place))
-    generations: list[Generation] = []
-    while len(generations) < rows:
-        place, told = await news.get()
-        if told.error is not None:
-            await _write(response, event(_told(told.error).body))
-            return response
-        await _write(response, reply.piece(place, told.text))
-        if told.generation is not None:
-            generations.append(told.generation)
-            await _write(response, reply.ended(place, told.generation))
-    await _write(response, (reply.counted(generations) if usage else b"") + DONE)
+async def _generations(request: Request, news: "asyncio.Queue[tuple[int, News]]", count: int) -> list[Generation]:
+    found: dict[int, Generation] = {}
+    while len(found) < count:
+        try:
+            place, one = await asyncio.wait_for(news.get(), _LOOK)
+        except TimeoutError:
+            if await request.is_disconnected():
+                raise ClientDisconnect from None
+            continue
+        if one.error is not None:
+            raise _refusal(one.error)
+        if one.generation is not None:
+            found[place] = one.generation
+    return [found[place] for place in range(count)]
+
+
+async def _events(
+    reply: Reply,
+    news: "asyncio.Queue[tuple[int, News]]",
+    requests: Sequence[EngineRequest],
+    echoes: Sequence[Echo],
+    *,
+    usage: bool,
+) -> AsyncIterator[bytes]:
+    try:
+        for place in range(len(requests)):
+            yield reply.begin(place, echoes[place] if echoes else None)
+        generations: list[Generation] = []
+        while len(generations) < len(requests):
+            place, one = await news.get()
+            if one.error is not None:
+                yield event(_refusal(one.error).body)
+                return
+            yield reply.piece(place, one.text)
+            if one.generation is not None:
+                generations.append(one.generation)
+                yield reply.end(place, one.generation)
+        yield (reply.count(generations) if usage else b"") + DONE
+    finally:
+        _give_up(requests)
+
+
+def _give_up(requests: Sequence[EngineRequest]) -> None:
+    """Whatever is left of these is no longer wanted."""
+    for request in requests:
+        request.cancelled = True
+
+
+def _refusal(error: Exception) -> Refused:
+    """What a client is answered when the engine fails: nothing of what went wrong inside."""
+    if isinstance(error, Closed):
+        return _STOPPING
+    _LOG.error("an answer failed", exc_info=error)
+    return _FAILED
+
+
+def _error(refused: Refused) -> Response:
+    headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after else {}
+    headers |= {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+    return JSONResponse(refused.body, status_code=refused.status, headers=headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    response = _error(Refused(error.status_code, str(error.detail)))
+    response.headers.update(error.headers or {})
     return response
 
 
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    """Send some bytes; who has gone away needs none, and is known to be gone."""
-    if data:
-        try:
-            await response.write(data)
-        except ConnectionError as error:
-            raise asyncio.CancelledError from error
-
-
-def _told(error: Exception) -> Refused:
-    """What a client is told of what went wrong here."""
-    return _STOPPING if isinstance(error, Closed) else Refused(500, f"{type(error).__name__}: {error}")
+async def _failed(request: Request, error: Exception) -> Response:
+    return _error(_FAILED)
 
 
 def _host_in(host: str) -> str:
     """The name or address in a Host header, without its port."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+# ---- from its first request to its last ----
+
+
+def run(
+    model: LoadedModel,
+    place: Place,
+    limits: Limits,
+    *,
+    max_num_seqs: int,
+    max_queue: int,
+    ready: Callable[[str, Place], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. `ready` is called with the URL and the place, once everything is compiled.
+
+    Raises UserError where it cannot listen.
+    """
+    place = place.guarded()
+    listening = _listen(place)
+    worker = EngineWorker(model, max_num_seqs=max_num_seqs, max_queue=max_queue)
+    try:
+        worker.warm_up()
+        app = Server(model, worker, key=place.key, limits=limits).app()
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(place.grace), lifespan="off"
+        )
+        server = uvicorn.Server(config)
+        ready(_url(listening), place)
+        server.run(sockets=[listening])
+    finally:
+        worker.close()
+        listening.close()
+
+
+def _listen(place: Place) -> socket.socket:
+    host = place.host.strip("[]")
+    try:
+        family = socket.getaddrinfo(host, place.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, place.port), family=family)
+    except OSError as error:
+        what = f"cannot listen on {place.host}:{place.port}: {error.strerror or error}"
+        raise UserError(what, fix="Choose another with --port, or 0 for any that is free.") from error
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

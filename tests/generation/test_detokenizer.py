@@ -3,30 +3,26 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinage.generation.text import TextStream
+from affinage.generation.detokenizer import Detokenizer
 from tiny_models import tokenizer
 
 texts = st.text(st.sampled_from("abc é€🧀\n\tü"), max_size=25)
 
 
-def chunks(tokens, size):
-    return [tokens[start : start + size] for start in range(0, len(tokens), size)]
-
-
-@given(texts, st.integers(1, 5))
-def test_pieces_join_to_the_text(text, size):
-    stream = TextStream(tokenizer())
-    pieces = [stream.push(chunk) for chunk in chunks(tokenizer().encode(text), size)]
+@given(texts)
+def test_pieces_join_to_the_text(text):
+    stream = Detokenizer(tokenizer())
+    pieces = [stream.push(token) for token in tokenizer().encode(text)]
     assert "".join([*pieces, stream.finish()]) == text == stream.released
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@given(texts, st.lists(st.text(st.sampled_from("abc é€🧀\n"), min_size=1, max_size=3), max_size=3), st.integers(1, 4))
-def test_text_ends_before_the_first_stop_string(text, stops, size):
-    stream = TextStream(tokenizer(), stops)
+@given(texts, st.lists(st.text(st.sampled_from("abc é€🧀\n"), min_size=1, max_size=3), max_size=3))
+def test_text_ends_before_the_first_stop_string(text, stops):
+    stream = Detokenizer(tokenizer(), stops)
     pieces = []
-    for chunk in chunks(tokenizer().encode(text), size):
-        pieces.append(stream.push(chunk))
+    for token in tokenizer().encode(text):
+        pieces.append(stream.push(token))
         if stream.stopped:
             break
     pieces.append(stream.finish())
@@ -40,5 +36,5 @@ def test_text_ends_before_the_first_stop_string(text, stops, size):
 
 def test_bytes_that_are_no_text_do_not_block_what_follows():
     tokens = [10 + 0xE2, *tokenizer().encode("abc")]  # ids 10 to 265 are the bytes
-    stream = TextStream(tokenizer())
-    assert "".join([stream.push([token]) for token in tokens] + [stream.finish()]) == "\ufffdabc"
+    stream = Detokenizer(tokenizer())
+    assert "".join([stream.push(token) for token in tokens] + [stream.finish()]) == "\ufffdabc"
