@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError
 
@@ -141,6 +141,40 @@ def drop_unread_output() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
+
+
+class _WithoutReaders:
+    """A stream whose lines are dropped once nobody reads them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            return len(text)
+        drop_unread_output()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+            return
+        drop_unread_output()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def without_readers() -> Iterator[None]:
+    """Inside, work goes on when the program that reads its output has ended, as in `affinage run RECIPE | head`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_WithoutReaders, before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def die_with_parent() -> None:

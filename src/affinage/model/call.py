@@ -19,7 +19,7 @@ HOPPER = (9, 0)  # compute capability from which cuDNN's attention knows documen
 # Names for policies of `jax.checkpoint`, beside those that a recipe may use: a kernel's log-sum-exp of scores, and what
 # else a layer keeps by default.
 STATISTICS = "attention_statistics"
-KEPT = (STATISTICS, "attention_weights", "residual", "dropout_mask")
+KEPT = (STATISTICS, "attention_weights", "residual", "dropout_mask", "experts_out")
 
 
 @jax.tree_util.register_dataclass

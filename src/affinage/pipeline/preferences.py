@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.cluster.processes import Processes
 from affinage.config.tuning import DpoSettings
+from affinage.pipeline.monitor import tuning_monitor, within_epochs
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash
 from affinage.pipeline.texts import chat_tokenizer, tell_dropped_reasoning
 from affinage.pipeline.trainings import begin_with, chat_facts, graph_of, mesh_of, parallel_of, run_training, token_rows
-from affinage.pipeline.watching import judge_of, within_epochs
 
 if TYPE_CHECKING:
     from affinage.model import Graph
@@ -103,7 +103,7 @@ def dpo(context: StepContext) -> Summary:
             feed if train is None else PreferenceFeed(feed, train),
             data=data,
             validation={name: PreferenceRows(found, validation.get(name)) for name, found in held_out.items()},
-            judge=judge_of(context, settings, asked.steps, _base_graph(context), feed, system_prompt),
+            judge=tuning_monitor(context, settings, asked.steps, _base_graph(context), feed, system_prompt),
         ),
         # What it is used with is the model itself, whose loss is of the next token.
         graph=_base_graph(context),

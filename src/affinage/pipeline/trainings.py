@@ -23,10 +23,9 @@ from affinage.pipeline.base_models import (
     origin_of,
     trained_params,
 )
-from affinage.pipeline.in_loop import InLoop
+from affinage.pipeline.monitor import PretrainingMonitor, tuning_monitor, within_epochs
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash, write_json
-from affinage.pipeline.watching import judge_of, within_epochs
 from affinage.plugins import plugin_sources
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def pretrain(context: StepContext) -> Summary:
         documents=partial(documents_of, feed, context.inputs["tokenize"] / "train"),
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
-        benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.monitor else None,
+        benchmarks=PretrainingMonitor(context, settings, graph, validation) if settings.monitor else None,
     )
     return summary | {"epochs": feed.epochs(settings.steps)}
 
@@ -109,7 +108,7 @@ def sft(context: StepContext) -> Summary:
         documents=partial(documents_of, feed, context.inputs["sft-data"] / "train"),
         facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
         initial_params=begin_with(context, graph, ("pretrain",), settings.from_step),
-        judge=judge_of(context, settings, asked.steps, graph, feed, settings.system_prompt),
+        judge=tuning_monitor(context, settings, asked.steps, graph, feed, settings.system_prompt),
     )
 
 

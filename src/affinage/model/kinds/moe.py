@@ -105,6 +105,7 @@ class MoeSettings(Settings):
         else:
             slots = slots_by_capacity(routing.experts, self.experts, capacity)
             chosen, taken = self._buffered(params, x, slots, context), slots.of_choice < self.experts * capacity
+        chosen = checkpoint_name(chosen, "experts_out")
         y = jnp.sum(routing.gates[..., None] * chosen, axis=2).astype(x.dtype)
         if self.shared:
             y = y + self.shared.apply(params["shared"], x, context)

@@ -24,12 +24,21 @@ from affinage.evaluation import batch_size
 from affinage.evaluation.batch_size import MOST
 from affinage.evaluation.run import evaluate
 from affinage.generation.model import LoadedModel
-from affinage.pipeline import looks
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.in_loop import by_language
 from affinage.pipeline.models import open_model
+from affinage.pipeline.monitor import (
+    ANSWERS,
+    POINTS,
+    RegressionMonitor,
+    bits_by_language,
+    epochs_exceeded,
+    free_batch_size,
+    mcnemar,
+    right_items,
+    tuning_monitor,
+    within_epochs,
+)
 from affinage.pipeline.step import StepContext
-from affinage.pipeline.watching import LOOKS, Watch, judge_of, right_items, seen_enough, within_epochs, worse
 from affinage.report.trainings import read_training
 from affinage.results import TrainingResult
 from affinage.training.state import TrainState
@@ -57,7 +66,7 @@ def weights(name: str, runs: Path) -> list[bytes]:
 
 
 def looks_of(training: Path) -> list[dict[str, Any]]:
-    return json.loads((training / LOOKS).read_text())["looks"]
+    return json.loads((training / POINTS).read_text())["points"]
 
 
 def go_on() -> bool:
@@ -97,15 +106,15 @@ def test_the_probability_is_that_of_mcnemars_exact_test(lost: int, won: int):
     before = [1] * lost + [0] * won + [1, 0] * 10
     now = [0] * lost + [1] * won + [1, 0] * 10
     expected = binomtest(lost, lost + won, alternative="greater").pvalue if lost + won else 1.0
-    assert worse(before, now) == pytest.approx(expected)
+    assert mcnemar(before, now) == pytest.approx(expected)
 
 
-def watch(folder: Path, score: Callable, **settings: object) -> Watch:
+def watch(folder: Path, score: Callable, **settings: object) -> RegressionMonitor:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = MonitorSettings.model_validate(
         {"tasks": ["a"], "every_steps": 10, "limit": 40, "on_regression": "stop", **settings}
     )
-    return Watch(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
+    return RegressionMonitor(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
 
 
 def falling(step: int, _: Callable[[], bool]) -> dict[str, list[int]]:
@@ -121,10 +130,10 @@ def test_scores_that_only_wander_rarely_stop_a_training(tmp_path: Path):
         draw, judge = random.Random(seed), watch(tmp_path, falling)
         for step in range(0, 191, 10):
             answers = {task: [int(draw.random() < 0.5) for _ in range(40)] for task in "ab"}
-            if judge.degraded(answers):
+            if judge.regressed(answers):
                 called += 1
                 break
-            judge.looks.append({"step": step, "right": answers})
+            judge.points.append({"step": step, "right": answers})
     assert called <= 5  # 0.01 of 200, and room for chance
 
 
@@ -140,7 +149,7 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     again = watch(tmp_path, lambda *_: pytest.fail("looked again"))
     assert again.look(40, None, go_on) == reasons[40]
     back = watch(tmp_path, lambda *_: {"a": [1] * 100})
-    assert back.look(30, None, go_on) == "" and [look["step"] for look in back.looks] == [0, 10, 20, 30, 40]
+    assert back.look(30, None, go_on) == "" and [look["step"] for look in back.points] == [0, 10, 20, 30, 40]
     assert watch(tmp_path / "other", falling, on_regression="log").look(90, 90, go_on) == ""
 
 
@@ -166,11 +175,11 @@ def test_it_ends_when_its_rows_were_seen_often_enough(tmp_path: Path, capsys: py
     fitted = within_epochs(loaded.recipe.sft, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
-    judge = judge_of(StepContext(loaded, tmp_path, {}, tmp_path), fitted, 500, None, feed, "")
+    judge = tuning_monitor(StepContext(loaded, tmp_path, {}, tmp_path), fitted, 500, None, feed, "")
     reasons = [judge.look(step, None, go_on) for step in (10, 20)]
     assert judge.due(20) and not judge.due(10) and reasons[0] == "" and "num_epochs" in reasons[1]
     assert "few" in reasons[1] and "much" not in reasons[1]
-    assert "few" not in seen_enough(feed, 250, 2.0)
+    assert "few" not in epochs_exceeded(feed, 250, 2.0)
     late = fitted.model_copy(update={"steps": 500, "schedule": fitted.schedule.model_copy(update={"from_step": 30})})
     with pytest.raises(UserError) as refused:
         within_epochs(late, feed, "sft")
@@ -184,7 +193,7 @@ def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
         "b.en": SimpleNamespace(bytes=300),
         "b.fr": SimpleNamespace(bytes=7),
     }
-    assert by_language(scores, sizes) == {"en": 1.75, "fr": 3.0}
+    assert bits_by_language(scores, sizes) == {"en": 1.75, "fr": 3.0}
 
 
 # ---- one look
@@ -194,13 +203,13 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
     model = tiny_llama()
     moments = jax.tree.map(jnp.zeros_like, (model.params, model.params))
     state = TrainState(jnp.int32(0), model.params, moments)
-    assert looks.rows_beside(model, state) == MOST, "on processors it is no matter of memory"
+    assert free_batch_size(model, state) == MOST, "on processors it is no matter of memory"
     asked: list[int] = []
     monkeypatch.setattr(batch_size, "rows_that_fit", lambda _, beside: asked.append(beside) or 8)
-    assert looks.rows_beside(model, state, "gpu") == 8
+    assert free_batch_size(model, state, "gpu") == 8
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     adapted = TrainState(jnp.int32(0), moments, None, frozen=jax.tree.map(jnp.copy, model.params))
-    looks.rows_beside(model, adapted, "gpu")  # the model is then the adapters merged with a copy of the weights
+    free_batch_size(model, adapted, "gpu")  # the model is then the adapters merged with a copy of the weights
     assert asked == [2 * held + 4, 3 * held + 4]
 
 
@@ -325,22 +334,22 @@ def test_a_look_that_was_stopped_is_gone_on_with(habit: SimpleNamespace, tmp_pat
     context = StepContext(loaded, tmp_path, {"train-tokenizer": habit.runs / "habit/train-tokenizer"}, tmp_path)
     model, settings = open_model("habit/sft@40", habit.runs), loaded.recipe.sft
     assert settings is not None
-    shutil.copy(habit.sft / LOOKS, tmp_path)
-    before = json.loads((tmp_path / LOOKS).read_text())
-    (tmp_path / LOOKS).write_text(json.dumps(before | {"looks": before["looks"][:1]}))
+    shutil.copy(habit.sft / POINTS, tmp_path)
+    before = json.loads((tmp_path / POINTS).read_text())
+    (tmp_path / POINTS).write_text(json.dumps(before | {"points": before["points"][:1]}))
 
     def look(stop: Callable[[], bool]) -> str:
         feed: Any = SimpleNamespace(context=model.context)
-        judge = judge_of(context, settings, settings.steps, model.graph, feed, "")
+        judge = tuning_monitor(context, settings, settings.steps, model.graph, feed, "")
         assert judge is not None
         state: Any = SimpleNamespace(params=jax.device_put(model.params, jax.devices()[0]))
         return judge.look(40, state, stop)
 
     assert look(StopsAfter(2)) == "" and len(looks_of(tmp_path)) == 1
-    kept = answers_in(tmp_path / looks.ANSWERS)
+    kept = answers_in(tmp_path / ANSWERS)
     assert look(go_on) == json.loads((habit.sft / "summary.json").read_text())["ended"]
     assert looks_of(tmp_path) == habit.looks
-    after = answers_in(tmp_path / looks.ANSWERS)
+    after = answers_in(tmp_path / ANSWERS)
     assert kept and kept.items() < after.items()
 
 
