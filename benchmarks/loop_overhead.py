@@ -37,7 +37,7 @@ from affinage.data.special_tokens import BOS
 from affinage.model import parse
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
-from affinage.training.program import Program
+from affinage.training.trainer import Trainer
 
 SIZE = Size(width=64, ffn=256, heads=4, layers=1, vocabulary=512, context=64, batch=4)
 STEP = 5e-3  # seconds
@@ -79,8 +79,8 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), used.ru_utime + used.ru_stime])
 
 
-def program_of(job: TrainJob) -> Program:
-    return Program(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
+def program_of(job: TrainJob) -> Trainer:
+    return Trainer(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
 
 
 def rows_of_a_step(folder: Path, rows: Path) -> int:
@@ -96,7 +96,7 @@ def rows_of_a_step(folder: Path, rows: Path) -> int:
 class Turns:
     """A hook of the loop: times its steps, `steps` at a time, and lets the bare step have its turn after each."""
 
-    def __init__(self, program: Program, steps: int) -> None:
+    def __init__(self, program: Trainer, steps: int) -> None:
         self._step, self._steps = program.compile_training(), steps
         self._state, self._batch = program.begin(), program.put(program.batch)
         self._begun = clocks()

@@ -91,7 +91,7 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
     from affinage.model import parse
     from affinage.parallel import make_mesh
     from affinage.training.job import TrainJob
-    from affinage.training.program import Program
+    from affinage.training.trainer import Trainer
 
     settings = {
         "steps": 10**6,
@@ -116,7 +116,7 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
         feed=_Same(batch),
         folder=Path("unused"),
     )
-    program = Program(job, make_mesh({"data": 1}, acquire()[:1]), batch)
+    program = Trainer(job, make_mesh({"data": 1}, acquire()[:1]), batch)
     began = time.perf_counter()
     compiled = program.compile_training()
     compiling = time.perf_counter() - began

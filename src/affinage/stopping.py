@@ -32,6 +32,8 @@ class StopSignals:
     hear of a signal a minute later. Without a listener, see `listen`, the main thread raises Preempted, and the process
     is left with status 75 where that takes too long: what is on disk is complete at any moment. Outside of the main
     thread, where Python allows no signal handlers, this does nothing.
+
+    A reader of the output that ends, such as `head`, or a terminal that is closed, does not end the process.
     """
 
     current: ClassVar["StopSignals | None"] = None
@@ -40,6 +42,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._listener: Listener | None = None
         self._raised, self._done = threading.Event(), threading.Event()
+        self._why = ""  # Preempted was raised
         self._before: dict[int, signal.Handlers | int | None] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -50,6 +53,8 @@ class StopSignals:
             for number in heeded():
                 self._before[number] = signal.signal(number, self._in_main_thread)  # type: ignore[assignment]
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
+            self._streams = sys.stdout, sys.stderr
+            sys.stdout, sys.stderr = (stream and _Output(stream) for stream in self._streams)
             StopSignals.current, StopSignals.pending = self, ""
         return self
 
@@ -64,9 +69,10 @@ class StopSignals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
         self._writer.close()
+        sys.stdout, sys.stderr = self._streams
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
         if self._raised.is_set() and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
-            raise Preempted(str(error)) from error  # a library has made another error of it
+            raise Preempted(self._why) from error  # a library has made another error of it
 
     @staticmethod
     def raise_pending() -> None:
@@ -100,12 +106,39 @@ class StopSignals:
         if self._listener is not None:
             self._listener(number)
         elif StopSignals.current is self:
-            leave(f"{number.name}; the step that was running starts from its beginning")
+            leave(_lost(number))
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
         if self._listener is None and not self._raised.is_set():
+            self._why = _lost(signal.Signals(number))
             self._raised.set()
-            raise Preempted(f"{signal.Signals(number).name}; the step that was running starts from its beginning")
+            raise Preempted(self._why)
+
+
+class _Output:
+    """A standard stream whose text goes nowhere once nobody reads it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return int(self._stream.write(text))
+        drop_unread_output()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            drop_unread_output()
+
+
+def _lost(number: signal.Signals) -> str:
+    return f"{number.name}; the step that was running starts from its beginning"
 
 
 def heeded() -> list[signal.Signals]:
@@ -137,7 +170,7 @@ def drop_unread_output() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             poll = select.poll()
             poll.register(stream.fileno(), 0)
-            if any(event & select.POLLERR for _, event in poll.poll(0)):
+            if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)

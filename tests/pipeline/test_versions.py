@@ -32,19 +32,19 @@ from affinage.results import read_json
 RESULTS: dict[str, tuple[int, str, float]] = {
     "synthesize": (1, "71be4e4de16b8564", 0.0),
     "ingest": (2, "a45fc9ba684e096e", 0.0),
-    "filter": (2, "59e8a2a619e516ba", 0.0),
-    "dedup": (2, "d92a29b58fa59da2", 0.85478),
-    "decontaminate": (2, "32e5908a6baa0ded", 0.0),
-    "split": (2, "26dc3fbb1607bc3c", 0.0),
+    "filter": (3, "c3a741e49eb85839", 0.8418),
+    "dedup": (3, "85ee006b04205b51", 0.84108),
+    "decontaminate": (3, "9eb126a4b7688c57", 0.84164),
+    "split": (3, "3024cea202663711", 0.8416),
     "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),
     "compare-tokenizers": (2, "0f74afcee6479bde", 1.615),
     "tokenize": (1, "e66b9f3eb21da5af", 0.00024241),
     "sft-data": (1, "92a6d0b41c8d7de0", 0.0),
     "preference-data": (1, "cb10dc21f60cc0cf", 0.0),
-    "pretrain": (1, "f7e9782d487d4a13", 1.4956),
-    "sft": (1, "1cd3fed684e1494f", 1.2959),
+    "pretrain": (2, "5d3de342e1bb83de", 1.4972),
+    "sft": (2, "399e04dad161393d", 1.2991),
     "ref-logprobs": (1, "c6fa14c17e57eb47", 3.2228),
-    "dpo": (1, "89e7fc2c5e00f988", -0.28828),
+    "dpo": (2, "32286a4db85995ba", -0.28781),
     "evaluate-base": (1, "31e29cfe5c6f3156", 0.44356),
     "evaluate-sft": (1, "8d780a2a2df1aba2", 0.39316),
     "evaluate-dpo": (1, "5da5c296028df5a3", 0.39317),
@@ -57,7 +57,8 @@ RESULTS: dict[str, tuple[int, str, float]] = {
 # What says how a result was made, or is read by nothing that comes after; checkpoints are judged by what they score.
 _LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
-    "seconds", "tokens_per_second", "images_per_second", "mfu", "data_wait", "memory_gigabytes", "utilisation",
+    "seconds", "tokens_per_second", "images_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
+    "device_utilization",
     "devices", "device", "items_per_second", "fingerprint", "url",
 }  # fmt: skip
 

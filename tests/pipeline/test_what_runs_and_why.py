@@ -205,7 +205,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
         ("pretrain.steps=21", "pretrain", ["tokenize", "sft-data"]),
         ("packing.seq_len=64", "tokenize", ["train-tokenizer"]),
         ("tokenizer.vocab_size=400", "train-tokenizer", ["split"]),
-        ("data.clean.min_characters=4", "filter", ["ingest", "synthesize"]),
+        ("data.filters.min_characters=4", "filter", ["ingest", "synthesize"]),
         ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "synthesize", []),
         ("evaluate.limit=3", "evaluate-base", ["sft", "sft-data"]),
         ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),

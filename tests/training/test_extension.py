@@ -14,7 +14,8 @@ from affinage.data.feed import RowFeed
 from affinage.data.row_files import write_facts, write_rows
 from affinage.errors import UserError
 from affinage.training import TrainJob, train
-from affinage.training.extension import begin_extended
+from affinage.training.checkpointing import Checkpointer
+from affinage.training.goodput import GoodputTimer
 from affinage.training.job import Extension
 from affinage.training.metrics import curve
 from affinage.training.optimizer import learning_rate
@@ -101,7 +102,7 @@ def test_what_an_extension_may_not_change_is_refused_by_name(
     extension = Extension(first, step)
     refused = job(tmp_path, rows, steps, FIRST, mixture, extends=extension, **given)
     with pytest.raises(UserError, match=named):
-        begin_extended(tiny.uncompiled(refused), extension)
+        Checkpointer(tiny.uncompiled(refused), GoodputTimer()).restore()
 
 
 def test_a_tail_begins_where_the_other_schedule_ends_and_needs_something_to_extend():

@@ -68,23 +68,17 @@ def contamination(runs: Items, found: Iterable[Occurrences], settings: Decontami
     looked = list(found)
     texts_with = sum((one.with_run for one in looked), np.zeros(runs.keys.size, np.int64))
     few = texts_with <= settings.boilerplate
-    standing = _items_of(runs, (texts_with > 0) & few)
+    standing = runs.items_with((texts_with > 0) & few)
     return Contamination(
         found=standing,
         too_short=dict(runs.too_short),
         benchmarks=frozenset(item.benchmark for item in runs.items),
         texts=sum(one.texts for one in looked),
-        common=_items_of(runs, ~few) - standing,
+        common=runs.items_with(~few) - standing,
         boilerplate=settings.boilerplate,
         ngram=settings.n_grams,
         items=Counter(item.benchmark for item in runs.items),
     )
-
-
-def _items_of(runs: Items, chosen: np.ndarray) -> frozenset[tuple[str, str]]:
-    """(benchmark, item) of all items that have a run of those chosen, bool [K]."""
-    members = {member for key in np.flatnonzero(chosen).tolist() for member in runs.of(key).tolist()}
-    return frozenset((runs.items[member].benchmark, runs.items[member].id) for member in members)
 
 
 def texts_of_documents(folder: Path) -> Iterator[pa.Array]:

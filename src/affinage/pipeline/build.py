@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
@@ -11,7 +12,7 @@ from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS
 from affinage.config.tuning import TuningSettings
-from affinage.data.places import is_on_hub, is_url, location
+from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
@@ -73,14 +74,15 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
     config = {"data": _ingested(data)}
     steps.append(Step("ingest", texts.ingest, config, world, version=2, files=files, resumable=True))
-    config = {"data": _json(data, "clean", "languages")}
-    steps.append(Step("filter", texts.clean, config, ("ingest",), version=2, resumable=True))
+    config = {"data": _json(data, "filters", "languages")}
+    steps.append(Step("filter", texts.filter_documents, config, ("ingest",), version=3, resumable=True))
     if data.dedup is not None:
-        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",), version=2))
+        config, files = {"data": _json(data, "dedup")}, _released(data.dedup.against)
+        steps.append(Step("dedup", texts.dedup, config, ("filter",), version=3, files=files, resumable=True))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=2))
+    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=3))
     if begun:
         steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
@@ -97,6 +99,11 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     return steps
 
 
+def _released(place: str) -> tuple[str, ...]:
+    """The documents of `dedup.against`, if it is a folder; a run is known by its name."""
+    return (str(released_folder(place, Path("runs"))),) if place and from_home(place).is_dir() else ()
+
+
 def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], last: str) -> Step:
     assert data.decontaminate is not None
     config: dict[str, Any] = {"data": _json(data, "decontaminate")}
@@ -104,7 +111,7 @@ def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], las
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    return Step("decontaminate", texts.decontaminate, config, (last,), version=2, files=tuple(files), resumable=True)
+    return Step("decontaminate", texts.decontaminate, config, (last,), version=3, files=tuple(files), resumable=True)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
@@ -183,6 +190,7 @@ def _training_step(
         fn,
         config,
         inputs,
+        version=2,
         files=tuple(files),
         sources=sources or {},
         distributed=True,

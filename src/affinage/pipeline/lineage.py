@@ -111,12 +111,14 @@ class TrainingRows:
         documents also have `text`. Raises UserError for steps and rows that there are not.
         """
         from affinage.data.lineage import spans_of_rows
+        from affinage.training.health import data_offset_at
 
         if not 1 <= step <= self.steps:
             raise UserError(f"there is no step {step}", fix=f"This training has the steps 1 to {self.steps}.")
         if row is not None and not 0 <= row < self.feed.batch_size:
             raise UserError(f"there is no row {row}", fix=f"A batch has the rows 0 to {self.feed.batch_size - 1}.")
-        places = list(enumerate(self.feed.where(step - 1)))
+        batch = step - 1 + data_offset_at(self.run / self.stage, step)  # rollbacks left batches out
+        places = list(enumerate(self.feed.where(batch)))
         chosen = places if row is None else [places[row]]
         spans = {
             folder: spans_of_rows(self.folders[folder], [number for _, (name, number) in chosen if name == folder])

@@ -402,7 +402,7 @@ def _current_model(
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.parallel import MeshLayout, serving_table
-    from affinage.training.program import compute_dtype
+    from affinage.training.trainer import compute_dtype
 
     sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
     device = next(iter(sharding.device_set))

@@ -40,7 +40,7 @@ def reference(context: StepContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
     from affinage.model.preferred import ANSWERS
     from affinage.parallel import make_mesh
-    from affinage.training.program import Program
+    from affinage.training.trainer import Trainer
 
     settings, rows = _settings(context).model_copy(update={"lora": None}), context.inputs["preference-data"]
     graph = _graph(context, settings)
@@ -49,7 +49,7 @@ def reference(context: StepContext) -> Summary:
     begin = job.initial_params
     assert begin is not None
     try:
-        program = Program(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
+        program = Trainer(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
         params = begin(program.abstract.params)
         told = {part: _write_reference(context, program, params, rows, part) for part in ("train", "validation")}
     finally:

@@ -8,6 +8,7 @@ import rich
 from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_BYTES
+from affinage.data.places import released_folder
 from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary
 
@@ -34,36 +35,37 @@ def ingest(context: StepContext) -> Summary:
         )
 
 
-def clean(context: StepContext) -> Summary:
+def filter_documents(context: StepContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
-    from affinage.data.clean import clean
     from affinage.data.executor import open_executor
+    from affinage.data.filters import filter_documents
 
     settings = _data(context)
     with open_executor(settings) as executor:
-        return clean(
+        return filter_documents(
             context.inputs["ingest"],
             context.folder,
-            settings.clean,
+            settings.filters,
             settings.languages,
             executor=executor,
             progress=_share(context),
         )
 
 
-def deduplicate(context: StepContext) -> Summary:
+def dedup(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
-    from affinage.data.deduplicate import deduplicate
+    from affinage.data.dedup import dedup
     from affinage.data.executor import open_executor
 
-    settings = _data(context)
-    assert settings.dedup is not None
-    with open_executor(settings) as executor:
-        return deduplicate(
+    data, settings = _data(context), _data(context).dedup
+    assert settings is not None
+    with open_executor(data) as executor:
+        return dedup(
             context.inputs["filter"],
             context.folder,
-            settings.dedup,
-            memory=settings.memory_bytes,
+            settings,
+            against=released_folder(settings.against, context.run_folder.parent) if settings.against else None,
+            memory=data.memory_bytes,
             executor=executor,
             progress=_share(context),
         )

@@ -38,8 +38,8 @@ from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import as_it_is_done, check_remat, check_update
-from affinage.training.program import compute_dtype, optimizer_of, step_of
 from affinage.training.state import TrainState, abstract_state
+from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
 _COLLECTIVE_AXES = {"experts": "owner", "sequence": "neighbor"}  # named axes of the collectives of a traced step
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128

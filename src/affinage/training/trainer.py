@@ -38,7 +38,7 @@ DeviceBatch = Mapping[str, Any]  # of jax.Array, or of numpy's where a CPU takes
 
 
 @dataclass(frozen=True)
-class Program:
+class Trainer:
     """Everything about a run that does not change while it runs."""
 
     job: TrainJob
@@ -94,6 +94,16 @@ class Program:
         """
         unknown = 1e9 if self.mesh.devices.flat[0].platform == "cpu" else 1e12 * self.mesh.size
         return min(self.flops_per_step / (0.01 * self.peak_flops if self.peak_flops else unknown), 6 * 3600)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether a CPU plays several devices."""
+        return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def remat(self) -> Any:
+        """What is computed again in the backward pass, as a recipe says it."""
+        return self.job.parallel.model_dump(mode="json")["remat"]
 
     @cached_property
     def chip(self) -> Chip:
@@ -153,10 +163,6 @@ class Program:
         """The compiled training step; see `make_train_step`."""
         step = step_of(self.held, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
-
-    def pass_over(self, state: TrainState) -> TrainState:
-        """Leave a batch out: the step is counted, and nothing else changes."""
-        return state._replace(step=jax.device_put(state.step + 1, self.abstract.step.sharding))
 
     def learning_rate(self, step: int) -> float:
         """Of the update that makes step number `step`, counted from 1."""
@@ -295,8 +301,8 @@ def synthetic_batch(graph: Graph, rows: int, context: int) -> dict[str, np.ndarr
 
 def program_of(
     graph: Graph, settings: TrainSettings, parallel: ParallelSettings, mesh: Mapping[str, int | str], batch: HostBatch
-) -> Program:
+) -> Trainer:
     """A training without a feed and a folder, on all devices of this machine: for its steps alone."""
     nothing: Any = None
     job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel)
-    return Program(job, make_mesh(mesh, acquire()), batch)
+    return Trainer(job, make_mesh(mesh, acquire()), batch)
