@@ -434,7 +434,9 @@ def _whole(variable: Any, padded: Padded = frozenset()) -> float:
     aval = variable.aval
     if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0.0
-    fill = padding(aval.shape[-1], _LANES) if aval.shape[-2:] in padded else 1
+    # Also what a kernel reads with heads and positions swapped: it is laid out for the kernel where it is made.
+    of_kernel = aval.shape[-2:] in padded or (aval.shape[-3:-2] + aval.shape[-1:]) in padded
+    fill = padding(aval.shape[-1], _LANES) if of_kernel else 1
     return float(math.prod(aval.shape) * aval.dtype.itemsize * fill)
 
 
