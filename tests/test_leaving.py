@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.stopping import StopSignals
+from affinage.stopping import without_readers
 
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
 
@@ -73,21 +73,6 @@ def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
     process.stdout.close()  # as when the one that started it, and reads its output, is killed
     process.terminate()
     assert process.wait(timeout=300) == 75
-
-
-def test_a_reader_that_ends_does_not_end_the_process(tmp_path: Path):
-    process = begun(
-        "import sys, time; from affinage.stopping import StopSignals\n"
-        "with StopSignals():\n"
-        "    print('ready', flush=True); sys.stdin.readline()\n"
-        "    for number in range(9): print('a step', flush=True); print('a warning', file=sys.stderr)\n"
-        f"    open({str(tmp_path / 'done')!r}, 'w').close()\n",
-        stdin=subprocess.PIPE,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    process.stdout.close()
-    process.stdin.close()
-    assert process.wait(timeout=300) == 0 and (tmp_path / "done").exists()
 
 
 @pytest.mark.parametrize("before", ["pass", "sys.stderr.close()"])
@@ -200,6 +185,6 @@ def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        with StopSignals():
+        with without_readers():
             print("a line\n" * 100_000)
             print("another", flush=True)

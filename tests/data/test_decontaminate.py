@@ -1,7 +1,6 @@
 """Items of benchmarks found in documents and in packed rows, against looking for them word by word, and what happens to
 the documents that have them."""
 
-import json
 import random
 import unicodedata
 from functools import lru_cache
@@ -21,6 +20,7 @@ from affinage.data.contamination import contamination, look_through, runs_of, te
 from affinage.data.decontaminate import contaminated, decontaminate
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
@@ -185,10 +185,7 @@ def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int
     tokens = np.full(rows * context, PAD, np.uint16)
     tokens[: len(stream)] = stream
     folder = tmp_path / "train" / "books.en"
-    folder.mkdir(parents=True)
-    np.save(folder / "rows-00000-of-00001.npy", tokens.reshape(rows, context))
-    facts = {"rows": rows, "context": context, "files": {"rows-00000-of-00001.npy": {}}}
-    (folder / "rows.json").write_text(json.dumps(facts))
+    write_tokens(folder, tokens.reshape(rows, context))
     said = [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()]
     assert said == texts
 

@@ -53,7 +53,7 @@ def _image_steps(loaded: LoadedRecipe) -> list[Step]:
     assert recipe.data is not None and recipe.data.arrays is not None
     arrays = recipe.data.arrays
     config = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
-    steps = [Step("arrays", images.arrays, config, files=() if arrays.path == DIGITS else (arrays.path,))]
+    steps = [Step("arrays", images.arrays, config, version=2, files=() if arrays.path == DIGITS else (arrays.path,))]
     if recipe.pretrain is not None:
         config = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
         sources = extension_fingerprint(loaded, "pretrain")
@@ -93,15 +93,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "train-tokenizer")
         steps.append(Step("compare-tokenizers", steps_data.compare_tokenizers, config, inputs, files=files, version=2))
-    steps.append(
-        Step(
-            "tokenize",
-            steps_data.tokenize,
-            _part(recipe, "packing", "seed"),
-            ("split", "train-tokenizer"),
-            resumable=True,
-        )
-    )
+    config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
+    steps.append(Step("tokenize", steps_data.tokenize, config, inputs, version=2, resumable=True))
     return steps
 
 
@@ -153,7 +146,8 @@ def _tuning_data_step(
         config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
-    return Step(name, fn, config, ("train-tokenizer", *_if(tuning.from_world, "synthesize")), files=tuple(files))
+    inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
+    return Step(name, fn, config, inputs, version=2, files=tuple(files), resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
@@ -177,7 +171,15 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
         if precomputed:
             config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
             steps.append(
-                Step("ref-logprobs", steps_train.ref_logprobs, config, inputs, sources=sources, distributed=True)
+                Step(
+                    "ref-logprobs",
+                    steps_train.ref_logprobs,
+                    config,
+                    inputs,
+                    version=2,
+                    sources=sources,
+                    distributed=True,
+                )
             )
         config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
         world, files = _read_by_monitor(recipe.dpo)
@@ -199,7 +201,7 @@ def _training_step(
         fn,
         config,
         inputs,
-        version=2,
+        version=3,
         files=tuple(files),
         sources=sources or {},
         distributed=True,

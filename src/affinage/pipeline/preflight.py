@@ -363,13 +363,13 @@ def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
 
 def _check_packing(loaded: LoadedRecipe) -> None:
     """The place of the sequences can be written, and the names in the mixture exist."""
-    from affinage.data.encoded import UNDETERMINED, group_name
     from affinage.data.mixture import ALL, refuse_unknown
     from affinage.data.special_tokens import CODE_LANGUAGE
+    from affinage.data.tokenize import UNDETERMINED, group_name
 
     data, pretrain, url = loaded.recipe.data, loaded.recipe.pretrain, loaded.recipe.packing.output_path
     if url:
-        from affinage.data.shards import check_url
+        from affinage.data.token_shards import check_url
 
         with _written(loaded, "packing", "output_path"):
             check_url(url)

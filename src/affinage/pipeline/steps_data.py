@@ -137,67 +137,83 @@ def compare_tokenizers(context: StepContext) -> Summary:
 
 
 def tokenize(context: StepContext) -> Summary:
-    """Pack the documents' tokens into rows."""
+    """Write the documents as shards of packed tokens."""
     from affinage.data.executor import open_executor
-    from affinage.data.rows import pack_rows
+    from affinage.data.tokenize import tokenize
     from affinage.data.tokenizer import Tokenizer
 
     recipe, progress = context.recipe, context.progress
     split, trained = context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
     with open_executor(_data(context)) as executor:
-        return pack_rows(
+        return tokenize(
             split, trained, context.folder, recipe.packing, recipe.seed, executor=executor, progress=progress
         )
 
 
 def sft_data(context: StepContext) -> Summary:
-    """Turn conversations into rows that say which tokens are trained on."""
-    from affinage.data.conversations import prepare_conversations
+    """Write conversations as token shards with masks of the tokens that are trained on."""
+    from affinage.data.executor import open_executor
+    from affinage.data.sft import prepare_conversations
 
     recipe = context.recipe
     assert recipe.sft is not None
-    summary = prepare_conversations(
-        recipe.sft,
-        chat_tokenizer(context),
-        context.folder,
-        context=recipe.sft.seq_len or recipe.packing.seq_len,
-        seed=recipe.seed,
-        world_folder=context.inputs.get("synthesize"),
-        progress=context.progress,
-    )
-    if unrolled := summary.get("unrolled"):
-        rich.print(
-            f"conversations: {unrolled:,} were unrolled, one example for each answer that the chat template writes "
-            "otherwise once more follows"
+    with open_executor(recipe.data or DataSettings.model_construct()) as executor:
+        summary = prepare_conversations(
+            recipe.sft,
+            chat_tokenizer(context),
+            context.folder,
+            context=recipe.sft.seq_len or recipe.packing.seq_len,
+            seed=recipe.seed,
+            world_folder=context.inputs.get("synthesize"),
+            executor=executor,
+            progress=context.progress,
         )
-    warn_dropped_reasoning(summary, "conversations")
+    print_counts(summary, "conversations")
     return summary
 
 
 def preference_data(context: StepContext) -> Summary:
-    """Encode and pack pairs of answers."""
+    """Write pairs of answers as token shards."""
+    from affinage.data.executor import open_executor
     from affinage.data.preferences import prepare_preferences
 
     recipe = context.recipe
     assert recipe.dpo is not None
-    summary = prepare_preferences(
-        recipe.dpo,
-        chat_tokenizer(context),
-        context.folder,
-        context=recipe.dpo.seq_len or recipe.packing.seq_len,
-        seed=recipe.seed,
-        system_prompt=recipe.chat_system_prompt,
-        world_folder=context.inputs.get("synthesize"),
-        progress=context.progress,
-    )
-    warn_dropped_reasoning(summary, "pairs")
+    with open_executor(recipe.data or DataSettings.model_construct()) as executor:
+        summary = prepare_preferences(
+            recipe.dpo,
+            chat_tokenizer(context),
+            context.folder,
+            context=recipe.dpo.seq_len or recipe.packing.seq_len,
+            seed=recipe.seed,
+            system_prompt=recipe.chat_system_prompt,
+            world_folder=context.inputs.get("synthesize"),
+            executor=executor,
+            progress=context.progress,
+        )
+    print_counts(summary, "pairs")
     return summary
 
 
-def warn_dropped_reasoning(summary: Summary, what: str) -> None:
-    """Print how many conversations (or pairs) have reasoning that the chat template does not write."""
-    if dropped := summary.get("reasoning_dropped"):
-        rich.print(f"{what}: {dropped:,} have reasoning that the chat template does not write; it is not trained on")
+_COUNTS = {  # of tuning data -> what to print of it
+    "not_sampled": "are not used: `sample` or `max_examples` leaves them out",
+    "truncated": "are longer than `seq_len` and were cut",
+    "dropped": "were left out: longer than `seq_len`, or without an answer within it",
+    "identical": "have the same answer twice and were left out",
+    "held_out_elsewhere": "are copies of held-out ones and are not trained on",
+    "unrolled": "were unrolled: one example for each answer that the chat template writes otherwise once more follows",
+    "reasoning_dropped": "have reasoning that the chat template does not write; it is not trained on",
+    "prompt_differs": "are trained after other tokens than the prompt will have, which ends in a space",
+}
+
+
+def print_counts(summary: Summary, what: str) -> None:
+    """Print what was cut, left out and kept of conversations or pairs, where it is not all of them."""
+    used = summary.get("used", summary["conversations"])
+    for key, text in _COUNTS.items():
+        if count := summary.get(key):
+            of = f" of {used:,}" if key in ("truncated", "dropped") else ""
+            rich.print(f"{what}: {count:,}{of} {text}")
 
 
 def chat_tokenizer(context: StepContext) -> "Tokenizer":

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 import affinage
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.checkpoint.checksums import checksums
 from affinage.checkpoint.compatibility import IDENTITY, check_compatible
 from affinage.checkpoint.store import seconds_at_most
 from affinage.cluster.processes import Processes
@@ -83,6 +84,7 @@ class Checkpointer:
                 if restored.state.frozen is not None:
                     self._frozen.save(0, {"params": restored.state.frozen}, {})
                     self._frozen.wait()
+                checksums(restored.state.named())  # compiled now: the first save may come within a grace period
         if at_most is None:
             step = restored.step
             self._resumed_at = [*restored.meta.get("resumed_at", []), *([step] if step else [])]
