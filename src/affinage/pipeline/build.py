@@ -204,7 +204,7 @@ def _training_step(
         fn,
         config,
         inputs,
-        version=2,
+        version=3,
         files=tuple(files),
         sources=sources or {},
         distributed=True,
