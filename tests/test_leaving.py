@@ -75,21 +75,6 @@ def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
     assert process.wait(timeout=300) == 75
 
 
-def test_a_reader_that_ends_does_not_end_the_process(tmp_path: Path):
-    process = begun(
-        "import sys, time; from affinage.stopping import StopSignals\n"
-        "with StopSignals():\n"
-        "    print('ready', flush=True); sys.stdin.readline()\n"
-        "    for number in range(9): print('a step', flush=True); print('a warning', file=sys.stderr)\n"
-        f"    open({str(tmp_path / 'done')!r}, 'w').close()\n",
-        stdin=subprocess.PIPE,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    process.stdout.close()
-    process.stdin.close()
-    assert process.wait(timeout=300) == 0 and (tmp_path / "done").exists()
-
-
 @pytest.mark.parametrize("before", ["pass", "sys.stderr.close()"])
 def test_a_thread_leaves_though_nobody_reads_why(before: str):
     process = begun(

@@ -32,8 +32,6 @@ class StopSignals:
     hear of a signal a minute later. Without a listener, see `listen`, the main thread raises Preempted, and the process
     is left with status 75 where that takes too long: what is on disk is complete at any moment. Outside of the main
     thread, where Python allows no signal handlers, this does nothing.
-
-    A reader of the output that ends, such as `head`, or a terminal that is closed, does not end the process.
     """
 
     current: ClassVar["StopSignals | None"] = None
@@ -53,8 +51,6 @@ class StopSignals:
             for number in heeded():
                 self._before[number] = signal.signal(number, self._in_main_thread)  # type: ignore[assignment]
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
-            self._streams = sys.stdout, sys.stderr
-            sys.stdout, sys.stderr = (stream and _Output(stream) for stream in self._streams)
             StopSignals.current, StopSignals.pending = self, ""
         return self
 
@@ -69,7 +65,6 @@ class StopSignals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
         self._writer.close()
-        sys.stdout, sys.stderr = self._streams
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
         if self._raised.is_set() and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
             raise Preempted(self._why) from error  # a library has made another error of it
@@ -113,28 +108,6 @@ class StopSignals:
             self._why = _lost(signal.Signals(number))
             self._raised.set()
             raise Preempted(self._why)
-
-
-class _Output:
-    """A standard stream whose text goes nowhere once nobody reads it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            return int(self._stream.write(text))
-        drop_unread_output()
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            drop_unread_output()
 
 
 def _lost(number: signal.Signals) -> str:
@@ -183,14 +156,14 @@ class _WithoutReaders:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._stream.write(text)
             return len(text)
         drop_unread_output()
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._stream.flush()
             return
         drop_unread_output()
@@ -201,9 +174,9 @@ class _WithoutReaders:
 
 @contextlib.contextmanager
 def without_readers() -> Iterator[None]:
-    """Inside, work goes on when the program that reads its output has ended, as in `affinage run RECIPE | head`."""
+    """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_WithoutReaders, before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (stream and _WithoutReaders(stream) for stream in before)
     try:
         yield
     finally:

@@ -72,7 +72,7 @@ def _tune(recipe: str, how: PipelineOptions, training: str, data: str, show: int
 
 
 def _show_examples(rows: Path, count: int, documents: int) -> None:
-    from affinage.data.conversations import show_examples
+    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
     from affinage.pipeline.models import made_from
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from affinage.config.data import DatatroveName
 from affinage.errors import UserError, first_line
 
 WHERE = "data.filters.datatrove"
@@ -19,7 +20,7 @@ class DatatroveFilters:
     Raises UserError if datatrove is not installed, or a filter does not take its arguments.
     """
 
-    def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, settings: Mapping[DatatroveName, Mapping[str, Any]]) -> None:
         self._settings = settings
         self._made: dict[str, list[tuple[str, Any]]] = {}  # by language
         if settings:
@@ -59,7 +60,7 @@ class DatatroveFilters:
 def _make(name: str, language: str, arguments: Mapping[str, Any]) -> Any:
     module = importlib.import_module(next(module for end, module in _PACKAGES.items() if name.endswith(end)))
     step: Callable[..., Any] = getattr(module, name)
-    reads_words = "language" in step.__init__.__code__.co_varnames  # type: ignore[misc]
+    reads_words = "language" in step.__init__.__code__.co_varnames
     own = {"language": _three_letters().get(language, "eng")} if reads_words else {}
     try:
         return step(**own | dict(arguments))

@@ -92,7 +92,7 @@ def _tag_end(data: np.ndarray, i: np.int64, end: np.int64) -> np.int64:
         return i
     for k in range(i + 1, min(end, i + _TAG_BYTES)):
         if data[k] == 0x3E:
-            return k + 1
+            return np.int64(k + 1)
         if data[k] == 0x3C or data[k] == 0x0A:
             return i
     return i

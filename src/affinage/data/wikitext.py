@@ -50,6 +50,11 @@ def _numeral(roman: str) -> str:
     return f"{roman.upper()}{'er' if roman.lower() == 'i' else 'e'}"
 
 
+def _sign(sign: str) -> Callable[[list[str]], str]:
+    """Template text: a sign, whatever the arguments are."""
+    return lambda _: sign
+
+
 def _before(sign: str) -> Callable[[list[str]], str]:
     """Template text: a sign, and all arguments after it."""
     return lambda given: " ".join([sign, *filter(None, given)])
@@ -68,7 +73,7 @@ _TEMPLATES: dict[str, Callable[[list[str]], str]] = {
     **dict.fromkeys(("frac", "fraction", "sfrac"), lambda given: "/".join(filter(None, given))),
     **dict.fromkeys(("s", "s-", "siècle"), _century),
     **dict.fromkeys(("s2", "sp", "s2-"), _centuries),
-    **{sign: (lambda _, sign=sign: sign) for sign in "er re e ème nd nde 1er 1re 2e".split()},
+    **{sign: _sign(sign) for sign in "er re e ème nd nde 1er 1re 2e".split()},
     **dict.fromkeys(("circa", "c."), _before("c.")),
     **dict.fromkeys(("no", "numéro", "n°"), _before("nº")),
     "o": _before("º"),

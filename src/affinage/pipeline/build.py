@@ -53,7 +53,7 @@ def _image_steps(loaded: LoadedRecipe) -> list[Step]:
     assert recipe.data is not None and recipe.data.arrays is not None
     arrays = recipe.data.arrays
     config = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
-    steps = [Step("arrays", images.arrays, config, files=() if arrays.path == DIGITS else (arrays.path,))]
+    steps = [Step("arrays", images.arrays, config, version=2, files=() if arrays.path == DIGITS else (arrays.path,))]
     if recipe.pretrain is not None:
         config = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
         sources = extension_fingerprint(loaded, "pretrain")
@@ -93,9 +93,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "train-tokenizer")
         steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files, version=2))
-    steps.append(
-        Step("tokenize", texts.rows, _part(recipe, "packing", "seed"), ("split", "train-tokenizer"), resumable=True)
-    )
+    config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
+    steps.append(Step("tokenize", texts.tokenize, config, inputs, version=2, resumable=True))
     return steps
 
 
@@ -105,13 +104,19 @@ def _released(place: str) -> tuple[str, ...]:
 
 
 def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], last: str) -> Step:
+    config, files = _searched(recipe, data, targets)
+    return Step("decontaminate", texts.decontaminate, config, (last,), version=3, files=files, resumable=True)
+
+
+def _searched(recipe: Recipe, data: DataSettings, targets: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings and files that decide which items of benchmarks text must not hold."""
     assert data.decontaminate is not None
     config: dict[str, Any] = {"data": _json(data, "decontaminate")}
     files = [*task_files(filter(_is_task_file, targets)), *data.decontaminate.benchmark_files]
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    return Step("decontaminate", texts.decontaminate, config, (last,), version=3, files=tuple(files), resumable=True)
+    return config, tuple(files)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
@@ -146,7 +151,12 @@ def _tuning_data_step(
         config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
-    return Step(name, fn, config, ("train-tokenizer", *_if(tuning.from_world, "synthesize")), files=tuple(files))
+    if recipe.data is not None and (targets := contamination_targets(recipe)):
+        searched, more = _searched(recipe, recipe.data, targets)
+        config |= searched
+        files += more
+    inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
+    return Step(name, fn, config, inputs, version=2, files=tuple(files), resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
@@ -169,7 +179,11 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
         precomputed = _if(recipe.dpo.precompute_ref_log_probs, "ref-logprobs")
         if precomputed:
             config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
-            steps.append(Step("ref-logprobs", preferences.reference, config, inputs, sources=sources, distributed=True))
+            steps.append(
+                Step(
+                    "ref-logprobs", preferences.reference, config, inputs, version=2, sources=sources, distributed=True
+                )
+            )
         config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
         world, files = _read_by_monitor(recipe.dpo)
         inputs, sources = (*precomputed, *inputs, *world), sources | extension_fingerprint(loaded, "dpo")
@@ -190,7 +204,7 @@ def _training_step(
         fn,
         config,
         inputs,
-        version=2,
+        version=3,
         files=tuple(files),
         sources=sources or {},
         distributed=True,

@@ -14,7 +14,7 @@ from affinage.config.settings import Settings
 from affinage.errors import UserError
 from affinage.model.kind import Context, Cost
 from affinage.model.kinds.attention_ops import Workload, attention, choose, of_whole_rows
-from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
+from affinage.model.kinds.dense import dense, dense_flops, dense_parameters, dense_together
 from affinage.model.kinds.dropout import drop
 from affinage.model.kinds.embedding import positions_of
 from affinage.model.kinds.norm import NormSettings
@@ -203,8 +203,11 @@ class AttentionSettings(Settings):
 
     def _heads(self, params: Tree, x: Array, asking: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:
         """Query [B, Q, H, Dh] of those that ask, key and value [B, S, K, Dh], positions already in them."""
-        query = dense(params["query"], asking, context)
-        key, value = (dense(params[name], x, context) for name in ("key", "value"))
+        if asking is x:
+            query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
+        else:
+            query = dense(params["query"], asking, context)
+            key, value = (dense(params[name], x, context) for name in ("key", "value"))
         if self.qk_norm:
             norm = NormSettings(kind="rms", eps=eps)
             query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)

@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from affinage.model.call import STATISTICS
 
-# Documents of a row that a call makes room for. cuDNN launches blocks and stores statistics for each of them, there or
-# not; a batch of which a row has more takes a slower path, row by row, with room for a document at every token.
-_FEWEST, _TOKENS_EACH = 16, 128
+# Documents of a row that a call makes room for: this many, or one for every so many tokens where these are more. cuDNN
+# launches blocks and stores statistics for each of them, there or not. A batch of which a row has more is computed row
+# by row, which is slower, with room for documents of 8 tokens on average, or at every token.
+_FEWEST, _TOKENS_EACH, _SHORTEST = 16, 128, 8
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,17 @@ def _run_forward(how: _How, query: Array, key: Array, value: Array, segment_ids:
     """What is attended, and the statistics that the backward pass needs."""
     if how.documents != "offsets" or segment_ids is None:
         return _bind(how, query, key, value, *_bias(how, segment_ids, query.dtype))
-    room = _room(query.shape[1])
+    rooms = _rooms(query.shape[1])
+    arrays = (query, key, value, segment_ids)
 
     def few() -> tuple[Array, Array]:
-        return _bind(how, query, key, value, *_offsets(segment_ids, room, query, key))
+        return _bind(how, query, key, value, *_offsets(segment_ids, rooms[0], query, key))
 
-    def many() -> tuple[Array, Array]:
-        out = jax.lax.map(lambda row: _row_forward(how, *row)[0], (query, key, value, segment_ids))
-        return out, jnp.zeros((len(query) * room, query.shape[2], query.shape[1]), jnp.float32)
+    def many(room: int) -> tuple[Array, Array]:
+        out = jax.lax.map(lambda row: _forward_of_rows(how, room, *_rows_of_one(row))[0][0], arrays)
+        return out, jnp.zeros((len(query) * rooms[0], query.shape[2], query.shape[1]), jnp.float32)
 
-    return jax.lax.cond(_fit(segment_ids, room), few, many)
+    return _by_documents(segment_ids, rooms, few, many)
 
 
 def _run_backward(
@@ -120,48 +122,53 @@ def _run_backward(
     rest = (statistics, out, gradient.astype(out.dtype))
     if how.documents != "offsets" or segment_ids is None:
         return _bind(how, query, key, value, *_bias(how, segment_ids, query.dtype), backward=rest)
-    room = _room(query.shape[1])
+    rooms = _rooms(query.shape[1])
+    arrays = (query, key, value, segment_ids, rest[2])
 
     def few() -> tuple[Array, Array, Array]:
-        return _bind(how, query, key, value, *_offsets(segment_ids, room, query, key), backward=rest)
+        return _bind(how, query, key, value, *_offsets(segment_ids, rooms[0], query, key), backward=rest)
 
-    def many() -> tuple[Array, Array, Array]:
-        def row(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-            *forward, d_out = arrays
-            out, statistics = _row_forward(how, *forward)
-            return _row(how, *forward, backward=(statistics, out[None], d_out[None]))
+    def many(room: int) -> tuple[Array, Array, Array]:
+        def of_row(row: tuple[Array, ...]) -> tuple[Array, ...]:
+            query, key, value, segment_ids, d_out = _rows_of_one(row)
+            out, statistics = _forward_of_rows(how, room, query, key, value, segment_ids)
+            offsets = _offsets(segment_ids, room, query, key)
+            gradients = _bind(how, query, key, value, *offsets, backward=(statistics, out, d_out))
+            return tuple(array[0] for array in gradients)
 
-        return jax.lax.map(row, (query, key, value, segment_ids, rest[2]))
+        return jax.lax.map(of_row, arrays)
 
-    return jax.lax.cond(_fit(segment_ids, room), few, many)
-
-
-def _row_forward(how: _How, query: Array, key: Array, value: Array, segment_ids: Array) -> tuple[Array, Array]:
-    out, statistics = _bind(
-        how, query[None], key[None], value[None], *_offsets(segment_ids[None], len(query), query[None], key[None])
-    )
-    return out[0], statistics
+    return _by_documents(segment_ids, rooms, few, many)
 
 
-def _row(
-    how: _How, query: Array, key: Array, value: Array, segment_ids: Array, backward: tuple[Array, ...]
-) -> tuple[Array, ...]:
-    offsets = _offsets(segment_ids[None], len(query), query[None], key[None])
-    gradients = _bind(how, query[None], key[None], value[None], *offsets, backward=backward)
-    return tuple(array[0] for array in gradients)
+def _forward_of_rows(
+    how: _How, room: int, query: Array, key: Array, value: Array, segment_ids: Array
+) -> tuple[Array, Array]:
+    return _bind(how, query, key, value, *_offsets(segment_ids, room, query, key))
 
 
-def _room(length: int) -> int:
-    return min(length, max(_FEWEST, length // _TOKENS_EACH))
+def _rows_of_one(row: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(array[None] for array in row)
+
+
+def _rooms(length: int) -> tuple[int, int, int]:
+    """Documents that a row of this many tokens may have, usually, rarely, and at most."""
+    few = min(length, max(_FEWEST, length // _TOKENS_EACH))
+    return few, max(few, length // _SHORTEST), length
+
+
+def _by_documents(
+    segment_ids: Int[Array, "B S"], rooms: tuple[int, ...], few: Callable[[], Any], many: Callable[[int], Any]
+) -> Any:
+    """`few()`, or where a row has more documents than that has room for, `many` with room for them."""
+    most = jnp.max(jnp.sum(_begins(segment_ids), axis=1))
+    usual = sum((most <= room).astype(jnp.int32) for room in rooms[:-1])  # the usual branch is the last one
+    return jax.lax.switch(usual, [lambda: many(rooms[2]), lambda: many(rooms[1]), few])
 
 
 def _begins(segment_ids: Int[Array, "B S"]) -> Array:
     first = jnp.ones((len(segment_ids), 1), bool)
     return jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
-
-
-def _fit(segment_ids: Int[Array, "B S"], room: int) -> Array:
-    return jnp.max(jnp.sum(_begins(segment_ids), axis=1)) <= room
 
 
 def _offsets(segment_ids: Int[Array, "B S"], room: int, query: Array, key: Array) -> tuple[Array, ...]:

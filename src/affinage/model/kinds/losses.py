@@ -52,8 +52,7 @@ def cross_entropy(
 
 
 def _forward(logits: Array, targets: Array, weights: Array, objective: Objective) -> tuple[Sums, tuple[Array, ...]]:
-    largest = jnp.max(logits, axis=-1)
-    log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
+    largest, log_z = _largest_and_log_z(logits) if not objective.on_cpu else _in_two_passes(logits)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     losses = plain = log_z - chosen
     if objective.label_smoothing:
@@ -63,6 +62,23 @@ def _forward(logits: Array, targets: Array, weights: Array, objective: Objective
         losses += objective.z_loss * jnp.square(log_z)
     sums = (jnp.sum(values * weights) for values in (losses, plain, chosen >= largest))
     return Sums(*sums), (logits, targets, weights, log_z)
+
+
+def _in_two_passes(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
+    largest = jnp.max(logits, axis=-1)
+    return largest, largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
+
+
+def _largest_and_log_z(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
+    """The largest logit and the log of the softmax's denominator, read once (Milakov and Gimelshein, 2018)."""
+
+    def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        largest = jnp.maximum(left[0], right[0])
+        return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
+
+    start = (jnp.float32(-1e38), jnp.float32(0.0))
+    largest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), start, join, (logits.ndim - 1,))
+    return largest, largest + jnp.log(total)
 
 
 def _backward(objective: Objective, kept: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
