@@ -1,9 +1,10 @@
-"""Milliseconds of attention on packed rows, forward and backward, by every implementation that this machine has.
+"""Milliseconds of attention, forward and backward, by every implementation that this machine has.
 
     python benchmarks/attention.py [--quick]
 
-The peer is `jax.nn.dot_product_attention(implementation="xla")` with the same mask. Each result is first compared with
-it, document boundaries included: a kernel that let packed documents see each other would end this with an error.
+The peer is `jax.nn.dot_product_attention(implementation="xla")` with the same mask. Each result and gradient is first
+compared with it: rows of one document, of four, and of more documents than a GPU's call makes room for. A kernel that
+let packed documents see each other would end this with an error.
 """
 
 import argparse
@@ -17,21 +18,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from affinage.model import Call
-from affinage.model.kind import Context
-from affinage.model.kinds.attention_choice import IMPLEMENTATIONS, Need, obstacles
-from affinage.model.kinds.attention_products import attend
+from affinage.model.call import local_capability
+from affinage.model.kinds.attention_ops import IMPLEMENTATIONS, Workload, attention, obstacles
+from affinage.model.layout import Layout
 
 TOLERANCE = 0.05  # largest difference over the largest value, in bfloat16
 
 
-def arrays(rows: int, length: int, heads: int, kv_heads: int, width: int, dtype: Any) -> tuple[list[Any], Any]:
-    """Query, key and value, and segments of four documents a row."""
+def arrays(rows: int, length: int, heads: int, kv_heads: int, width: int, dtype: Any) -> list[Any]:
+    """Query, key and value."""
     random = np.random.default_rng(0)
-    shapes = [(rows, count, length, width) for count in (heads, kv_heads, kv_heads)]
-    cuts = np.sort(random.integers(1, length, (rows, 3)), axis=1)
-    segments = (np.arange(length)[None, None] >= cuts[..., None]).sum(axis=1)
-    return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes], jnp.asarray(segments, jnp.int32)
+    shapes = [(rows, length, count, width) for count in (heads, kv_heads, kv_heads)]
+    return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
+
+
+def documents(rows: int, length: int, number: int) -> Any:
+    """Segments int32 [rows, length] of this many documents a row, other ones in every row."""
+    random = np.random.default_rng(1)
+    cuts = np.stack([np.sort(random.choice(np.arange(1, length), number - 1, replace=False)) for _ in range(rows)])
+    return jnp.asarray((np.arange(length)[None, None] >= cuts[..., None]).sum(axis=1), jnp.int32)
 
 
 def milliseconds(step: Callable[..., Any], given: list[Any], repeats: int) -> float:
@@ -51,39 +56,49 @@ def differentiated(product: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small, in under a minute on CPUs")
     quick = parser.parse_args().quick
-    platform = jax.default_backend()
+    platform, capability = jax.default_backend(), local_capability()
     small = quick or platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     rows, length, heads, kv_heads, width = (2, 256, 4, 2, 64) if small else (8, 2048, 16, 8, 64)
-    given, segments = arrays(rows, length, heads, kv_heads, width, dtype)
-    mask = jnp.tril(jnp.ones((length, length), bool))[None] & (segments[:, :, None] == segments[:, None, :])
+    given = arrays(rows, length, heads, kv_heads, width, dtype)
+    causal = jnp.tril(jnp.ones((1, length, length), bool))
+    names = [name for name in IMPLEMENTATIONS if name != "auto"]
+    missing = {name: obstacles(name, Workload(platform, dtype, width, length, capability)) for name in names}
+    results, wrong = [], []
+    for number in (1, 4, length // 8):
+        segments = None if number == 1 else documents(rows, length, number)
+        mask = causal if segments is None else causal & (segments[:, :, None] == segments[:, None, :])
 
-    def theirs(query: Any, key: Any, value: Any) -> Any:
-        swapped = (jnp.swapaxes(array, 1, 2) for array in (query, key, value))
-        return jnp.swapaxes(jax.nn.dot_product_attention(*swapped, mask=mask[:, None], implementation="xla"), 1, 2)
+        def theirs(query: Any, key: Any, value: Any, mask: Any = mask) -> Any:
+            return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="xla")
 
-    peer, expected = milliseconds(differentiated(theirs), given, 5 if quick else 20), differentiated(theirs)(*given)
-    need = Need(platform, dtype, width, length, cached=False, dropout=0.0, softcap=None)
-    results = []
-    for name in IMPLEMENTATIONS[1:]:
-        if wrong := obstacles(name, need):
-            print(f"{name} cannot: {', '.join(wrong)}")
-            continue
-        prepared = {"mask": mask, "segments": segments}
-        context = Context(Call(platform=platform, attention=name), {}, prepared=prepared)
-        ours = differentiated(lambda *qkv: attend(*qkv, context, dropout=0.0, softcap=None, window=None))  # noqa: B023
-        pairs = zip(jax.tree.leaves(ours(*given)), jax.tree.leaves(expected), strict=True)
-        off = max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
-        if not off < TOLERANCE:
-            raise SystemExit(f"{name} computes something else: {off:.3g} of the largest value")
-        took = milliseconds(ours, given, 5 if quick else 20)
-        print(f"{name}: {took:.2f} ms, jax.nn {peer:.2f} ms, largest difference {off:.1e}")
-        results.append({"name": f"{name} on {platform}", "ours": took, "peer": peer, "unit": "ms"})
+        expected = differentiated(theirs)(*given)
+        peer = milliseconds(differentiated(theirs), given, 5 if quick else 20)
+        for name in names:
+            if missing[name]:
+                print(f"{name} cannot: {', '.join(missing[name])}")
+                continue
+
+            def ours(*qkv: Any, name: str = name, segments: Any = segments, mask: Any = mask) -> Any:
+                return attention(*qkv, segments, impl=name, layout=Layout(), mask=mask, capability=capability)
+
+            pairs = zip(jax.tree.leaves(differentiated(ours)(*given)), jax.tree.leaves(expected), strict=True)
+            off = max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
+            took = milliseconds(differentiated(ours), given, 5 if quick else 20)
+            print(
+                f"{name}, {number} documents a row: {took:.2f} ms, jax.nn {peer:.2f} ms, off by {off:.1e}", flush=True
+            )
+            wrong += [] if off < TOLERANCE else [f"{name} with {number} documents"]
+            results.append(
+                {"name": f"{name}, {number} documents", "ours": took, "peer": peer, "unit": "ms", "off": off}
+            )
     results = [result | {"ratio": result["ours"] / result["peer"]} for result in results]
-    print(json.dumps({"benchmark": "attention", "results": results}))
+    print(json.dumps({"benchmark": "attention", "platform": platform, "results": results}))
+    if wrong:
+        raise SystemExit(f"computes something else: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from affinage.errors import UserError
 from affinage.model.module import apply_part
 from affinage.training.job import HostBatch
 from affinage.training.optimizer import learning_rate
-from affinage.training.program import Program
 from affinage.training.state import Purpose, random_key
 from affinage.training.step import make_update
+from affinage.training.trainer import Trainer
 
 PyTree = Any
 PARTS = ("forward", "loss", "backward", "optimizer")
@@ -48,7 +48,7 @@ class Timing:
         return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
 
 
-def measure(program: Program, batch: HostBatch, steps: int = 10) -> dict[str, Timing]:
+def measure(program: Trainer, batch: HostBatch, steps: int = 10) -> dict[str, Timing]:
     """Seconds of the parts, and of the whole step, over `steps` repetitions after one that does not count.
 
     Args:
@@ -86,7 +86,7 @@ def _timed(taken: list[tuple[float, float]], function: Callable[..., Any], *argu
     return result
 
 
-def differentiated(program: Program) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """The gradient of a program's mean loss as three functions.
 
     Returns:
@@ -124,7 +124,7 @@ def differentiated(program: Program) -> tuple[Callable[..., Any], Callable[..., 
     return forward, loss, backward
 
 
-def _update(program: Program) -> Callable[..., Any]:
+def _update(program: Trainer) -> Callable[..., Any]:
     job, settings = program.job, program.job.settings
     update = make_update(
         job.graph,

@@ -4,8 +4,8 @@
 
 Ours repairs (control and invisible characters, line ends, NFC) and counts in one pass over the UTF-8 bytes. The peers
 do less: `python` is the comprehension of most pipelines and `polars` the same in expressions; both only count, on text
-that needs no repair. A third line is the same repair in Python. What is off by default, and decontamination's scan, are
-measured by themselves, and so is language id, which is fastText's own code and what a stage with it waits for.
+that needs no repair. A third line is the same repair in Python. Decontamination's scan is measured by itself, and so is
+language id, which is fastText's own code and what a step with it waits for.
 """
 
 import argparse
@@ -18,16 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.language import identify_language
-from affinage.data.mask import mask
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.repair import repair
-from affinage.data.repetition import broken_rules
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
 from planted_copies import lexicon, random_text, written
@@ -75,9 +72,8 @@ def cpu_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     return median(times)
 
 
-def options(column: pa.Array, texts: list[str], megabytes: float) -> list[dict[str, object]]:
-    """What is off by default, by itself: repetition rules, masking; and the scan for benchmark items."""
-    rows = np.arange(len(column))
+def scans(column: pa.Array, megabytes: float) -> list[dict[str, object]]:
+    """The scan for benchmark items."""
     rng = random.Random(2)
     words = lexicon(20_000, rng)
     items = [
@@ -85,11 +81,7 @@ def options(column: pa.Array, texts: list[str], megabytes: float) -> list[dict[s
     ]
     scanner = Scanner(index_items(items, ngram=13, min_words=8, boilerplate=10))
     results = []
-    for name, run in (
-        ("rules of Gopher and C4", lambda: broken_rules(column, rows, True, True)),
-        ("masking", lambda: mask(column)),
-        (f"decontamination, {scanner.size:,} runs looked for", lambda: scanner.scan(column)),
-    ):
+    for name, run in ((f"decontamination, {scanner.size:,} runs looked for", lambda: scanner.scan(column)),):
         run()
         rate = megabytes / cpu_seconds(run, 3)
         print(f"{name}: {rate:.0f} MB/s")
@@ -120,7 +112,7 @@ def main() -> None:
         peer = megabytes / cpu_seconds(run, 3)
         print(f"{name}: {peer:.0f} MB/s, {ours / peer:.1f} times slower")
         results.append({"name": name, "ours": ours, "peer": peer, "unit": "MB/s", "ratio": ours / peer})
-    results += options(column, texts, megabytes)
+    results += scans(column, megabytes)
     rate = 500 / cpu_seconds(lambda: [identify_language(text) for text in texts[:500]], 3)
     results.append({"name": "language id", "ours": rate, "peer": None, "unit": "documents/s", "ratio": None})
     print(f"language id: {rate:,.0f} documents/s")

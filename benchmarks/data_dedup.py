@@ -17,16 +17,16 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-import pyarrow as pa
 
 from affinage.config.data import DedupSettings
-from affinage.data.duplicates import find_duplicates
+from affinage.data.dedup import corpus_of, find_duplicates
+from affinage.data.documents import DocumentWriter, document_files
 from affinage.data.executor import Executor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
@@ -35,24 +35,22 @@ from planted_copies import jaccard_of, lexicon, near_copy, random_text, written
 SETTINGS = DedupSettings()
 
 
-class InMemory:
-    """All texts, some 2,000 read at a time."""
-
-    def __init__(self, texts: list[str]) -> None:
-        names = [f"{i:06d}" for i in range(len(texts))]
-        self.table = pa.table({"id": names, "source": ["s"] * len(texts), "text": texts})
-        self.rows = len(texts)
-
-    def read(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        for start in range(0, self.rows, 2_000):
-            yield self.table.slice(start, 2_000).select(columns).combine_chunks().to_batches()[0]
+def written_texts(texts: list[str], folder: Path) -> Path:
+    """A document file with the texts, named by their numbers."""
+    with DocumentWriter(folder) as writer:
+        for number, text in enumerate(texts):
+            writer.add(id=f"{number:06d}", source="s", text=text)
+    return folder
 
 
-def duplicates(part: InMemory) -> tuple[np.ndarray, int, int]:
+def duplicates(documents: Path) -> tuple[np.ndarray, int, int]:
     """The kept text of every text, how many were candidates, and how many pairs were compared."""
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
-        found = find_duplicates([part], SETTINGS, Path(scratch), executor=Executor(1))
-        return np.array(found.kept), found.candidates, found.compared
+        corpus = corpus_of(document_files(documents), SETTINGS, Path(scratch))
+        found = find_duplicates(corpus, executor=Executor(1))
+        kept = np.arange(corpus.size)
+        kept[found.removed["document"].to_numpy()] = found.removed["kept"].to_numpy()
+        return kept, found.candidates, found.compared
 
 
 def planted(count: int, seed: int = 1) -> tuple[list[str], list[tuple[int, int]]]:
@@ -143,11 +141,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2,000 documents, in under a minute")
     count = 2_000 if parser.parse_args().quick else 20_000
     texts, pairs = planted(count)
-    part = InMemory(texts)
+    part = written_texts(texts, Path(tempfile.mkdtemp(prefix="affinage-bench-")))
     kept, candidates, compared = duplicates(part)
     recall, precision = quality(texts, pairs, kept)
     ours = count / seconds(lambda: duplicates(part), 5)
-    megabytes = part.table["text"].nbytes / 1e6
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
     print(f"{count} documents, {megabytes:.1f} MB; candidates {candidates}, pairs compared {compared}")
     print(f"recall {recall:.4f} over pairs with J >= {SETTINGS.threshold}, precision {precision:.4f}")
     print(f"ours: {ours:,.0f} documents/s, {ours * megabytes / count:.0f} MB/s")

@@ -153,7 +153,7 @@ def measure(folder: Path, megabytes: float, files: list[Path], identify: bool) -
         "base": "novels",
         "name": "scale",
         "data": {"root": str(folder), "sources": [{"path": "input", "name": "generated"}]}
-        | ({} if identify else {"clean": {"language_threshold": 0}}),
+        | ({} if identify else {"filters": {"language_threshold": 0}}),
         "tokenizer": {"vocab_size": 16_000 if files else 3_000, "sample_bytes": round(min(30, megabytes / 4) * 1e6)},
         "packing": {"seq_len": 2048, "num_shards": 16},
     }

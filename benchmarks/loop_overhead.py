@@ -31,13 +31,13 @@ from twins import Size, graph_of
 
 from affinage.config.runtime import CheckpointSettings, RuntimeSettings
 from affinage.config.training import PretrainSettings
-from affinage.data.feed import RowFeed
-from affinage.data.row_files import write_facts, write_rows
+from affinage.data.dataloader import DataLoader
 from affinage.data.special_tokens import BOS
+from affinage.data.token_shards import write_tokens
 from affinage.model import parse
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
-from affinage.training.program import Program
+from affinage.training.trainer import Trainer
 
 SIZE = Size(width=64, ffn=256, heads=4, layers=1, vocabulary=512, context=64, batch=4)
 STEP = 5e-3  # seconds
@@ -49,8 +49,7 @@ def write_text(folder: Path, rows: int) -> None:
     tokens = draw.integers(10, SIZE.vocabulary, (rows, SIZE.context)).astype(np.uint16)
     tokens[draw.random(tokens.shape) < 1 / 40] = BOS
     folder.mkdir(parents=True)
-    files = write_rows(folder, [tokens], rows=rows, context=SIZE.context, shards=2, dtype=np.uint16)
-    write_facts(folder, {"rows": rows, "context": SIZE.context, "files": files})
+    write_tokens(folder, tokens, shards=2)
 
 
 def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
@@ -67,7 +66,7 @@ def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
         runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=steps)),
         mesh={"data": 1},
         seed=0,
-        feed=RowFeed(rows, seed=0, batch=batch),
+        feed=DataLoader(rows, seed=0, batch=batch),
         folder=folder,
         name="loop",
     )
@@ -79,8 +78,8 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), used.ru_utime + used.ru_stime])
 
 
-def program_of(job: TrainJob) -> Program:
-    return Program(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
+def program_of(job: TrainJob) -> Trainer:
+    return Trainer(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
 
 
 def rows_of_a_step(folder: Path, rows: Path) -> int:
@@ -96,7 +95,7 @@ def rows_of_a_step(folder: Path, rows: Path) -> int:
 class Turns:
     """A hook of the loop: times its steps, `steps` at a time, and lets the bare step have its turn after each."""
 
-    def __init__(self, program: Program, steps: int) -> None:
+    def __init__(self, program: Trainer, steps: int) -> None:
         self._step, self._steps = program.compile_training(), steps
         self._state, self._batch = program.begin(), program.put(program.batch)
         self._begun = clocks()

@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "micro-batches are averaged, not summed",
-        "src/affinage/training/accumulation.py",
+        "src/affinage/training/step.py",
         "return jax.tree.map(jnp.add, total, gradient(part)), None",
         "return jax.tree.map(lambda a, b: (a + b) / 2, total, gradient(part)), None",
         "tests/training",
@@ -97,7 +97,7 @@ MUTATIONS = [
     Mutation(
         "the gradient is of the sum, not of the mean",
         "src/affinage/training/step.py",
-        "lambda g: g / jnp.maximum(targets, 1.0)",
+        "lambda g: g / jnp.maximum(loss_tokens, 1.0)",
         "lambda g: g",
         "tests/training",
     ),

@@ -94,8 +94,8 @@ def differences(folder: Path, before: str, after: str) -> Iterator[Result]:
 
 def monitored(folder: Path, training: str) -> Iterator[Result]:
     """What the benchmarks during a training scored, and what was worse than before."""
-    record = json.loads((folder / training / "watch.json").read_text())
-    for point in record["looks"]:
+    record = json.loads((folder / training / "monitor.json").read_text())
+    for point in record["points"]:
         worse = {each["task"]: each["p"] for each in point["worse"]}
         for task, score in point["scores"].items():
             shown = f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}"

@@ -19,7 +19,7 @@ from affinage.hardware.devices import acquire
 from affinage.planning.plan import forecast, planned_graph
 from affinage.plugins import load_plugins
 from affinage.training.job import rows_per_step
-from affinage.training.program import program_of, synthetic_batch
+from affinage.training.trainer import program_of, synthetic_batch
 
 BAR = 40  # characters of the longest
 

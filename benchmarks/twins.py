@@ -5,11 +5,13 @@ what it measured: contenders take turns in one session, and no library's threads
 """
 
 import argparse
+import gzip
 import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,18 +32,27 @@ class Size:
     vocabulary: int
     context: int
     batch: int
+    documents: int = 1  # of equal lengths in each row, which do not see each other
+    scan: bool | None = None  # ours: layers as one compiled loop; None: as the platform has it
 
     @property
     def tokens(self) -> int:
         return self.batch * self.context
 
     def __str__(self) -> str:
-        return "/".join(str(value) for value in asdict(self).values())
+        return "/".join(str(value) for value in asdict(self).values() if value is not None)
 
 
 def tokens_of(size: Size) -> np.ndarray:
     """int32 [B, S], uniform: what is computed does not depend on it."""
     return np.random.default_rng(0).integers(0, size.vocabulary, (size.batch, size.context)).astype(np.int32)
+
+
+def documents_of(size: Size) -> tuple[np.ndarray, np.ndarray]:
+    """Segments and positions within them, int32 [B, S]."""
+    each = -(-size.context // size.documents)
+    index = np.tile(np.arange(size.context, dtype=np.int32), (size.batch, 1))
+    return index // each, index % each
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -75,41 +86,37 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
 
     prepare()
     import jax
-    import jax.extend
 
     from affinage.config.training import PretrainSettings
     from affinage.model import parse
     from affinage.parallel import make_mesh
     from affinage.training.job import TrainJob
-    from affinage.training.program import Program
+    from affinage.training.trainer import Trainer
 
-    # On a GPU `auto` is no kernel, PyTorch's is one; cuDNN's takes 16 bits only.
-    on_cuda = "cuda" in jax.extend.backend.get_backend().platform_version.lower()
     settings = {
-        "attention": "cudnn" if on_cuda and precision == "bfloat16" else "auto",
         "steps": 10**6,
         "batch_size": size.batch,
         "optimizer": {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "max_grad_norm": 1.0},
         "schedule": {"name": "constant", "peak_lr": 1e-4, "min_lr": 0.0},
         "precision": {"compute": precision},
     }
-    index = np.arange(size.context, dtype=np.int32)
+    segments, positions = documents_of(size)
     batch = {
         "tokens": tokens_of(size),
-        "segment_ids": np.zeros((size.batch, size.context), np.int32),
-        "positions": np.tile(index, (size.batch, 1)),
+        "positions": positions,
         "loss_mask": np.ones((size.batch, size.context), np.float32),
         "rows": np.arange(size.batch, dtype=np.int32),
     }
+    batch |= {"segment_ids": segments} if size.documents > 1 else {}
     job = TrainJob(
-        graph=parse(graph_of(family, size)),
+        graph=parse(graph_of(family, size, "auto" if size.scan is None else size.scan)),
         settings=PretrainSettings.model_validate(settings),
         mesh={"data": 1},
         seed=0,
         feed=_Same(batch),
         folder=Path("unused"),
     )
-    program = Program(job, make_mesh({"data": 1}, acquire()[:1]), batch)
+    program = Trainer(job, make_mesh({"data": 1}, acquire()[:1]), batch)
     began = time.perf_counter()
     compiled = program.compile_training()
     compiling = time.perf_counter() - began
@@ -124,6 +131,8 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
 
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     facts = {"parameters": count, "flops": program.flops_per_step, "compile": compiling}
+    memory = compiled.memory_analysis()
+    facts["temporaries"] = memory.temp_size_in_bytes if memory is not None else 0
     facts["device"] = jax.devices()[0].device_kind
     return step, wait, facts
 
@@ -141,13 +150,18 @@ class _Same:
 
 
 def torchs(family: str, size: Size, precision: str, compiled: bool) -> tuple[Any, Any, dict[str, Any]]:
-    """The same of transformers' model, AdamW (fused) and clipping; `compiled` by torch.compile."""
+    """The same of transformers' model, AdamW (fused) and clipping; `compiled` by torch.compile.
+
+    Attention is causal SDPA, which is FlashAttention's; for several documents a row FlexAttention, which skips the
+    blocks between them.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
+    kernel = "sdpa" if size.documents == 1 or device == "cpu" else "flex_attention"  # the latter's gradient needs a GPU
     if family == "llama":
         config = LlamaConfig(
             hidden_size=size.width,
@@ -159,7 +173,7 @@ def torchs(family: str, size: Size, precision: str, compiled: bool) -> tuple[Any
             max_position_embeddings=size.context,
             tie_word_embeddings=False,
             use_cache=False,
-            attn_implementation="sdpa",
+            attn_implementation=kernel,
         )
         model = LlamaForCausalLM(config)
     else:
@@ -172,7 +186,7 @@ def torchs(family: str, size: Size, precision: str, compiled: bool) -> tuple[Any
             vocab_size=size.vocabulary,
             n_positions=size.context,
             use_cache=False,
-            attn_implementation="sdpa",
+            attn_implementation=kernel,
             **dropouts,
         )
         model = GPT2LMHeadModel(config)
@@ -183,13 +197,16 @@ def torchs(family: str, size: Size, precision: str, compiled: bool) -> tuple[Any
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
     tokens = torch.from_numpy(tokens_of(size).astype(np.int64)).to(device)
+    arguments = {"input_ids": tokens, "labels": tokens}
+    if size.documents > 1:  # transformers takes positions that begin again for the borders of documents
+        arguments["position_ids"] = torch.from_numpy(documents_of(size)[1].astype(np.int64)).to(device)
     forward = torch.compile(model) if compiled else model
     low = precision == "bfloat16"
     last: list[Any] = [None]
 
     def step() -> None:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=low):
-            loss = forward(input_ids=tokens, labels=tokens).loss
+            loss = forward(**arguments).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
@@ -223,19 +240,50 @@ def matmul_rate(precision: str, side: int, seconds: float) -> float:
     return 2 * side**3 * count / (time.perf_counter() - began)
 
 
+def kernels(step: Callable[[], None], wait: Callable[[], float], steps: int = 3, most: int = 30) -> list[str]:
+    """The kernels that take most of a step of ours on a GPU: milliseconds a step, launches, name."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                step()
+            wait()
+        (file,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    devices = {e["pid"] for e in events if e.get("name") == "process_name" and "GPU" in e["args"]["name"]}
+    streams = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e.get("name") == "thread_name" and e["pid"] in devices and "Stream" in e["args"]["name"]
+    }
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            found.setdefault(event["name"], []).append(event["dur"] / 1000 / steps)
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
+    busy = sum(sum(times) for times in found.values())
+    lines = [f"{busy:8.2f} ms of kernels in a step"]
+    return lines + [f"{sum(times):8.2f} ms {len(times) / steps:6.0f} x {name[:100]}" for name, times in ordered[:most]]
+
+
 # --- processes that take turns ---------------------------------------------------------------------------------------
 
 
 class Contender:
     """A worker process."""
 
-    def __init__(self, who: str, family: str, size: Size, precision: str, first: int = 3) -> None:
-        """`first`: steps before it answers, whose losses are `facts["losses"]`."""
+    def __init__(
+        self, who: str, family: str, size: Size, precision: str, first: int = 3, profile: bool = False
+    ) -> None:
+        """Begin with `first` steps, whose losses are `facts["losses"]`; with `profile`, ours has `facts["kernels"]`."""
         self.who = who
-        words = ["--first", str(first)]
+        words = ["--first", str(first), *(["--profile"] if profile else [])]
         words += ["--worker", who, "--family", family, "--precision", precision, "--size", json.dumps(asdict(size))]
         command = [sys.executable, str(Path(__file__).resolve()), *words]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.facts = self._answer()
 
     def run(self, seconds: float) -> dict[str, float]:
@@ -258,8 +306,15 @@ class Contender:
         raise SystemExit(f"{self.who} ended with status {self._process.wait()}")
 
 
-def work(who: str, family: str, size: Size, precision: str, first: int) -> None:
-    """The worker's side: build, make the first steps, say so, and step whenever told to."""
+def work(who: str, family: str, size: Size, precision: str, first: int, profile: bool) -> None:
+    """The worker's side: build, make the first steps, report, and step on request; `matmul` only measures products."""
+    if who == "matmul":
+        import jax
+
+        device = jax.local_devices()[0]
+        rate = matmul_rate(precision, *((512, 0.5) if device.platform == "cpu" else (8192, 2.0)))
+        print("@" + json.dumps({"device": device.device_kind, "platform": device.platform, "rate": rate}), flush=True)
+        return
     if who == "ours":
         step, wait, facts = ours(family, size, precision)
     else:
@@ -270,6 +325,7 @@ def work(who: str, family: str, size: Size, precision: str, first: int) -> None:
         step()
         losses.append(wait())
     told = {"first": time.perf_counter() - began, "loss": losses[-1], "losses": losses}
+    told |= {"kernels": kernels(step, wait)} if profile and who == "ours" else {}
     print("@" + json.dumps({**facts, **told}), flush=True)
     for line in sys.stdin:
         until, steps = float(line), 0
@@ -294,10 +350,11 @@ def main() -> None:
     parser.add_argument("--precision", required=True)
     parser.add_argument("--size", required=True)
     parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     size = Size(**json.loads(arguments.size))
-    work(arguments.worker, arguments.family, size, arguments.precision, arguments.first)
+    work(arguments.worker, arguments.family, size, arguments.precision, arguments.first, arguments.profile)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A process of ours is left only after its threads and exit handlers, and with its own status: 75, told to stop."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from affinage.stopping import without_readers
 
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
 
@@ -175,3 +178,13 @@ def test_a_word_to_stop_is_heard_whatever_a_library_makes_of_it(where: str):
         "except Preempted as told: print(told, file=sys.stderr); sys.exit(75)\n"
     )
     assert ran.returncode == 75 and "Traceback" not in ran.stderr, ran.stderr
+
+
+def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with without_readers():
+            print("a line\n" * 100_000)
+            print("another", flush=True)

@@ -121,7 +121,7 @@ class GroupedTraining:
     # ---- the state ----
 
     def begin(self) -> list[TrainState]:
-        """The states of the stages before the first step; the weights are those that `Program.begin` draws."""
+        """The states of the stages before the first step; the weights are those that `Trainer.begin` draws."""
         states = []
         dtype = jnp.dtype(self.settings.precision.params)
         key = random_key(self.seed, Purpose.INITIAL_WEIGHTS)

@@ -75,6 +75,7 @@ class IngestResult(DocumentsResult):
     """Documents of all sources."""
 
     not_sampled: int = 0  # left out by `data.sample`
+    lone_surrogates: int = 0  # documents in which they were replaced
 
 
 class LongDocuments(Result):
@@ -105,7 +106,7 @@ class Thresholds(Result):
 class FilterResult(DocumentsResult):
     """Documents that pass the filters of the recipe."""
 
-    masked: dict[str, int] = {}  # kind of personal data -> occurrences
+    formatted: int = 0  # texts that a formatter changed, such as one that replaces personal data
     split: LongDocuments = LongDocuments()
     thresholds: Thresholds = Thresholds()
 
@@ -117,6 +118,7 @@ class BenchmarkMatches(Result):
     too_short: int = 0
     found: int = 0
     documents: int = 0
+    common: int = 0  # items that are in too many documents to be removed for them
 
 
 class Match(Result):

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError
 
@@ -40,6 +40,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._listener: Listener | None = None
         self._raised, self._done = threading.Event(), threading.Event()
+        self._why = ""  # Preempted was raised
         self._before: dict[int, signal.Handlers | int | None] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -66,7 +67,7 @@ class StopSignals:
         self._writer.close()
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
         if self._raised.is_set() and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
-            raise Preempted(str(error)) from error  # a library has made another error of it
+            raise Preempted(self._why) from error  # a library has made another error of it
 
     @staticmethod
     def raise_pending() -> None:
@@ -100,12 +101,17 @@ class StopSignals:
         if self._listener is not None:
             self._listener(number)
         elif StopSignals.current is self:
-            leave(f"{number.name}; the step that was running starts from its beginning")
+            leave(_lost(number))
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
         if self._listener is None and not self._raised.is_set():
+            self._why = _lost(signal.Signals(number))
             self._raised.set()
-            raise Preempted(f"{signal.Signals(number).name}; the step that was running starts from its beginning")
+            raise Preempted(self._why)
+
+
+def _lost(number: signal.Signals) -> str:
+    return f"{number.name}; the step that was running starts from its beginning"
 
 
 def heeded() -> list[signal.Signals]:
@@ -137,10 +143,44 @@ def drop_unread_output() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             poll = select.poll()
             poll.register(stream.fileno(), 0)
-            if any(event & select.POLLERR for _, event in poll.poll(0)):
+            if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
+
+
+class _WithoutReaders:
+    """A stream whose lines are dropped once nobody reads them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            return len(text)
+        drop_unread_output()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+            return
+        drop_unread_output()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def without_readers() -> Iterator[None]:
+    """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and _WithoutReaders(stream) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def die_with_parent() -> None:

@@ -158,8 +158,10 @@ def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
     everywhere = NamedSharding(EIGHT.mesh, PartitionSpec())  # of which every device saves a part
     current = state(1, EIGHT) | {"large": jax.device_put(np.arange(2**19, dtype=np.float32), everywhere)}
     like = {"large": jax.ShapeDtypeStruct((2**19,), "float32", sharding=everywhere)}
-    store.save(1, current, {})
-    for _ in range(20):
+    facts: dict[str, list[int]] = {"at": []}
+    store.save(1, current, facts)
+    for step in range(20):
+        facts["at"].append(step)
         current = change(current)
     jax.block_until_ready(current)
     store.wait()

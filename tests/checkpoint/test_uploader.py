@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,7 @@ def steps_at(url: str) -> RemoteSteps:
 
 
 def complete_at(url: str) -> list[int]:
-    steps = steps_at(url)
-    return [step for step in steps.listing() if steps.is_complete(step)]
+    return [step for step, files in steps_at(url).listing().items() if COPY in files]
 
 
 def assert_brings(url: str, folder: Path, step: int, said: list[str] | None = None) -> None:
@@ -204,10 +202,11 @@ def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):
 def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="memoryy://x"):
         Uploader("memoryy://x", tmp_path)
-    monkeypatch.setattr(RemoteSteps, "listing", lambda self: time.sleep(30))
-    with pytest.raises(UserError) as refused:
-        download_newest(url, tmp_path, print, reach=0.2)
-    assert url in str(refused.value) and refused.value.fix
+    fails = lambda self: (_ for _ in ()).throw(RemoteError("nobody answers"))  # noqa: E731
+    monkeypatch.setattr(RemoteFolder, "sizes", fails)
+    with pytest.raises(UserError, match="nobody answers") as refused:
+        download_newest(url, tmp_path, print)
+    assert refused.value.fix
 
 
 def affinage(*words: str) -> int:

@@ -17,13 +17,13 @@ THEIRS = {"name": "gpt2_vocab.bpe", "languages": {"en": {"bytes_per_token": 4.04
 @pytest.mark.parametrize(
     ("step", "summary", "lines"),
     [
-        ("filter", {"documents_in": 5, "documents_out": 5, "removed": {}, "masked": {}}, ["5 documents"]),
+        ("filter", {"documents_in": 5, "documents_out": 5, "removed": {}, "formatted": 0}, ["5 documents"]),
         (
             "filter",
-            {"documents_in": 5000, "documents_out": 3760, "removed": MANY, "masked": {"e-mail": 3}},
+            {"documents_in": 5000, "documents_out": 3760, "removed": MANY, "formatted": 3},
             [
                 "5,000 → 3,760 documents (1,200 too short, 30 other language, 7 binary, 3 for other reasons)",
-                "masked 3 e-mail",
+                "3 texts changed by a formatter",
             ],
         ),
         (

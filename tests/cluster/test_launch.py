@@ -11,7 +11,7 @@ import pytest
 
 from affinage.cluster import launch
 from affinage.cluster.launch import FailureConfig, LocalGroup, LocalLauncher, WorkerExit, WorkerGroup, supervise
-from affinage.errors import UserError
+from affinage.errors import Preempted, UserError
 from waiting import until
 
 TINY = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
@@ -133,6 +133,19 @@ def test_a_signal_is_passed_on_and_nothing_starts_again():
     status, said = run(launcher)
     assert status == 75 and launcher.begun == 1 and launcher.sent == [signal.SIGTERM]
     assert len(said) == 1 and "worker 0, 1 did not end in time" in said[0]
+
+
+def test_a_signal_while_machines_are_waited_for_is_heard_at_once():
+    class Waiting(Scripted):
+        def start(self, command: Sequence[str]) -> WorkerGroup:
+            if not self.starts:
+                signal.raise_signal(signal.SIGTERM)
+                raise AssertionError("it went on waiting")
+            return super().start(command)
+
+    with pytest.raises(Preempted):
+        run(Waiting())
+    assert run(Waiting(KILLED))[0] == 75
 
 
 def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_and_status_2(own_runs: Path):

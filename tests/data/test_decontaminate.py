@@ -1,7 +1,6 @@
 """Items of benchmarks found in documents and in packed rows, against looking for them word by word, and what happens to
 the documents that have them."""
 
-import json
 import random
 import unicodedata
 from functools import lru_cache
@@ -18,13 +17,15 @@ from planted_copies import lexicon, random_text, written
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, read_items
 from affinage.data.contamination import contamination, look_through, runs_of, texts_of_rows
-from affinage.data.decontaminate import decontaminate
+from affinage.data.decontaminate import contaminated, decontaminate, write_items
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
 
+SETTINGS = DecontaminateSettings()
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"
 FRENCH = "Lequel des cinq ports de la côte nord fut reconstruit après la tempête de 1953, et par qui ?"
 
@@ -37,8 +38,6 @@ def folded_words(text: str) -> list[str]:
             continue
         words.append(word)
         word = ""
-        if unicodedata.category(character) in ("Sm", "Sc"):
-            words.append(character)
     return [word for word in [*words, word] if word]
 
 
@@ -92,13 +91,13 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     )
     assert [row["id"] for row in rows] == ["d0", "d2", "d4"]
     assert summary["removed"] == {"in a benchmark": 2} and summary["documents_out"] == 3
-    matches = pq.read_table(tmp_path / "out" / "matches" / "matches.parquet").to_pylist()
+    matches = pq.read_table(tmp_path / "out" / "matches.parquet").to_pylist()
     found = [(m["document"], m["benchmark"], m["item"]) for m in matches]
     assert found == [("d1", "quiz", "7"), ("d3", "quiz", "7"), ("d3", "qui", "8")]
     assert matches[0]["text"] == quoted[: len(quoted) - 1] and matches[0]["url"] == "http://x/1"
     assert matches[2]["text"] == FRENCH[:-2] and matches[2]["words"] == 18
     assert summary["matches"] == matches
-    assert summary["benchmarks"]["quiz"] == {"items": 1, "too_short": 0, "found": 1, "documents": 2}
+    assert summary["benchmarks"]["quiz"] == {"items": 1, "too_short": 0, "found": 1, "documents": 2, "common": 0}
     assert summary["samples"]["in a benchmark"][0]["detail"].startswith("quiz 7: WHICH\nOF")
 
 
@@ -108,7 +107,7 @@ def test_short_items_are_looked_for_whole_but_not_the_shortest(tmp_path):
     texts = ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == ["d1"]
-    assert summary["benchmarks"]["b"] == {"items": 2, "too_short": 1, "found": 1, "documents": 1}
+    assert summary["benchmarks"]["b"] == {"items": 2, "too_short": 1, "found": 1, "documents": 1, "common": 0}
 
 
 def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
@@ -186,9 +185,54 @@ def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int
     tokens = np.full(rows * context, PAD, np.uint16)
     tokens[: len(stream)] = stream
     folder = tmp_path / "train" / "books.en"
-    folder.mkdir(parents=True)
-    np.save(folder / "rows-00000-of-00001.npy", tokens.reshape(rows, context))
-    facts = {"rows": rows, "context": context, "files": {"rows-00000-of-00001.npy": {}}}
-    (folder / "rows.json").write_text(json.dumps(facts))
+    write_tokens(folder, tokens.reshape(rows, context))
     said = [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()]
     assert said == texts
+
+
+HARBOUR = "The committee decided on Thursday that the old harbour would be rebuilt before the winter storms."
+
+
+@pytest.mark.parametrize(
+    "written_as",
+    [
+        "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
+        "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
+        "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a> harbour would be rebuilt before the "
+        "winter storms.",
+        "The committee + decided = on $ Thursday that the old harbour would be rebuilt before the winter storms.",
+    ],
+    ids=["quoted", "table", "html", "signs"],
+)
+def test_signs_and_tags_between_words_hide_nothing(tmp_path, written_as):
+    write_documents(tmp_path / "in", [{"text": f"Before. {written_as} After."}, {"text": "a < b and c > d " * 20}])
+    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, [BenchmarkItem("quiz", "0", (HARBOUR,))])
+    assert summary["removed"] == {"in a benchmark": 1} and summary["benchmarks"]["quiz"]["found"] == 1
+
+
+def test_items_are_found_as_they_are_published(tmp_path):
+    blank = "The ship could not enter the harbour because the _ was too shallow in that season."
+    prompt = "Question: Who built the bridge?\nAnswer: A clever engineer from the north"
+    items = [
+        BenchmarkItem("wino", "0", (blank, "ship", "harbour")),
+        BenchmarkItem("arc", "0", ("Who built the bridge?", "A clever engineer from the north", prompt)),
+        BenchmarkItem("arc", "1", ("Why?", "Because.", "Question: Why?\nAnswer: Because. So it is then, is it not?")),
+        BenchmarkItem("tiny", "0", ("One two three?", "No.", "Question: One two three?\nAnswer: No. Now answer:")),
+    ]
+    texts = [blank.replace("_", "harbour"), "Who built the bridge? A clever engineer from the north.", "nothing of it"]
+    write_documents(tmp_path / "in", [{"text": text} for text in texts])
+    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, items)
+    assert [row["id"] for row in rows_of(tmp_path / "out")] == ["d2"]
+    assert summary["benchmarks"]["tiny"]["too_short"] == 1 and summary["benchmarks"]["arc"]["found"] == 1
+
+
+def test_items_that_many_documents_copy_are_named(tmp_path):
+    write_documents(tmp_path / "in", [{"text": f"{k} times: {HARBOUR}"} for k in range(12)])
+    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, [BenchmarkItem("quiz", "0", (HARBOUR,))])
+    assert summary["removed"] == {} and summary["benchmarks"]["quiz"]["common"] == 1
+
+
+def test_texts_that_hold_an_item_are_named(tmp_path):
+    searched = write_items(tmp_path / "items.json", [BenchmarkItem("quiz", "7", (HARBOUR,))], SETTINGS)
+    found = contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], searched)
+    assert list(found) == [1] and found[1].startswith("quiz 7: The committee decided")

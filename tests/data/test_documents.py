@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from affinage.data import documents
+from affinage.data.dedup import mapped_anew
 from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents, row_groups
-from affinage.data.signatures import mapped_anew
 from affinage.errors import of_the_machine
 from source_forms import rows_of
 

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
-from affinage.config.data import CleanSettings, DataSettings, DecontaminateSettings, DedupSettings, SplitSettings
+from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
 from affinage.data import executor as executors
 from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.clean import clean
 from affinage.data.decontaminate import decontaminate
-from affinage.data.deduplicate import deduplicate
+from affinage.data.dedup import dedup
 from affinage.data.executor import Executor, open_executor
+from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
@@ -90,17 +90,17 @@ def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkey
 
 def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor) -> list:
     """The documents, the clusters and the summaries of all stages."""
-    source = {"path": str(lines), "language": "en", "name": "s"}
+    source = {"path": str(lines), "language": "en", "trust_language": True, "name": "s"}
     steps = ("collected", "clean", "unique", "clear", "split")
     collected, cleaned, unique, clear, out = (folder / step for step in steps)
     summaries = [
         ingest(DataSettings(sources=[source]), collected, executor=executor),
-        clean(collected, cleaned, CleanSettings(), ("en",), executor=executor),
-        deduplicate(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
+        filter_documents(collected, cleaned, FilterSettings(), ("en",), executor=executor),
+        dedup(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
         decontaminate(unique, clear, DecontaminateSettings(), items, executor=executor),
         split(clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),
     ]
-    clusters = pq.read_table(unique / "clusters" / "clusters.parquet").to_pylist()
+    clusters = pq.read_table(unique / "removed.parquet").to_pylist()
     documents = [rows_of(out / part) for part in ("train", "validation")]
     return [documents, clusters, *(summary | {"seconds": 0} for summary in summaries)]
 

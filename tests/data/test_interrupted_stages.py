@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 from planted_copies import lexicon, random_text, written
 
-from affinage.config.data import CleanSettings, DecontaminateSettings
+from affinage.config.data import DecontaminateSettings, FilterSettings
 from affinage.data.benchmark_items import read_items
-from affinage.data.clean import clean
 from affinage.data.decontaminate import decontaminate
 from affinage.data.executor import Executor
+from affinage.data.filters import filter_documents
 from source_forms import write_documents
 
 
 def run(stage: str, documents: Path, folder: Path, progress=None) -> tuple[dict, dict[str, bytes]]:
     """The summary of a stage over the documents, and what is in its files."""
     told = {"progress": progress, "executor": Executor(1)}
-    if stage == "clean":
-        settings = CleanSettings(language_threshold=0.1, mixed_languages=True, gopher=True, mask=True)
-        summary = clean(documents, folder, settings, ("en", "fr"), **told)
+    if stage == "filter":
+        settings = FilterSettings(language_threshold=0.1, mixed_languages=True)
+        summary = filter_documents(documents, folder, settings, ("en", "fr"), **told)
     else:
         items = read_items(str(documents / "items.txt"))
         summary = decontaminate(documents, folder, DecontaminateSettings(action="cut"), items, **told)
@@ -27,7 +27,7 @@ def run(stage: str, documents: Path, folder: Path, progress=None) -> tuple[dict,
     return summary | {"seconds": 0}, {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize("stage", ["clean", "decontaminate"])
+@pytest.mark.parametrize("stage", ["filter", "decontaminate"])
 def test_interruptions_change_nothing_and_finished_work_is_kept(stage: str, tmp_path: Path):
     rng = random.Random(0)
     words = lexicon(500, rng)
@@ -48,6 +48,6 @@ def test_interruptions_change_nothing_and_finished_work_is_kept(stage: str, tmp_
         with pytest.raises(KeyboardInterrupt):
             run(stage, folder, tmp_path / "out", dying)
         assert len(list((tmp_path / "out").glob("completions/*.json"))) > 1
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.parquet")}
     assert run(stage, folder, tmp_path / "out") == undisturbed and undisturbed[0]["documents_out"] > 0
-    assert stage != "clean" or (before and all(path.stat().st_mtime_ns == time for path, time in before.items()))
+    assert stage != "filter" or (before and all(path.stat().st_mtime_ns == time for path, time in before.items()))

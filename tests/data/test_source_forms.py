@@ -138,6 +138,26 @@ def test_wikitext_becomes_what_a_reader_reads():
     )
 
 
+@pytest.mark.parametrize(
+    ("wikitext", "text"),
+    [
+        ("le {{1er}} mai", "le 1er mai"),
+        ("de {{formatnum:12345}} mots", "de 12345 mots"),
+        ("le {{numéro|5}} ou n{{o|5}}", "le nº 5 ou nº 5"),
+        ("aux {{s2|XVIII|XIX}}", "aux XVIIIe et XIXe siècles"),
+        ("par {{Lien|Nom}}", "par Nom"),
+        ("de {{nombre|1000|mots}} au XX{{e}}", "de 1000 mots au XXe"),
+        ("avec {{M.|}} Dupont et {{M.|Martin}}", "avec M. Dupont et M. Martin"),
+        ("about {{frac|1|2}} of {{lang-en|word}}", "about 1/2 of word"),
+        ("There are, {{as of|2010}}, ten; {{quote|so it is}}", "There are, as of 2010, ten; so it is"),
+        ("a {{unknown one|word}} in it", "a word in it"),
+        ("Text. {{cite web|title=x|url=y}}\n{{Portail|Architecture}}", "Text."),
+    ],
+)
+def test_templates_that_stand_for_words_are_read(wikitext, text):
+    assert wikitext_to_text(wikitext) == text
+
+
 def test_broken_and_deeply_nested_wikitext_is_no_error():
     broken = ["", "{{", "[[", "<ref>", "{|", "== a ==", "[[a|", "{{{1|x}}}", "'''''", "<nowiki>"]
     for wikitext in (*broken, "{{a|" * 3_000 + "x" + "}}" * 3_000):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planted_copies import lexicon, near_copy, random_text, shingles_of, written
 
 from affinage.config.data import DedupSettings, SplitSettings
-from affinage.data.deduplicate import deduplicate
+from affinage.data.dedup import dedup
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
@@ -121,7 +121,7 @@ def nearness(shown, row):
 def test_no_near_copy_of_a_validation_document_is_trained_on(tmp_path, deduplicated):
     write_documents(tmp_path / ("raw" if deduplicated else "in"), planted(1), files=3)
     if deduplicated:
-        deduplicate(tmp_path / "raw", tmp_path / "in", DedupSettings())
+        dedup(tmp_path / "raw", tmp_path / "in", DedupSettings())
     summary, train, validation = halves(tmp_path, None, validation_fraction=0.1)
     shown = [shingles_of(row["text"]) for row in validation]
     assert max(map(partial(nearness, shown), train)) < 0.8 and len(validation) > 5

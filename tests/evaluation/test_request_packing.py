@@ -1,16 +1,11 @@
 """Requests are packed into batches: each is asked after its own text alone, and what they share is computed once."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affinage.evaluation.buckets import bucket_lengths, round_up
-from affinage.evaluation.families import find_families
-from affinage.evaluation.packing import batches
-from affinage.evaluation.rows import group_requests
+from affinage.evaluation.batching import batches, find_groups, group_requests
 
 CONTEXT = 40
 token_lists = st.lists(st.integers(1, 2), min_size=1, max_size=30)
@@ -21,9 +16,9 @@ def rows_of(pairs):
     return group_requests([(before, continuation[:CONTEXT]) for before, continuation in pairs], CONTEXT)
 
 
-def packed(families, batch, multiple=1):
+def packed(groups, batch, multiple=1):
     told = {"context": CONTEXT, "most": 2 * CONTEXT, "compile_tokens": 50.0, "pad": 0, "multiple": multiple}
-    return batches(families, batch * CONTEXT, **told)
+    return batches(groups, batch * CONTEXT, **told)
 
 
 @pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * 9)])
@@ -42,7 +37,7 @@ def answer(text: tuple[int, ...], token: int) -> tuple[float, bool]:
 @given(many_pairs, st.integers(1, 9), st.integers(1, 3))
 def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_place_sees(pairs, batch, multiple):
     answered = {}
-    for one in packed(find_families(rows_of(pairs), 2 * CONTEXT), batch, multiple):
+    for one in packed(find_groups(rows_of(pairs), 2 * CONTEXT), batch, multiple):
         values, best = np.zeros(one.at.shape), np.zeros(one.at.shape, bool)
         count, length = one.tokens.shape
         for part, column in np.ndindex(*one.at.shape):
@@ -63,19 +58,19 @@ def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_pla
 def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
     question, begun = list(range(1, 21)), [30, 31, 32]
     pairs = [(question, [*begun, *end]) for end in ([40, 50], [41], [42, 51, 52])]
-    (family,) = find_families(group_requests([*pairs, pairs[0]], 99), 198)
-    assert family.length == 23 + 1 + 0 + 2 and family.asked == 3 + 2 + 1 + 3
-    (batch,) = packed(find_families(rows_of([([1, n], [2]) for n in range(10)]), 2 * CONTEXT), 9)
+    (group,) = find_groups(group_requests([*pairs, pairs[0]], 99), 198)
+    assert group.length == 23 + 1 + 0 + 2 and group.asked == 3 + 2 + 1 + 3
+    (batch,) = packed(find_groups(rows_of([([1, n], [2]) for n in range(10)]), 2 * CONTEXT), 9)
     assert len(batch.tokens) == 1 and len(batch.rows[0]) == 10
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.sampled_from([0.0, 5.0, 40.0, 1e6]))
-def test_no_other_choice_of_bucket_lengths_is_cheaper(lengths, compile_tokens):
-    def cost(buckets):
-        return sum(round_up(length, buckets) for length in lengths) + compile_tokens * len(buckets)
-
-    chosen = bucket_lengths(lengths, compile_tokens=compile_tokens, longest=60)
-    sizes = sorted({min(-(-length // 8) * 8, 60) for length in lengths})
-    others = [[*some, sizes[-1]] for count in range(len(sizes)) for some in combinations(sizes[:-1], count)]
-    assert chosen == sorted(set(chosen)) and chosen[-1] == sizes[-1]
-    assert cost(chosen) == min(map(cost, others))
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.booleans())
+def test_rows_have_few_lengths_and_little_padding(lengths, packed_rows):
+    pairs = [([1] * length, [2 + n]) for n, length in enumerate(lengths)]
+    groups = [find_groups([row], 60)[0] for row in group_requests(pairs, 60)]
+    found = batches(
+        groups, 600, context=60, most=60 * packed_rows, compile_tokens=5.0, pad=0, multiple=1, packed=packed_rows
+    )
+    assert len({one.tokens.shape[1] for one in found}) <= 3
+    padded = sum(one.tokens.size for one in found)
+    assert padded <= 60 * len(groups) + 60

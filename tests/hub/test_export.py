@@ -1,6 +1,7 @@
 """Exported folders, as transformers sees them: the same tokens, the same logits, the same text."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from affinage.errors import UserError
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
 from affinage.hub.gguf import verify_gguf
-from affinage.hub.verify import verify
+from affinage.hub.verify import TRICKY_TEXTS, verify
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
@@ -67,6 +68,13 @@ def test_a_comparison_with_llama_cpp_names_what_is_missing(exported, tmp_path, m
     with pytest.raises(UserError) as caught:
         verify_gguf(exported[1], exported[0], TEXTS)
     assert "LLAMA_CPP" in caught.value.fix
+
+
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="needs a checkout of llama.cpp, and llama-cpp-python")
+def test_llama_cpp_gives_the_same_tokens_and_logits(exported):
+    model, folder = exported
+    found = verify_gguf(folder, model, [*TEXTS, *TRICKY_TEXTS])
+    assert found["texts"] == len(TEXTS) + len(TRICKY_TEXTS) and found["largest_logit_difference"] < 1e-2
 
 
 def test_gpt2_has_its_own_architecture(tmp_path):

@@ -13,8 +13,8 @@ from affinage.hub.families import family_of
 from affinage.model import Adapters, Call, apply, decayed, init_params, matrices
 from affinage.training.frozen import frozen_of
 from affinage.training.optimizer import Weights, make_optimizer
-from affinage.training.program import step_of
 from affinage.training.state import TrainState
+from affinage.training.trainer import step_of
 from tiny_models import CONTEXT, VOCABULARY, fused_experts, tiny_llama, tiny_mixtral
 
 TARGETS = ("query", "value", "out", "gate", "down")

@@ -9,24 +9,22 @@ import numpy as np
 import pytest
 
 from affinage.errors import UserError
-from affinage.model import Call
-from affinage.model.kind import Context
-from affinage.model.kinds.attention_choice import Need, choose
-from affinage.model.kinds.attention_kernels import splash_attention
-from affinage.model.kinds.attention_products import attention, plain_attention, splash_on_parts
+from affinage.model.kinds.attention_ops import Workload, choose, xla_attention
+from affinage.model.kinds.cudnn import cudnn_attention
 from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
+from affinage.model.kinds.splash import splash_attention, splash_on_parts
 from affinage.parallel import MeshLayout, make_mesh
 
 LENGTH = 150  # more than one block of a kernel, and no whole number of them
 SEGMENTS = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([3, 87, 60], [128, 1, 21])]), jnp.int32)
-NEEDS = Need("tpu", jnp.bfloat16, head_dim=64, length=2048, cached=False, dropout=0.0, softcap=None)
+WORK = Workload("tpu", jnp.bfloat16, head_dim=64, length=2048)
 
 
 def heads(kv_heads, rows=2, length=LENGTH):
     """Query, key, value and weights of the result, of 4 query heads."""
     random = np.random.default_rng(0)
     counts = (4, kv_heads, kv_heads, 4)
-    return [jnp.asarray(2 * random.normal(size=(rows, count, length, 8)), jnp.float32) for count in counts]
+    return [jnp.asarray(2 * random.normal(size=(rows, length, count, 8)), jnp.float32) for count in counts]
 
 
 def value_and_gradient(product, query, key, value, weights):
@@ -35,43 +33,43 @@ def value_and_gradient(product, query, key, value, weights):
     )
 
 
-def plain(query, key, value, segments, *, window=None, softcap=None):
-    """The formula, on scores of all pairs."""
-    length = query.shape[2]
+def seen(segments, window=None):
+    length = segments.shape[1]
     before = np.arange(length)[:, None] - np.arange(length)
     mask = jnp.asarray((before >= 0) & (before < (window or length)))[None]
-    mask = mask & (segments[:, :, None] == segments[:, None, :])
-    grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
-    out = plain_attention(grouped, key, value, mask, Context(Call(), {}), dropout=0.0, softcap=softcap)
-    return out.reshape(query.shape)
+    return mask & (segments[:, :, None] == segments[:, None, :])
+
+
+def plain(query, key, value, segments, *, window=None, softcap=None):
+    """The formula, on scores of all pairs."""
+    key, value = (jnp.repeat(array, query.shape[2] // array.shape[2], axis=2) for array in (key, value))
+    scores = jnp.einsum("bshd,bthd->bhst", query, key) * query.shape[-1] ** -0.5
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen(segments, window)[:, None], scores, -jnp.inf)
+    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), value)
 
 
 def same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
-@pytest.mark.parametrize(("length", "in_blocks"), [(7, False), (602, True)])
-def test_the_gradient_by_hand_is_autodiffs(length, in_blocks):
+@pytest.mark.parametrize(("length", "settings"), [(7, {}), (602, {"in_blocks": True}), (7, {"softcap": 2.0})], ids=str)
+def test_plain_products_and_their_gradient_by_hand_are_the_formula(length, settings):
     segments = jnp.repeat(jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]), length // 7, axis=1)
     arrays = heads(2, length=length)
-    mask = jnp.tril(jnp.ones((1, length, length), bool)) & (segments[:, :, None] == segments[:, None, :])
-
-    def by_hand(query, key, value):
-        grouped = query.reshape(2, 2, 2, length, 8)
-        return attention(grouped, key, value, mask, in_blocks).reshape(query.shape)
-
-    same(value_and_gradient(by_hand, *arrays), value_and_gradient(partial(plain, segments=segments), *arrays))
+    expected = value_and_gradient(partial(plain, segments=segments, softcap=settings.get("softcap")), *arrays)
+    same(value_and_gradient(partial(xla_attention, mask=seen(segments), **settings), *arrays), expected)
 
 
 @pytest.mark.parametrize(("fraction", "stored"), [(1.0, True), (0.5, False)])
 def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fraction, stored):
-    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 8))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
     weights = jax.random.normal(jax.random.key(1), x.shape)
     positions = jnp.array([[0, 1, 2, 3, 4], [3, 0, 1, 2, 9]])
 
     def by_complex_numbers(x):
         half = int(8 * fraction) // 2
-        angles = jnp.einsum("bs,d->bsd", positions, 100.0 ** (-jnp.arange(half) / half))[:, None]
+        angles = jnp.einsum("bs,d->bsd", positions, 100.0 ** (-jnp.arange(half) / half))[:, :, None]
         turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * jnp.exp(1j * angles)
         return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
@@ -92,7 +90,7 @@ def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fract
 )
 def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, settings):
     settings = {"window": None, "softcap": None} | settings
-    kernel = partial(splash_attention, segments=SEGMENTS, **settings, interpret=True)
+    kernel = partial(splash_attention, segment_ids=SEGMENTS, **settings, interpret=True)
     expected = value_and_gradient(partial(plain, segments=SEGMENTS, **settings), *heads(kv_heads))
     same(value_and_gradient(kernel, *heads(kv_heads)), expected)
 
@@ -109,14 +107,14 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
     arrays, length = heads(2, length=512), 512
     segments = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([100, 300, 112], [512, 0, 0])]), jnp.int32)
     layout = MeshLayout(make_mesh(mesh, jax.devices()[: int(np.prod(list(mesh.values())))]))
-    settings = {"segments": segments if packed else None, "window": window, "softcap": None, "interpret": True}
+    settings = {"segment_ids": segments if packed else None, "window": window, "softcap": None, "interpret": True}
     split = partial(splash_on_parts, layout=layout, **settings)
     same(value_and_gradient(split, *arrays), value_and_gradient(partial(splash_attention, **settings), *arrays))
     # As in a step, where each projects its own tokens: no device keeps the keys of others for the backward pass.
-    place = partial(layout.constrain, axes=("batch", None, "sequence", None))
+    place = partial(layout.constrain, axes=("batch", "sequence", None, None))
     _, kept = jax.jit(lambda *arrays: jax.vjp(split, *map(place, arrays)))(*arrays[:3])
     of_tokens = [array.addressable_shards[0].data.shape for array in jax.tree.leaves(kept) if array.ndim == 4]
-    assert len(of_tokens) >= 3 and {shape[2] for shape in of_tokens} == {length // mesh["context"]}
+    assert len(of_tokens) >= 3 and all(length // mesh["context"] in shape[1:3] for shape in of_tokens)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,10 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
     [
         ({}, "splash"),
         ({"platform": "cpu"}, "xla"),
-        ({"platform": "gpu"}, "xla"),
+        ({"platform": "gpu", "capability": (8, 0)}, "cudnn"),
+        ({"platform": "gpu", "capability": (8, 0), "head_dim": 192}, "xla"),
+        ({"platform": "gpu", "capability": (9, 0), "head_dim": 192}, "cudnn"),
+        ({"platform": "gpu"}, "xla"),  # AMD's
         ({"length": 64}, "xla"),
         ({"cached": True}, "xla"),
         ({"dropout": 0.1}, "xla"),
@@ -133,7 +134,7 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
     ids=str,
 )
 def test_auto_takes_what_can(change, wanted):
-    assert choose("auto", dataclasses.replace(NEEDS, **change)) == wanted
+    assert choose("auto", dataclasses.replace(WORK, **change)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,6 @@ def test_auto_takes_what_can(change, wanted):
     [
         ("splash", {"platform": "cpu"}, "cpu"),
         ("splash", {"dropout": 0.1}, "dropout of 0.1"),
-        ("splash", {"cached": True}, "a KV cache"),
         ("cudnn", {"softcap": 30.0}, "a soft-cap of 30.0"),
         ("cudnn", {"length": 511}, "rows of 511 tokens"),
         ("cudnn", {"dtype": jnp.float32, "head_dim": 20}, "float32 .* and heads of 20"),
@@ -150,5 +150,22 @@ def test_auto_takes_what_can(change, wanted):
 )
 def test_a_named_one_refuses_what_it_cannot_honour(name, change, what):
     with pytest.raises(UserError, match=what) as refused:
-        choose(name, dataclasses.replace(NEEDS, **change))
+        choose(name, dataclasses.replace(WORK, **change))
     assert "xla" in refused.value.fix
+
+
+@pytest.mark.parametrize(("documents", "by_offsets"), [("packed", True), ("packed", False), ("one", True)])
+def test_cudnn_is_called_with_no_array_of_all_pairs_but_an_old_gpus_bias(documents, by_offsets):
+    """The kernel itself needs a GPU (benchmarks/attention.py); its arguments, residuals and batching do not."""
+    shapes = [jax.ShapeDtypeStruct((2, 512, count, 64), jnp.bfloat16) for count in (4, 2, 2)]
+    segments = None if documents == "one" else jnp.zeros((2, 512), jnp.int32)
+
+    def loss(*arrays):
+        product = partial(cudnn_attention, segment_ids=segments, window=None, by_offsets=by_offsets)
+        return jnp.sum(product(*arrays).astype(jnp.float32))
+
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*shapes)
+    assert [result.shape for result in traced.out_avals] == [shape.shape for shape in shapes]
+    assert ("512,512" in str(traced)) == (documents == "packed" and not by_offsets)
+    # Per-replica sums of micro-batches compute all replicas by one `jax.vmap`.
+    jax.make_jaxpr(jax.vmap(jax.grad(loss, (0, 1, 2))))(*(jnp.zeros((3, *s.shape), s.dtype) for s in shapes))

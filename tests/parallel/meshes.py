@@ -15,7 +15,7 @@ from affinage.config.training import PretrainSettings
 from affinage.model import Graph, parse
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob
-from affinage.training.program import Program
+from affinage.training.trainer import Trainer
 
 VOCABULARY, CONTEXT, ROWS = 64, 32, 8
 # XLA's other way from loops to code, a third of the compilation, and these tests compile much. JAX 0.11 has none.
@@ -57,7 +57,7 @@ class Feed:
 
 def program(
     model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: dict[str, Any]
-) -> Program:
+) -> Trainer:
     settings = PretrainSettings.model_validate(
         {
             "steps": 20,
@@ -75,16 +75,16 @@ def program(
         folder=Path("unused"),
         parallel=ParallelSettings.model_validate(parallel),
     )
-    return Program(job, make_mesh(sizes, jax.devices()), Feed().batch(0, rows))
+    return Trainer(job, make_mesh(sizes, jax.devices()), Feed().batch(0, rows))
 
 
-def compiled(one: Program) -> Any:
+def compiled(one: Trainer) -> Any:
     """The training step, compiled quickly."""
     quick = one.job.parallel.model_copy(update={"xla_flags": QUICKLY | one.job.parallel.xla_flags})
     return dataclasses.replace(one, job=dataclasses.replace(one.job, parallel=quick)).compile_training()
 
 
-def run(one: Program, steps: int, step: Any = None) -> dict[str, list[float]]:
+def run(one: Trainer, steps: int, step: Any = None) -> dict[str, list[float]]:
     """Loss and gradient norm of the first steps, from weights that are the same for every mesh."""
     step = step or compiled(one)
     state = jax.tree.map(
@@ -110,7 +110,7 @@ def on_one_device(model: Graph, steps: int, rows: int = ROWS) -> dict[str, list[
     return run(program(model, {"data": 1}, rows=rows, parallel={}), steps)
 
 
-def assert_same_as_on_one_device(one: Program, steps: int, step: Any = None) -> None:
+def assert_same_as_on_one_device(one: Trainer, steps: int, step: Any = None) -> None:
     assert_same(run(one, steps, step), on_one_device(one.job.graph, steps, one.rows), rtol=1e-5)
 
 

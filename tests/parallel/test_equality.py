@@ -16,7 +16,7 @@ import pytest
 from affinage.config.training import PrecisionSettings
 from affinage.errors import UserError
 from affinage.planning.compiled import collectives_in
-from affinage.training.program import Program
+from affinage.training.trainer import Trainer
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 # What eight devices divide, but for the layers: only the pipeline alone has eight stages, which take long to compile.
@@ -104,7 +104,7 @@ def test_what_is_split_in_other_ways(kind: str, sizes: dict, parallel: dict, mor
 def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
     """On processors, XLA's compiler can end the process over a pipeline's sums in bfloat16."""
 
-    def in_bfloat16(sizes: dict[str, int]) -> Program:
+    def in_bfloat16(sizes: dict[str, int]) -> Trainer:
         program = meshes.program(SMALL["dense"], sizes, parallel={})
         changed = {"precision": PrecisionSettings(compute="bfloat16")}
         return replace(program, job=replace(program.job, settings=program.job.settings.model_copy(update=changed)))

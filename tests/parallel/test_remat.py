@@ -6,7 +6,7 @@ from jax.experimental import topologies
 
 from affinage.errors import UserError
 from affinage.parallel import make_mesh
-from affinage.training.program import Program
+from affinage.training.trainer import Trainer
 
 MODEL = meshes.graph("dense", layers=2)
 
@@ -42,6 +42,6 @@ def test_a_tpu_offloads_by_name():
     pytest.importorskip("libtpu")
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     job = meshes.program(MODEL, {"data": 1}, parallel={"remat": {"offload": ["block_input"]}}).job
-    program = Program(job, make_mesh({"data": 4}, devices), meshes.Feed().batch(0))
+    program = Trainer(job, make_mesh({"data": 4}, devices), meshes.Feed().batch(0))
     memory = program.compile_training().memory_analysis()
     assert memory.host_temp_size_in_bytes >= 2 * 2 * 32 * 32 * 2  # layers, rows of a device, positions, width, bfloat16

@@ -48,7 +48,7 @@ def ahead(tmp_path, monkeypatch):
         ("data.decontaminate.benchmark_files=[none.yaml]", "`none.yaml`"),
         ("data.decontaminate.benchmark_files=[exam.pdf]", ".jsonl"),
         ("data.decontaminate.benchmark_files=[exam.yaml]", "dataset_path"),
-        ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
+        pytest.param("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag", marks=pytest.mark.full),  # 13,000 files
         ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
         ("pretrain.mixture=[{weights: {text: 1}}]", "texts"),
         ("tokenizer.compare=[theirs.model]", "theirs.model"),
@@ -82,7 +82,7 @@ def test_names_of_any_case_are_languages(ahead):
         ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings"),
         ("mesh.data=7", "data = 7"),
         ("pretrain.batch_size=7", "batch 7"),
-        ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
+        pytest.param("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag", marks=pytest.mark.full),  # 13,000 files
     ],
 )
 def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):

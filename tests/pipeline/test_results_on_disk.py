@@ -18,7 +18,7 @@ from affinage.pipeline.store import Request, Store, link, read_manifest, read_re
 from affinage.results import RESULT, read_json
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-REQUEST = Request("filter", 1, {"data": {"clean": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
+REQUEST = Request("filter", 1, {"data": {"filters": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
 
 
 def finish(store: Store, request: Request = REQUEST) -> None:

@@ -1,6 +1,7 @@
 """What is complete is left alone, what runs again has a reason, and only settings that decide are in a key."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,23 @@ def test_damage_and_force(load, tmp_path):
         toy_run(load, tmp_path, toy(), force=["too"])
 
 
+def test_a_training_ends_where_its_folder_is_deleted_or_moved(load, tmp_path):
+    def moved(context):
+        (tmp_path / "runs").rename(tmp_path / "elsewhere")
+        context.on_metrics({"step": 1})
+        pytest.fail("it went on")
+
+    def deleted(context):
+        shutil.rmtree(context.folder)
+        (context.folder / "checkpoints").mkdir(parents=True)  # as a save does
+        return {}
+
+    for fn in (moved, deleted):
+        with pytest.raises(UserError, match="deleted or moved"):
+            toy_run(load, tmp_path, [Step("train", fn, {}, has_progress=True, resumable=True)])
+        assert not list(tmp_path.glob("*/store/*/manifest.json"))
+
+
 def test_until(load, tmp_path):
     assert toy_run(load, tmp_path, toy(), until=["two"])[1] == ["one", "two"]
     with pytest.raises(UserError, match="`for`"):
@@ -187,7 +205,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
         ("pretrain.steps=21", "pretrain", ["tokenize", "sft-data"]),
         ("packing.seq_len=64", "tokenize", ["train-tokenizer"]),
         ("tokenizer.vocab_size=400", "train-tokenizer", ["split"]),
-        ("data.clean.min_characters=4", "filter", ["ingest", "synthesize"]),
+        ("data.filters.min_characters=4", "filter", ["ingest", "synthesize"]),
         ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "synthesize", []),
         ("evaluate.limit=3", "evaluate-base", ["sft", "sft-data"]),
         ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),

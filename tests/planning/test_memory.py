@@ -22,7 +22,7 @@ from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, only
 from affinage.training.frozen import frozen_of
 from affinage.training.job import TrainJob
-from affinage.training.program import Program
+from affinage.training.trainer import Trainer
 
 CONTEXT = 16
 
@@ -49,7 +49,7 @@ def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -
     """Bytes that the state of a run has on its last device: weights, those that no step changes, moments."""
     batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, chosen.batch_size, context).items()}
     job = TrainJob(graph=graph, settings=chosen, mesh=mesh, seed=0, feed=None, folder=folder)  # type: ignore[arg-type]
-    state = Program(job, make_mesh(mesh, jax.devices()), batch).begin()
+    state = Trainer(job, make_mesh(mesh, jax.devices()), batch).begin()
 
     def held(tree: Any) -> int:
         return sum(leaf.addressable_shards[-1].data.nbytes for leaf in jax.tree.leaves(tree))

@@ -16,7 +16,7 @@ from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.matmul import measured_flops
 from affinage.hardware.slices import find_slice
 from affinage.model import Call
-from affinage.model.kinds.attention_choice import Need, choose
+from affinage.model.kinds.attention_ops import Workload, choose
 from affinage.model.remat import with_remat
 from affinage.planning.auto_remat import LADDER, ROOM, present
 from affinage.planning.plan import compare, make_plan, planned_graph
@@ -106,12 +106,12 @@ def test_more_than_a_few_epochs_are_warned_of():
 
 def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
     auto, xla, cudnn = (plan_of(SMALL, "h100x4", f"pretrain.attention={name}") for name in ("auto", "xla", "cudnn"))
-    assert choose("auto", Need("gpu", jnp.bfloat16, 64, 512, False, 0.0, None)) == "xla"
-    assert (auto.memory, auto.time) == (xla.memory, xla.time)
+    assert choose("auto", Workload("gpu", jnp.bfloat16, 64, 512, capability=(9, 0))) == "cudnn"
+    assert (auto.memory, auto.time) == (cudnn.memory, cudnn.time)
     # Of 8 layers, 16 rows of a device and 4 heads: the probabilities of all pairs, in bfloat16.
     kept = 8 * 16 * 4 * 512 * 512 * 2
-    assert auto.memory.activations - cudnn.memory.activations > kept / 2  # of which a kernel keeps a row's sum and more
-    assert blocks_of(name="h100x4").seconds > blocks_of(CUDNN, name="h100x4").seconds
+    assert xla.memory.activations - cudnn.memory.activations > kept / 2  # of which a kernel keeps a row's sum and more
+    assert blocks_of("pretrain.attention=xla", name="h100x4").seconds > blocks_of(name="h100x4").seconds
 
 
 def test_a_model_of_images_is_planned_too():

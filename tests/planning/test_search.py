@@ -17,7 +17,7 @@ from affinage.planning.curve import Point, curve
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, order, search
 from affinage.training.job import TrainJob
-from affinage.training.program import Program
+from affinage.training.trainer import Trainer
 
 TINY = ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
@@ -81,7 +81,7 @@ def test_the_winner_is_a_step_that_compiles(tmp_path):
     assert sizes | winner.sizes == sizes
     batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, 4, 32).items()}
     given = {"graph": graph, "settings": recipe.pretrain, "mesh": sizes, "seed": 0, "feed": None, "folder": tmp_path}
-    program = Program(TrainJob(**given, parallel=recipe.parallel), make_mesh(sizes, jax.devices()), batch)
+    program = Trainer(TrainJob(**given, parallel=recipe.parallel), make_mesh(sizes, jax.devices()), batch)
     _, metrics = program.compile_training()(program.begin(), program.put(batch))
     assert np.isfinite(metrics["loss"])
 

@@ -62,20 +62,19 @@ def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synt
 
 
 def write_duplicates(run: Path) -> None:
-    """The documents and the clusters of the near duplicates that the page shows."""
+    """The documents and the removed near duplicates that the page shows."""
     texts = {"world/000006": KEPT, "world/000007": NEAR, "world/000008": KEPT, "world/000009": KEPT + HOSTILE[:90]}
     source = ["pocket-world"] * 4
     documents = {"id": list(texts), "source": source, "text": list(texts.values())}
-    clusters = {
-        "source": source,
-        "id": list(texts),
-        "cluster": ["world/000006"] * 4,
-        "cluster_source": source,
-        "kept": [True, False, False, False],
-        "exact": [False, False, True, False],
-        "jaccard": [1.0, 0.86, 1.0, 0.81],
+    removed = {
+        "source": source[1:],
+        "id": list(texts)[1:],
+        "duplicate_of": ["world/000006"] * 3,
+        "duplicate_of_source": source[1:],
+        "exact": [False, True, False],
+        "jaccard": [0.86, 1.0, 0.81],
     }
-    for file, columns in (("filter/documents-0", documents), ("dedup/clusters/clusters", clusters)):
+    for file, columns in (("filter/documents-0", documents), ("dedup/removed", removed)):
         path = run / f"{file}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), path)

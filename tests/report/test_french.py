@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from html_page import Page
 
-from affinage.data import decontaminate, ingest, readers, repetition, split
-from affinage.pipeline.watching import seen_enough
+from affinage.data import decontaminate, ingest, readers, split
+from affinage.pipeline.monitor import epochs_exceeded
 from affinage.report import collect_facts, render
 from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import strings
@@ -48,14 +48,14 @@ def test_every_word_has_its_french_with_the_same_blanks():
 def test_every_reason_of_the_stages_and_its_detail_has_its_french():
     assert detail_in("Jaccard 0.860 to world/6 of a b", "fr") == "Jaccard 0,860 avec world/6 de a b"
     assert detail_in("whatever a plug-in says", "fr") == "whatever a plug-in says"
-    given = {*readers.BROKEN, *repetition.RULES, readers.NOT_ASKED_FOR, ingest.UNKNOWN_KIND, split.NEAR_COPY, "empty"}
-    given |= {repetition.LOREM_IPSUM, repetition.CURLY_BRACKET, decontaminate.CONTAMINATED, "not UTF-8"}
-    assert {reason for reason in given if reason_name(reason, "fr") == reason} <= {"lorem ipsum", "license"}
+    given = {*readers.BROKEN, readers.NOT_ASKED_FOR, ingest.UNKNOWN_KIND, split.NEAR_COPY, "empty"}
+    given |= {decontaminate.CONTAMINATED, "not UTF-8"}
+    assert {reason for reason in given if reason_name(reason, "fr") == reason} <= {"license"}
 
 
 def test_why_a_training_ended_is_said_in_french(run: Path, change):
     def told(seen: dict[str, float]) -> str:
-        return seen_enough(SimpleNamespace(epochs=lambda _: seen), 5, 1.5)  # type: ignore[arg-type,return-value]
+        return epochs_exceeded(SimpleNamespace(epochs=lambda _: seen), 5, 1.5)  # type: ignore[arg-type,return-value]
 
     some, every = told({"a": 2.0, "b c": 2.0, "d": 0.5}), told({"a": 2.0})
     worse = "a is worse than at step 1,000 (p = 0.01)"

@@ -114,7 +114,7 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
         for step, share in zip(STEPS, SHARES, strict=True)
     ]
     looks[-1]["worse"] = [{"task": "winogrande", "than": 0, "p": 1e-4}]
-    (run / "sft" / "watch.json").write_text(json.dumps({"threshold": 1e-3, "looks": looks}))
+    (run / "sft" / "monitor.json").write_text(json.dumps({"threshold": 1e-3, "points": looks}))
     page = render(facts := collect_facts(run)).replace("\u00a0", " ")  # as if it had gone on to its end
     assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
     assert "empirent au-delà du hasard" in render(facts, "fr")

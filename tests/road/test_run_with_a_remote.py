@@ -89,7 +89,7 @@ def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, c
     contents = bytearray(remote.read(name) or b"")
     contents[len(contents) // 2] ^= 1
     remote.write(name, bytes(contents))
-    [tokenizer] = [name for name in remote.names() if name.startswith("tokenizer-")]
+    [tokenizer] = [name for name in remote.names() if name.startswith("train-tokenizer-")]
     remote.remove([f"{tokenizer}/manifest.json"])
     assert run(tmp_path / "second", url, *until) == 2
     assert Path(name).name in capfd.readouterr().err

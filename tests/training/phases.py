@@ -21,18 +21,18 @@ def in_phase(
 
     from affinage.checkpoint import CheckpointStore
     from affinage.hardware.devices import LocalDevices
-    from affinage.training import examination
-    from affinage.training.program import Program
-    from affinage.training.reporter import Reporter
+    from affinage.training.evaluator import Evaluator
+    from affinage.training.metrics import MetricLogger
+    from affinage.training.trainer import Trainer
 
     place, name = {
         "joining": (jax.distributed, "initialize"),
         "start": (LocalDevices, "acquire"),
         "first batch": (RandomFeed, "batch"),
-        "compilation": (Program, "compile_training"),
+        "compilation": (Trainer, "compile_training"),
         "restore": (CheckpointStore, "restore_newest"),
-        "step": (Reporter, "training"),
-        "evaluation": (examination, "validate"),
+        "step": (MetricLogger, "log"),
+        "evaluation": (Evaluator, "validate"),
         "save": (CheckpointStore, "save"),
         "writing": (CheckpointStore, "wait"),  # for a save
         "going back": (CheckpointStore, "forget_after"),

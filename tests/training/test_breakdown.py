@@ -12,8 +12,8 @@ import tiny
 import tiny_graphs
 from affinage.config.parallel import ParallelSettings
 from affinage.model import apply, parse
-from affinage.training.program import program_of, synthetic_batch
 from affinage.training.state import Purpose, random_key
+from affinage.training.trainer import program_of, synthetic_batch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 from affinage.errors import Preempted
-from affinage.training import ledger, train
-from affinage.training.ledger import ACCOUNTS, Ledger
+from affinage.training import goodput, train
+from affinage.training.goodput import ACCOUNTS, GoodputTimer
 
 SLOW = 0.05  # seconds to make a batch
 
@@ -28,14 +28,14 @@ class SlowFeed(tiny.RandomFeed):
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times, in seconds since 1970, at which accounts were read; the last time is that of the summary."""
-    times, rounded = [], Ledger.rounded
+    times, rounded = [], GoodputTimer.rounded
 
-    def timed(accounts: Ledger) -> dict[str, float]:
+    def timed(accounts: GoodputTimer) -> dict[str, float]:
         found = rounded(accounts)
         times.append(time.time())
         return found
 
-    monkeypatch.setattr(Ledger, "rounded", timed)
+    monkeypatch.setattr(GoodputTimer, "rounded", timed)
     return times
 
 
@@ -58,8 +58,8 @@ def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(
     assert summary["saves"]["count"] > 1 and 0 < summary["saves"]["stall_mean"] <= summary["saves"]["stall_most"]
     lines = [line for line in tiny.lines(tmp_path) if "loss" in line]
     assert [line["step"] for line in lines][:4] == [1, 2, 4, 6]
-    assert all(line["data_wait"] > 0 for line in lines) and lines[1]["data_wait"] >= SLOW - 0.001
-    assert 2 * SLOW - 0.001 <= summary["data_wait"] <= seconds["compute"] + seconds["data"]
+    assert all(line["data_time"] > 0 for line in lines) and lines[1]["data_time"] >= SLOW - 0.001
+    assert 2 * SLOW - 0.001 <= summary["data_time"] <= seconds["compute"] + seconds["data"]
 
 
 def test_the_accounts_are_the_wall_clock_where_only_the_checkpoints_are_left(tmp_path: Path, looked_at: list[float]):
@@ -75,9 +75,9 @@ def test_the_accounts_are_the_wall_clock_where_only_the_checkpoints_are_left(tmp
 
 
 def test_accounts_inside_of_others_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch):
-    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(ledger, "time", clock)
-    accounts = Ledger()
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now, time=lambda: clock.now)
+    monkeypatch.setattr(goodput, "time", clock)
+    accounts = GoodputTimer()
     with accounts.account("compute"):
         clock.now += 1
         with accounts.account("save"):
@@ -86,5 +86,5 @@ def test_accounts_inside_of_others_are_not_counted_twice(monkeypatch: pytest.Mon
     clock.now += 0.5
     expected = {**dict.fromkeys(ACCOUNTS, 0.0), "compute": 3.0, "save": 8.0, "idle": 0.5, "total": 11.5}
     assert accounts.rounded() == expected
-    accounts.lose_since({"compute": 0.25})
+    accounts.lose_since({"seconds": {"compute": 0.25}})
     assert accounts.rounded() == {**expected, "compute": 0.25, "save": 0.0, "lost": 10.75}

@@ -17,8 +17,8 @@ from affinage.errors import UserError
 from affinage.model import Call, init_params
 from affinage.training import TrainJob, train
 from affinage.training.diagnosis import diagnose
-from affinage.training.health import Health, Incurable
-from affinage.training.progress import step_line
+from affinage.training.health import HealthMonitor, TrainingDiverged, data_offset_at
+from affinage.training.metrics import step_line
 
 NAN = float("nan")
 
@@ -48,35 +48,45 @@ def events(folder: Path) -> list[dict]:
     return tiny.lines(folder, "health.jsonl")
 
 
+class Later(SickFeed):
+    """From step 6 on, the batches of three steps later."""
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        return super().batch(step if step < 5 else step + 3)
+
+
 @pytest.fixture(scope="module")
-def skipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which one update was left out, which is written down with its documents."""
-    folder = tmp_path_factory.mktemp("skipped")
-    train(job(folder, SickFeed(not_finite=(8,))))
-    (event,) = events(folder)
-    assert event["step"] == 8 and event["cause"] == "not finite" and event["done"] == "skipped"
-    assert event["documents"] == ["document 8"] and event["learning_rate"] > 0
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that never saw the batches 6, 7 and 8."""
+    folder = tmp_path_factory.mktemp("without")
+    train(job(folder, Later()))
     return folder
+
+
+def test_a_skipped_update_is_written_down_with_its_documents(tmp_path: Path):
+    train(job(tmp_path, SickFeed(not_finite=(8,))))
+    (event,) = events(tmp_path)
+    assert event["step"] == 8 and event["cause"] == "nonfinite" and event["action"] == "skipped"
+    assert event["documents"] == ["document 8"] and event["learning_rate"] > 0
 
 
 @pytest.mark.parametrize(
     "fails", [pytest.param(False, id="at once"), pytest.param(True, id="and started again", marks=pytest.mark.full)]
 )
-def test_going_back_and_leaving_the_batch_out_is_the_same_as_never_having_made_the_update(
-    tmp_path: Path, skipped: Path, fails: bool
-):
+def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: Path, without: Path, fails: bool):
     feed, seen = SickFeed(not_finite=(8,)), []
     if fails:
         with pytest.raises(RuntimeError):
             train(job(tmp_path, feed, tiny.fails_at(12), on_nonfinite="rollback"))
     summary = train(job(tmp_path, feed, lambda step, _: seen.append(step), on_nonfinite="rollback"))
     assert seen[-10:] == [*range(6, 16)] or (fails and summary["resumed_at"] == [10])
-    assert summary["health"]["left_out"] == [8] and summary["health"]["rewinds"] == [[8, 5]]
+    assert summary["health"]["data_offset"] == 3 and summary["health"]["rollbacks"] == [[8, 5]]
     assert summary["seconds"]["lost"] > 0
-    assert tiny.saved_bits(tmp_path, 15, "params", "opt_state") == tiny.saved_bits(skipped, 15, "params", "opt_state")
+    assert tiny.saved_bits(tmp_path, 15, "params", "opt_state") == tiny.saved_bits(without, 15, "params", "opt_state")
     (event,) = events(tmp_path)
-    assert event["done"] == "rewound to 5" and event["documents"] == {"8": ["document 8"]}
-    assert [line["step"] for line in tiny.lines(tmp_path)] == [step for step in range(1, 16) if step != 8]
+    assert event["action"] == "rolled back to 5" and event["documents"]["8"] == ["document 8"]
+    assert [line["step"] for line in tiny.lines(tmp_path)] == list(range(1, 16))
+    assert [data_offset_at(tmp_path, step) for step in (5, 6, 15)] == [0, 3, 3]
 
 
 def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Path):
@@ -94,11 +104,11 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["rollback", "log"])
 def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
-    summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy))
+    summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy, spike_window=8))
     (event,) = events(tmp_path)
     assert event["step"] == 13 and event["cause"] == "spike" and event["spike_score"] > 6
-    assert event["done"] == {"log": "noted", "rollback": "rewound to 10"}[policy]
-    assert summary["health"]["left_out"] == ([13] if policy == "rollback" else [])
+    assert event["action"] == {"log": "logged", "rollback": "rolled back to 10"}[policy]
+    assert summary["health"]["data_offset"] == (3 if policy == "rollback" else 0)
 
 
 @pytest.mark.parametrize(
@@ -113,35 +123,35 @@ def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
     ids=["3 in a row", "2 in a row", "5 in 100", "5 in 101", "2 in 5"],
 )
 def test_three_in_a_row_or_five_in_a_hundred_are_too_many(tmp_path: Path, limits: dict, sick: list[int], opens: bool):
-    health = Health(HealthSettings(**limits), tmp_path, 0, {})
+    health = HealthMonitor(HealthSettings(**limits), tmp_path, 0, {})
     for step in sick[:-1]:
-        health.look(step, {"skipped": 1.0, "loss": NAN})
-    with pytest.raises(Incurable) if opens else contextlib.nullcontext():
-        health.look(sick[-1], {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
-    assert [event["done"] for event in events(tmp_path)][-1] == ("stopped" if opens else "skipped")
+        health.update(step, {"skipped": 1.0, "loss": NAN})
+    with pytest.raises(TrainingDiverged) if opens else contextlib.nullcontext():
+        health.update(sick[-1], {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
+    assert [event["action"] for event in events(tmp_path)][-1] == ("stopped" if opens else "skipped")
 
 
 def test_a_run_that_only_notes_spikes_is_stopped_by_what_is_not_finite(tmp_path: Path):
-    health = Health(HealthSettings(spike_window=8, on_spike="log"), tmp_path, 0, {})
+    health = HealthMonitor(HealthSettings(spike_window=8, on_spike="log"), tmp_path, 0, {})
     metrics = {"skipped": 1.0, "loss": 9.0, "grad_norm": float("inf"), "spike": 1.0, "spike_score": 60.0}
-    health.look(10, metrics)
-    assert [(event["cause"], event["done"]) for event in events(tmp_path)] == [("not finite", "skipped")]
+    health.update(10, metrics)
+    assert [(event["cause"], event["action"]) for event in events(tmp_path)] == [("nonfinite", "skipped")]
     row = metrics | {"grad_norm": None, "step": 10, "learning_rate": 0.1, "tokens": 1, "tokens_per_second": 1.0}
     assert "not finite" in step_line(row | {"mfu": None}, steps=10)
-    health.look(11, metrics)
-    with pytest.raises(Incurable):
-        health.look(12, metrics)
+    health.update(11, metrics)
+    with pytest.raises(TrainingDiverged):
+        health.update(12, metrics)
 
 
 def test_after_ten_ways_back_it_goes_back_no_more(tmp_path: Path):
     said: list[str] = []
     settings = HealthSettings(on_nonfinite="rollback", max_consecutive_skips=99, max_skips=99)
-    ten = {"rewinds": [[step, step - 1] for step in range(1, 11)]}
-    health = Health(settings, tmp_path, 0, ten, say=said.append)
-    health.look(30, {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
-    assert health.rewind_from is None and events(tmp_path)[0]["done"] == "skipped" and len(said) == 1
-    with pytest.raises(Incurable):  # layers were updated already, and cannot be left out
-        health.look(40, {"skipped": 1.0, "torn": 1.0, "loss": 2.0, "grad_norm": NAN})
+    ten = {"rollbacks": [[step, step - 1] for step in range(1, 11)]}
+    health = HealthMonitor(settings, tmp_path, 0, ten, say=said.append)
+    health.update(30, {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
+    assert health.rollback_from is None and events(tmp_path)[0]["action"] == "skipped" and len(said) == 1
+    with pytest.raises(TrainingDiverged):  # layers were updated already, and cannot be left out
+        health.update(40, {"skipped": 1.0, "torn": 1.0, "loss": 2.0, "grad_norm": NAN})
 
 
 @pytest.fixture(scope="module")

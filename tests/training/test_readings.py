@@ -4,20 +4,18 @@ import gzip
 import json
 import math
 import os
+import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import jax
-import numpy as np
 import psutil
 import pytest
+import tiny
 
 from affinage.config.runtime import RuntimeSettings
-from affinage.training.metrics import MetricsLog
-from affinage.training.progress import StepDisplay, step_line
-from affinage.training.readings import Readings
+from affinage.errors import UserError
+from affinage.training import train
+from affinage.training.metrics import ConsoleWriter, finite, step_line
 
 TRACED = """
 import sys
@@ -43,32 +41,13 @@ def test_a_trace_has_the_steps_asked_for(tmp_path: Path, warm_python: list[str])
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))  # what TensorBoard's profiler opens
 
 
-def test_the_memory_and_load_of_a_cpu_are_those_that_the_system_tells():
-    readings = Readings(jax.local_devices())
-    held = np.ones(25_000_000)  # 200 MB
-    found = readings.read()
-    assert found["memory_gigabytes"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.05)
-    assert found["memory_gigabytes"] > held.nbytes / 1e9
-    assert 0 < found["utilisation"] <= 1 and set(found) == {"memory_gigabytes", "utilisation"}
-
-
-@pytest.mark.parametrize(("visible", "load"), [("", 0.25), ("3, 1,GPU-c0", 0.3), ("MIG-c0", None)])
-def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visible: str, load: float | None):
-    """A stand-in for the driver of four GPUs with loads of 10, 20, 30 and 40 %, which tells none of a part of one."""
-    driver = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 4,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUUID=lambda handle: f"GPU-{'abcd'[handle]}0ffee",
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=10 * (handle + 1)),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    ordinals = range(len(visible.split(",")) if visible else 4)
-    devices = [SimpleNamespace(platform="gpu", local_hardware_id=n, memory_stats=dict) for n in ordinals]
-    assert Readings(devices).read().get("utilisation") == load
+def test_lines_have_the_fields_names_and_the_memory_of_the_process(tmp_path: Path):
+    train(tiny.job(tmp_path, 4))
+    line = tiny.lines(tmp_path)[-1]
+    named = "loss loss_tokens grad_norm learning_rate tokens tokens_per_second mfu step_time data_time goodput seconds"
+    assert set(named.split()) | {"memory_gigabytes", "device_utilization"} <= set(line)
+    assert line["memory_gigabytes"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
+    assert line["step_time"] > 0 and 0 < line["goodput"] < 1 and line["tokens"] == 4 * 8 * tiny.CONTEXT
 
 
 def test_which_steps_are_traced_is_a_step_or_a_range():
@@ -78,12 +57,17 @@ def test_which_steps_are_traced_is_a_step_or_a_range():
     assert RuntimeSettings(profile=20).profiled == (20, 20) and RuntimeSettings(profile="20-25").profiled == (20, 25)
 
 
-def test_a_validation_that_is_not_finite_is_written_as_null(tmp_path: Path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
-    log.write({"step": 1, "validation": {"en": {"loss": math.nan, "bits_per_byte": math.inf}}})
-    log.close()
-    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert line["validation"] == {"en": {"loss": None, "bits_per_byte": None}}
+def test_what_is_not_finite_is_written_as_null():
+    line = finite({"step": 1, "validation": {"en": {"loss": math.nan, "bits_per_byte": math.inf}}})
+    assert line == {"step": 1, "validation": {"en": {"loss": None, "bits_per_byte": None}}}
+
+
+def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):
+    folder = tmp_path / "run"
+    delete = lambda step, _: shutil.rmtree(folder) if step == 4 else None  # noqa: E731
+    with pytest.raises(UserError, match="deleted or moved") as ended:
+        train(tiny.job(folder, 40, delete))
+    assert str(folder) in ended.value.where and not folder.exists()
 
 
 ROW = {"step": 10, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "skipped": 0.0}
@@ -97,7 +81,7 @@ def test_a_line_counts_what_the_model_sees(unit: str, shown: str):
 
 
 def test_a_short_training_has_lines_between_its_first_and_its_last(capsys: pytest.CaptureFixture[str]):
-    with StepDisplay("pretrain", 120, 0) as display:
+    with ConsoleWriter("pretrain", 120, 0) as display:
         for step in (1, *range(10, 121, 10)):
             display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
     steps = [line.split()[2] for line in capsys.readouterr().out.splitlines()]

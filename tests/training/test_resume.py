@@ -21,9 +21,9 @@ from affinage.model import parse
 from affinage.model.preferred import preference_graph
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
+from affinage.training.checkpointing import identity
 from affinage.training.metrics import curve
-from affinage.training.program import Program
-from affinage.training.summary import identity
+from affinage.training.trainer import Trainer
 
 STEPS = 6
 LORA = {"lora": {"r": 4, "target_modules": ["query", "down"], "dropout": 0.2}}
@@ -120,7 +120,7 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
 )
 def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(name: str, changes: dict):
     def facts(job: TrainJob) -> dict:
-        return identity(Program(job, make_mesh(job.mesh, jax.devices()), job.feed.batch(0)))
+        return identity(Trainer(job, make_mesh(job.mesh, jax.devices()), job.feed.batch(0)))
 
     before = tiny.job(Path("unused"), data={"rows": "one"})
     meta, now = {IDENTITY: facts(before)}, facts(dataclasses.replace(before, **changes))

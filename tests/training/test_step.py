@@ -13,8 +13,8 @@ import pytest
 import tiny
 
 from affinage.model import apply
-from affinage.training.program import Program
 from affinage.training.state import Purpose, TrainState, random_key
+from affinage.training.trainer import Trainer
 
 ONE = {"data": 1}
 
@@ -24,7 +24,7 @@ def job(mesh: dict[str, int], **changes: Any) -> Any:
 
 
 @functools.cache
-def alone() -> tuple[Program, Any, TrainState]:
+def alone() -> tuple[Trainer, Any, TrainState]:
     """The program on one device, its compiled step and the state it begins with, on the host."""
     program, step = tiny.compiled(job(ONE))
     return program, step, jax.device_get(program.begin())

@@ -19,8 +19,8 @@ from affinage.parallel import make_mesh
 from affinage.parallel.strategy import Spmd
 from affinage.training import TrainJob
 from affinage.training.job import Hook
-from affinage.training.program import Program
 from affinage.training.state import Purpose, TrainState, random_key
+from affinage.training.trainer import Trainer
 
 VOCABULARY, CONTEXT = 64, 16
 
@@ -200,11 +200,11 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def uncompiled(job: TrainJob) -> Program:
-    return Program(job, make_mesh(job.mesh, jax.devices()), next(job.feed.iterate(0)))
+def uncompiled(job: TrainJob) -> Trainer:
+    return Trainer(job, make_mesh(job.mesh, jax.devices()), next(job.feed.iterate(0)))
 
 
-def compiled(job: TrainJob) -> tuple[Program, Any]:
+def compiled(job: TrainJob) -> tuple[Trainer, Any]:
     """The program of a job, and its compiled step."""
     program = uncompiled(job)
     return program, program.compile_training()

@@ -41,8 +41,9 @@ class Metadata:
         return _digest(self.checksums)
 
     def to_json(self) -> dict[str, Any]:
-        """As `custom_metadata` of Orbax."""
-        return {"affinage": vars(self) | {"hash": _digest(vars(self))}}
+        """As `custom_metadata` of Orbax, which writes it later: a copy."""
+        content = json.loads(json.dumps(vars(self)))
+        return {"affinage": content | {"hash": _digest(content)}}
 
 
 def read_metadata(folder: Any) -> Metadata:

@@ -58,7 +58,7 @@ class CheckpointStore:
     All processes of a run call the same methods in the same order, with the same folder.
 
     Args:
-        folder: local path or gs:// URL; made by the first save.
+        folder: made by the first save. A gs:// URL is handed to Orbax as it is, which was not tried.
         keep_last: how many of the newest steps stay.
         keep_every: steps at multiples of this stay forever; None for none.
         uploader: is notified of every save, and names steps that must not be removed yet.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from affinage.checkpoint.metadata import COMMIT, METADATA
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
@@ -23,13 +23,11 @@ from affinage.errors import UserError
 CHECKPOINTS = "checkpoints"  # in the folder of a training
 COPY = "copy.json"  # in the folder of a step at a URL
 _RETRY_AT_MOST = 300.0  # seconds between two attempts
-_REACH = 60.0  # seconds in which the place must answer at the start
+_WITHOUT = "`--set runtime.remote=null` does without the copy."
 _STUCK = 600.0  # seconds without a file that arrived, after which a copy is no longer waited for
 _AT_ONCE = 4  # files
 # Beside the checkpoints, which have rules of their own: what belongs to this machine, or to this start.
 _NOT_COPIED = frozenset({CHECKPOINTS, "profile", "alive", "request.json", "manifest.json"})
-
-Result = TypeVar("Result")
 
 
 class Uploader:
@@ -63,7 +61,8 @@ class Uploader:
         self._failure, self._hurry, self._closed = "", False, False
 
     def __enter__(self) -> "Uploader":
-        _within(_REACH, self._remote, self._remote.check)
+        with reached("runtime.remote", _WITHOUT):
+            self._remote.check()
         threading.Thread(target=self._run, name="uploader", daemon=True).start()
         self.saved()
         return self
@@ -177,11 +176,10 @@ class Uploader:
 
     def _remove_old(self, newest: int) -> None:
         there = RemoteSteps(self._remote / CHECKPOINTS)
-        steps = [step for step in there.listing() if step <= newest]
-        kept = kept_steps([step for step in steps if there.is_complete(step)], self._keep_last, self._keep_every)
-        for step in steps:
-            if step not in kept:
-                there.remove(step)
+        found = {step: files for step, files in there.listing().items() if step <= newest}
+        complete = [step for step, files in found.items() if COPY in files]
+        for step in found.keys() - kept_steps(complete, self._keep_last, self._keep_every):
+            there.remove(step)
 
     def _copy_others(self) -> None:
         found = {}
@@ -226,10 +224,6 @@ class RemoteSteps:
                 saved = metadata["custom_metadata"]["affinage"]["facts"]["saved"]
             found.append({"step": step, "saved": saved, "bytes": sum(files.values()), "why_not": why_not})
         return found
-
-    def is_complete(self, step: int) -> bool:
-        """Whether a step has all its files there."""
-        return self.folder.read(f"{step}/{COPY}") is not None
 
     def download(self, step: int, folder: Path) -> str:
         """Copy a step into a folder of steps, complete or not at all.
@@ -286,14 +280,13 @@ def find_steps(url: str) -> RemoteSteps:
     raise UserError("there is no checkpoint", where=url, fix="Name what a recipe's `runtime.remote` says.")
 
 
-def download_newest(url: str, folder: Path, say: Callable[[str], None], *, reach: float = _REACH) -> int | None:
+def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> int | None:
     """Copy a training from a URL into a folder, if there is a newer checkpoint there than here.
 
     Args:
         url: that an `Uploader` of the training has written to.
         folder: of the training.
         say: prints a line.
-        reach: seconds in which the place must answer.
 
     Returns:
         The step that was copied; None if what is here is as new, or there is nothing there.
@@ -303,14 +296,15 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None], *, reach
     """
     remote = RemoteFolder(url)
     steps, own = RemoteSteps(remote / CHECKPOINTS), folder / CHECKPOINTS
-    there = _within(reach, remote, steps.listing)
+    with reached("runtime.remote", _WITHOUT):
+        there = steps.listing()
     here = max(complete_steps(own), default=-1)
     own.mkdir(parents=True, exist_ok=True)
     for step in sorted(there, reverse=True):
         if step <= here:
             return None
         say(f"copying step {step:,} from {url}")
-        with reached("runtime.remote"):
+        with reached("runtime.remote", _WITHOUT):
             if not (corruption := steps.download(step, own)):
                 for name in remote.sizes():
                     if name.partition("/")[0] not in _NOT_COPIED and is_inside(name):
@@ -324,31 +318,10 @@ def forget(url: str) -> None:
     """Remove the checkpoints at a URL: the training starts from the beginning. Raises UserError."""
     remote = RemoteFolder(url)
     steps = RemoteSteps(remote / CHECKPOINTS)
-    found = _within(_REACH, remote, steps.listing)
-    with reached("runtime.remote"):
+    with reached("runtime.remote", _WITHOUT):
         remote.remove(["manifest.json"])
-        for step in found:
+        for step in steps.listing():
             steps.remove(step)
-
-
-def _within(seconds: float, remote: RemoteFolder, call: Callable[[], Result]) -> Result:
-    """What `call` returns, if the place answers in time."""
-    found: list[Result] = []
-    failed = [RemoteError(f"{remote.url} does not answer within {seconds:g} s")]
-
-    def calling() -> None:
-        try:
-            found.append(call())
-        except RemoteError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=calling, name="reach", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    with reached("runtime.remote", "`--set runtime.remote=null` does without the copy."):
-        if not found:
-            raise failed[-1]
-    return found[0]
 
 
 def has_hash(path: Path, digest: str) -> bool:

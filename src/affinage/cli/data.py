@@ -153,7 +153,7 @@ def head(
     ],
     step: Annotated[str | None, opt("A data step, such as clean or split (default).")] = None,
     reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
-    table: Annotated[str | None, opt("clusters (of deduplicate) or matches (of decontaminate).")] = None,
+    table: Annotated[str | None, opt("removed (of dedup) or matches (of decontaminate).")] = None,
     source: Annotated[str | None, opt("Only documents of this source.")] = None,
     language: Annotated[str | None, opt("Only documents in this language.")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,

@@ -72,7 +72,7 @@ def _tune(recipe: str, how: PipelineOptions, training: str, data: str, show: int
 
 
 def _show_examples(rows: Path, count: int, documents: int) -> None:
-    from affinage.data.conversations import show_examples
+    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
     from affinage.pipeline.models import made_from
 
@@ -135,9 +135,9 @@ def run_pipeline(
         only: the steps that may run; if others are not complete, the command that runs them is the error's fix.
         quiet: print no result at the end.
     """
-    from affinage.stopping import StopSignals
+    from affinage.stopping import StopSignals, without_readers
 
-    with StopSignals():  # a signal that comes while the recipe is read has nothing to save
+    with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
         from affinage.pipeline.names import resolve
 
         loaded = load(name, how.overrides, how.runs)

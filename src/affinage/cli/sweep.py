@@ -45,7 +45,7 @@ def sweep(
     from affinage.pipeline.preflight import check
     from affinage.pipeline.runner import Runs
     from affinage.pipeline.sweep import points
-    from affinage.stopping import StopSignals
+    from affinage.stopping import StopSignals, without_readers
 
     made = resolve(recipe, runs).run
     found = points(recipe if made is None else str(made / RECIPE), overrides or ())
@@ -55,7 +55,7 @@ def sweep(
         return
     prepare_process(base)
     folder, results = runs / base.recipe.name, [_result(point, runs) for point in found]
-    with StopSignals(), only_data_on_stdout(as_json):
+    with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found after days of the others
             try:
                 check(point.loaded, [step.name for step in _runner(point, Runs(runs)).plan() if not step.complete])

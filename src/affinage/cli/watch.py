@@ -195,14 +195,16 @@ def _documents(result: DocumentsResult) -> Iterator[str]:
         if result.split.documents:
             parts = counted(result.split.parts, "part")
             yield f"{counted(result.split.documents, 'long document')} split into {parts}"
-        if result.masked:
-            yield "masked " + ", ".join(f"{count:,} {kind}" for kind, count in result.masked.items())
+        if result.formatted:
+            yield f"{counted(result.formatted, 'text')} changed by a formatter"
     if isinstance(result, DecontaminateResult):
         found = {name: one for name, one in result.benchmarks.items() if one.found}
         clean = [name for name in result.benchmarks if name not in found]
         matches = [f"{one.found:,} of {counted(one.items, 'item')} of {name}" for name, one in found.items()]
         lines = [f"found {listed(matches, REASONS)}"] if matches else []
         lines += [f"found no item of {listed(clean, NAMES)}"] if clean else []
+        copied = [f"{counted(one.common, 'item')} of {name}" for name, one in result.benchmarks.items() if one.common]
+        lines += [f"left {listed(copied, REASONS)}, copied to too many documents (boilerplate)"] if copied else []
         yield from filter(None, ["; ".join(lines)])
     if isinstance(result, SplitResult):
         if held_out := result.validation_documents:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Protocol
 
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted
 from affinage.secrets import masked
 from affinage.stopping import PARENT, heeded
 
@@ -110,6 +110,7 @@ class _Stop:
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
         self.twice = False
+        self.starting = False  # workers, which may wait for machines: a signal raises Preempted
 
     def __enter__(self) -> "_Stop":
         self._cleanup = contextlib.ExitStack()
@@ -124,6 +125,9 @@ class _Stop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.twice = self.number == signal.SIGINT == number
         self.number = signal.Signals(number)
+        if self.starting:
+            self.starting = False
+            raise Preempted(f"{self.number.name} before all workers had started")
 
     def wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -166,13 +170,15 @@ def supervise(
         while True:
             began = time.monotonic()
             try:
+                stop.starting = True
                 group = launcher.start(command)
-                started_once = True
+                stop.starting, started_once = False, True
                 exit_, grows = _watch(group, launcher, stop, grace, room_every, say)
                 what, status = str(exit_), exit_.status
             except Exception as error:
                 if not started_once:
                     raise
+                stop.starting = False
                 what, status, grows = masked(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"), 1, False
             if stop.number:
                 return EXIT_INTERRUPTED if status == EXIT_INTERRUPTED else 0 if status == 0 else EXIT_PREEMPTED

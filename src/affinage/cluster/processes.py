@@ -26,6 +26,7 @@ HEARTBEAT_TIMEOUT = 30.0  # seconds
 TO_START = 300.0  # seconds in which all processes must have started
 _TO_AGREE = 300.0  # seconds; once all processes are there, agreeing takes milliseconds
 _TO_SHUT_DOWN = 60  # seconds
+_LAST_TO_LEAVE = 1.0  # seconds: JAX aborts the others, which may be about to leave, too, when the first one is gone
 _SLICE = 0.5  # seconds of a wait during which Python's signal handlers do not run
 _BROADCASTS_A_BARRIER = 100  # after as many broadcasts all processes meet once, so that old keys can be deleted
 
@@ -223,6 +224,8 @@ def init_distributed(heartbeat_timeout: float = HEARTBEAT_TIMEOUT) -> Iterator[P
         jax.distributed.shutdown()
     except BaseException:
         skip_exit_handlers()  # the others may be in a collective that never ends
+        if Processes.current.first:
+            time.sleep(_LAST_TO_LEAVE)
         raise
     finally:
         Processes.current = before

@@ -69,12 +69,27 @@ class RayLauncher:
 
     def start(self, command: Sequence[str]) -> "RayGroup":
         """See `Launcher`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         bundle = self._bundle()
         places, self.workers = self._places(bundle)
         if self.workers < self._most:
             self._say(f"launch: {self.workers} of {self._most} workers have a machine")
+        resources = {
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "resources": {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")},
+        }
+        actors = [
+            self._ray.remote(Worker)
+            .options(
+                **resources, max_concurrency=4, scheduling_strategy=PlacementGroupSchedulingStrategy(places, worker)
+            )
+            .remote()
+            for worker in range(self.workers)
+        ]
         run = {"program": self._program, "command": list(command), "files": self._files}
-        self._group = RayGroup(self._ray, places, self.workers, bundle, run, cpu_devices(self._devices), self._say)
+        self._group = RayGroup(self._ray, actors, places, run, cpu_devices(self._devices), self._say)
         return self._group
 
     def has_room(self) -> bool:
@@ -145,44 +160,28 @@ class RayGroup:
     def __init__(
         self,
         ray: Any,
+        actors: Sequence[Any],
         places: Any,
-        workers: int,
-        bundle: Mapping[str, float],
         run: Mapping[str, Any],
         environment: Mapping[str, str],
         say: Print,
     ) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        self._ray, self._places, self._say = ray, places, say
+        self._ray, self._actors, self._places, self._say = ray, actors, places, say
         self._news: dict[Any, int] = {}
         self.where: list[str] = []
-        resources = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
-        self._actors = [
-            ray.remote(Worker)
-            .options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                resources=resources,
-                max_concurrency=4,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=worker),
-            )
-            .remote()
-            for worker in range(workers)
-        ]
         try:
-            self.where = ray.get([actor.address.remote() for actor in self._actors], timeout=_TO_ANSWER)
-            coordinator = ray.get(self._actors[0].reserve_port.remote(), timeout=_TO_ANSWER)
-            place = {**environment, COORDINATOR: coordinator, NUM_PROCESSES: str(workers)}
+            found = ray.get([actor.reserve_port.remote() for actor in actors], timeout=_TO_ANSWER)
+            self.where = [address.rpartition(":")[0] for address in found]
+            place = {**environment, COORDINATOR: found[0], NUM_PROCESSES: str(len(actors))}
             starts = [
                 actor.start.remote(**run, environment={**place, PROCESS_ID: str(worker)})
-                for worker, actor in enumerate(self._actors)
+                for worker, actor in enumerate(actors)
             ]
             ray.get(starts, timeout=_TO_ANSWER)
         except BaseException:
             self.kill()
             raise
-        self._news = {actor.news.remote(): worker for worker, actor in enumerate(self._actors)}
+        self._news = {actor.news.remote(): worker for worker, actor in enumerate(actors)}
 
     def exits(self, seconds: float) -> list[WorkerExit]:
         """See `WorkerGroup`."""
@@ -231,15 +230,11 @@ class Worker:
         self._process: WorkerProcess | None = None
         self._port: Any = None
 
-    def address(self) -> str:
-        """Return the machine's address."""
+    def reserve_port(self) -> str:
+        """Return ADDRESS:PORT of this machine, for process 0 to listen on."""
         import ray.util
 
-        return str(ray.util.get_node_ip_address())
-
-    def reserve_port(self) -> str:
-        """Return where process 0 is to listen."""
-        self._port, address = reserved_port(self.address())
+        self._port, address = reserved_port(str(ray.util.get_node_ip_address()))
         return address
 
     def start(

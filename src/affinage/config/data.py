@@ -1,6 +1,6 @@
 """Settings of the way from raw text to sequences of tokens."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
@@ -12,9 +12,12 @@ from affinage.config.sources import SourceSettings as SourceSettings
 DIGITS = "digits"
 DEFAULT_THRESHOLD = 0.8
 Share = Annotated[float, Field(ge=0, le=1)]
+DatatroveName = Literal[
+    "GopherRepetitionFilter", "GopherQualityFilter", "C4QualityFilter", "FineWebQualityFilter", "PIIFormatter"
+]
 
 
-class CleanSettings(Settings):
+class FilterSettings(Settings):
     """What a document must be to stay in the corpus (Julian's rules)."""
 
     min_characters: int = Field(default=100, ge=0)
@@ -30,13 +33,9 @@ class CleanSettings(Settings):
     language or source, and `default` for all others: {default: 0.8, fr: 0.7, wikipedia: 0.65}."""
     mixed_languages: bool = False
     """Add up the probabilities of the recipe's languages."""
-    gopher: bool | dict[str, Share] = False
-    """Remove documents that repeat themselves (Rae et al. 2021, table A1); or shares above which they are removed, by
-    the names of the rules, in place of the published ones."""
-    c4: bool = False
-    """Remove documents by C4's rules for lines (Raffel et al. 2020, section 2.2), without its list of bad words."""
-    mask: bool = False
-    """Replace e-mail and public IP addresses by addresses that are nobody's."""
+    datatrove: dict[DatatroveName, dict[str, Any]] = {}
+    """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
+    {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""
 
     @property
     def identifies_languages(self) -> bool:
@@ -63,6 +62,8 @@ class DedupSettings(Settings):
     """16 buckets of 6 hashes find a pair at exactly J = 0.8 with a probability of 0.992."""
     hashes_per_bucket: int = Field(default=6, ge=1)
     """More hashes find fewer pairs below `threshold`."""
+    against: str = ""
+    """A run, or a folder of Parquet files, whose documents were released before: copies of them are removed, too."""
 
 
 class DecontaminateSettings(Settings):
@@ -126,7 +127,7 @@ class DataSettings(Settings):
     """Folder or URL with a copy of every remote source, each in a folder of its name, to read in its place."""
     languages: tuple[Language, ...] = ("en", "fr")
     """ISO 639-1 codes; documents in other languages are removed. []: all stay."""
-    clean: CleanSettings = CleanSettings()
+    filters: FilterSettings = FilterSettings()
     dedup: DedupSettings | None = DedupSettings()
     """null: keep duplicates."""
     decontaminate: DecontaminateSettings | None = DecontaminateSettings()

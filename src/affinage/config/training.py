@@ -89,7 +89,8 @@ class HealthSettings(Settings):
     spike_window: int = Field(default=128, ge=8)
     """Number of earlier losses that a loss is compared with."""
     rollback_batches: int = Field(default=1, ge=1)
-    """Batches that are left out after a rollback, counted back from the one that was detected."""
+    """A rollback restores a checkpoint from at least this many batches before the one that was detected; all batches
+    since that checkpoint are left out."""
     max_consecutive_skips: int = Field(default=3, ge=1)
     """Skipped updates in a row at which a run stops with a diagnosis."""
     max_skips: int = Field(default=5, ge=1)

@@ -1,7 +1,8 @@
 """Items of benchmarks as decontamination looks for them: who they are, and the texts that must not be trained on."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from affinage.data.foreign_json import of_a_line
 from affinage.errors import UserError
 from affinage.paths import from_home
 
+_BLANK = re.compile(r"(?<!\w)_+(?!\w)")  # that a choice fills
+_MOST_JOINED = 12  # short texts of an item
+
 
 @dataclass(frozen=True)
 class BenchmarkItem:
@@ -21,6 +25,29 @@ class BenchmarkItem:
     benchmark: str
     id: str
     texts: tuple[str, ...]
+
+
+def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
+    """What is looked for of an item: (text, whether it may stand in natural text).
+
+    Those are its texts; sentences with a blank (`_`), filled with each of the item's short texts, for they are
+    published whole; and short texts joined, for a question and its answer may follow each other. A text of other ones
+    with few words between is a prompt of the harness: `Answer:` stands there in no natural text.
+    """
+    texts = list(dict.fromkeys(text for text in item.texts if text.strip()))
+    short = [text for text in texts if len(text.split()) < min_words][:_MOST_JOINED]
+    filled = [other.join(_BLANK.split(text)) for text in texts if _BLANK.search(text) for other in short]
+    joined = [f"{one} {other}" for one in short for other in short if one != other]
+    found = [(text, not _BLANK.search(text) and not _is_prompt(text, texts, min_words)) for text in texts]
+    return [*found, *((text, True) for text in [*filled, *joined] if len(text.split()) >= min_words)]
+
+
+def _is_prompt(text: str, texts: Sequence[str], min_words: int) -> bool:
+    rest = text
+    for other in sorted(texts, key=len, reverse=True):
+        if other != text and len(other.split()) > 2:
+            rest = rest.replace(other, " ")
+    return rest != text and len(rest.split()) < min_words
 
 
 def read_items(path: str) -> Iterator[BenchmarkItem]:

@@ -1,10 +1,12 @@
 """Stage `decontaminate`: documents that hold an item of a benchmark are removed, or the item is cut out of them."""
 
+import json
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
+from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
+from affinage.data.foreign_json import encodable
 from affinage.data.overlap import Hits, Items, Scanner, index_items
+from affinage.data.repair import repair
 from affinage.data.stats import SAMPLE_CHARACTERS, Stats
 
 CONTAMINATED = "in a benchmark"  # the reason in the stats
-MATCHES = "matches.parquet"  # in the folder `matches`, for it holds no documents
+MATCHES = "matches.parquet"
 MATCH_SCHEMA = pa.schema(
     [
         ("document", pa.string()),
@@ -61,16 +66,17 @@ def decontaminate(
     executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Copy the documents that hold no item to `folder`, write `matches/matches.parquet`, and return the summary.
+    """Copy the documents that hold no item to `folder`, write `matches.parquet`, and return the summary.
 
     A match is a run of `settings.n_grams` words of an item, or a shorter item whole (see `overlap`). Runs that more
     than `settings.boilerplate` items of a benchmark, or documents, have in common are no match. Removed documents count
     as `in a benchmark`; with `action: cut` the matches and 200 characters on both sides are cut out instead, and only
     a document that falls into more than 10 pieces, or of which no piece of 200 characters is left, is removed (Brown et
-    al. 2020, appendix C). The summary has `benchmarks` (items, those too short to be told, those found, and the
-    documents they are in), `matches` (the first), `boilerplate` (runs left out) and `cut`.
+    al. 2020, appendix C). The summary has `benchmarks` (items, those too short to be told, those found, the documents
+    they are in, and those that are `common`: copied to more than `boilerplate` documents, which stay), `matches` (the
+    first), `boilerplate` (runs left out) and `cut`.
 
-    After a kill it goes on with the files that were not scanned yet; the result is the same.
+    An interrupted call resumes with the files that were not scanned yet.
     """
     start = time.perf_counter()
     folder = Path(folder)
@@ -88,17 +94,18 @@ def decontaminate(
     work = [(path, _without(one.hits, common)) for path, one in zip(paths, found)]
 
     def cut(task: tuple[Path, Hits]) -> _Cut:
-        return _copy(*task, folder, index, cut=settings.action == "cut")
+        place = folder / task[0].parent.relative_to(documents_folder)
+        return _copy(*task, place, index, cut=settings.action == "cut")
 
     total = _Cut()
     for part in executor.map(cut, work, threads=True):
         total.stats.merge(part.stats)
         total.matches += part.matches
         total.cut += part.cut
-    _write_matches(folder / "matches", total.matches)
+    _write_matches(folder, total.matches)
     clear_completions(folder)
     return total.stats.summary(time.perf_counter() - start) | {
-        "benchmarks": _by_benchmark(index, total.matches),
+        "benchmarks": _by_benchmark(index, total.matches, common),
         "matches": total.matches[:EXAMPLES],
         "boilerplate": {"in_items": index.boilerplate, "in_documents": int(common.sum())},
         "cut": total.cut,
@@ -226,16 +233,56 @@ def _write_matches(folder: Path, matches: list[dict[str, Any]]) -> None:
     os.replace(unfinished, folder / MATCHES)
 
 
-def _by_benchmark(index: Items, matches: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+def _by_benchmark(index: Items, matches: Sequence[dict[str, Any]], common: np.ndarray) -> dict[str, dict[str, int]]:
     items = Counter(item.benchmark for item in index.items)
     found = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
+    copied = index.items_with(common) - found
     return {
         name: {
             "items": count,
             "too_short": index.too_short[name],
             "found": sum(benchmark == name for benchmark, _ in found),
             "documents": sum(benchmark == name for benchmark, _, _ in documents),
+            "common": sum(benchmark == name for benchmark, _ in copied),
         }
         for name, count in items.items()
     }
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The items of benchmarks in a file, and how texts are searched for them: small enough to travel with a task."""
+
+    items: Path
+    settings: DecontaminateSettings
+
+
+def write_items(path: Path, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Searched:
+    """Write items to a file, for tasks that call `contaminated`."""
+    write_json(path, [[item.benchmark, item.id, item.texts] for item in items])
+    return Searched(path, settings)
+
+
+@lru_cache(maxsize=1)
+def _index_of(searched: Searched) -> Items:
+    items = [BenchmarkItem(name, id, tuple(texts)) for name, id, texts in json.loads(searched.items.read_text("utf-8"))]
+    how = searched.settings
+    return index_items(items, ngram=how.n_grams, min_words=how.min_words, boilerplate=how.boilerplate)
+
+
+def contaminated(texts: Sequence[str], searched: Searched) -> dict[int, str]:
+    """Which of some texts, such as whole conversations, hold an item: {place: "BENCHMARK ITEM: the words in common"}.
+
+    A match is what `decontaminate` calls one.
+    """
+    index = _index_of(searched)
+    column = repair(pa.array([encodable(text) for text in texts], pa.string())).text
+    hits = Scanner(index).scan(column)
+    hits = _without(hits, _in_many_documents([_Found(hits, len(texts))], index, searched.settings.boilerplate))
+    found: dict[int, str] = {}
+    for text, key, start, stop in np.stack([hits.text, hits.key, hits.start, hits.stop]).T.tolist():
+        item = index.items[int(index.of(key)[0])]
+        words = column[text].as_py().encode()[start:stop].decode()
+        found.setdefault(text, f"{item.benchmark} {item.id}: {words[:SAMPLE_CHARACTERS]}")
+    return found

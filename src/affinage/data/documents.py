@@ -23,7 +23,7 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
-REPORTS = ("removed.parquet", "matches.parquet", "clusters.parquet")  # beside the documents of a step
+REPORTS = ("removed.parquet", "matches.parquet")  # beside the documents of a step
 ROW_GROUP_BYTES = 8_000_000  # of text: what one task holds in memory
 FILE_BYTES = 64_000_000  # of text: what one task of a parallel step works through
 

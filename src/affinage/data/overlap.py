@@ -1,7 +1,8 @@
 """Which texts have a run of words in common with the items of benchmarks: an index of n-grams, and a kernel that scans.
 
-A word is a run of letters, numbers and marks, with case folded and accents kept; punctuation separates words and is
-not compared. Texts are repaired and in normal form C on both sides.
+A word is a run of letters, numbers and marks, with case folded and accents kept, or an ideograph. Punctuation, signs
+and HTML tags separate words and are not compared: quoting by `> `, tables by `|` and `<br>` between words change
+nothing. Texts are repaired and in normal form C on both sides.
 """
 
 import unicodedata
@@ -13,7 +14,7 @@ from functools import cache
 import numpy as np
 import pyarrow as pa
 
-from affinage.data.benchmark_items import BenchmarkItem
+from affinage.data.benchmark_items import BenchmarkItem, search_texts
 from affinage.data.code_points import SINGLE, WORD, decode, text_buffers, word_table
 from affinage.data.compiled import kernel
 from affinage.data.minhash import mix
@@ -21,6 +22,7 @@ from affinage.data.repair import repair
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _MASK = np.uint32(0xFFFFFF)
+_TAG_BYTES = 200  # of an HTML tag, at most
 _FILTER_BITS = 16  # per n-gram: 1 in 16 lookups of what is not there goes on to the table, which lies outside the cache
 
 
@@ -45,6 +47,11 @@ class Items:
         found: np.ndarray = self.members[self.bounds[key] : self.bounds[key + 1]]
         return found
 
+    def items_with(self, runs: np.ndarray) -> frozenset[tuple[str, str]]:
+        """(benchmark, item) of all items that have one of some runs, bool [K]."""
+        members = {member for key in np.flatnonzero(runs).tolist() for member in self.of(key).tolist()}
+        return frozenset((self.items[member].benchmark, self.items[member].id) for member in members)
+
 
 @dataclass(frozen=True)
 class Hits:
@@ -60,13 +67,35 @@ class Hits:
 
 @cache
 def folded_table() -> np.ndarray:
-    """`word_table` with case folded instead of lowered, where that is one code point in normal form (as for ς, ſ)."""
+    """`word_table` with case folded instead of lowered, where that is one code point in normal form (as for ς, ſ).
+
+    Mathematical and currency signs are no words here.
+    """
     table = word_table().copy()
+    for point in range(0x20000):
+        if unicodedata.category(chr(point)) in ("Sm", "Sc"):
+            table[point] = np.uint32(point)
     for point in range(0x20000):
         folded = unicodedata.normalize("NFC", chr(point).casefold())
         if len(folded) == 1:
             table[point] = (table[point] & ~_MASK) | np.uint32(ord(folded))
     return table
+
+
+@kernel
+def _tag_end(data: np.ndarray, i: np.int64, end: np.int64) -> np.int64:
+    """Where the HTML tag that begins at byte `i` ends, or `i` if none does."""
+    if i + 2 >= end:
+        return i
+    letter = data[i + 2] if data[i + 1] == 0x2F else data[i + 1]
+    if not (0x41 <= letter <= 0x5A or 0x61 <= letter <= 0x7A):
+        return i
+    for k in range(i + 1, min(end, i + _TAG_BYTES)):
+        if data[k] == 0x3E:
+            return np.int64(k + 1)
+        if data[k] == 0x3C or data[k] == 0x0A:
+            return i
+    return i
 
 
 @kernel
@@ -77,6 +106,8 @@ def _words(
     count, word = 0, np.uint64(0)
     while i < end:
         code, size = decode(data, i)
+        if code == 0x3C:
+            size = max(size, _tag_end(data, i, end) - i)
         kind, point = table[code] >> np.uint32(24), np.uint64(table[code] & _MASK)
         if kind == WORD:
             if word == 0:
@@ -195,14 +226,16 @@ def index_items(items: Iterable[BenchmarkItem], *, ngram: int, min_words: int, b
     A run in more than `boilerplate` items of one benchmark is left out: it tells no item from another.
     """
     known = tuple(items)
-    texts = [text for item in known for text in item.texts]
-    owner = np.repeat(np.arange(len(known)), [len(item.texts) for item in known])
+    searched = [search_texts(item, min(ngram, min_words)) for item in known]
+    texts = [text for own in searched for text, _ in own]
+    stands = np.array([natural for own in searched for _, natural in own], bool)
+    owner = np.repeat(np.arange(len(known)), [len(own) for own in searched])
     column = repair(pa.array([text.encode(errors="replace").decode() for text in texts], pa.string())).text
     data, offsets = text_buffers(column)
     keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
     count, lengths = _index(data, offsets, folded_table(), ngram, min(ngram, min_words), keys, of)
     told = np.zeros(len(known), bool)
-    told[owner[lengths > 0]] = True
+    told[owner[(lengths > 0) & stands]] = True
     names = {name: number for number, name in enumerate(dict.fromkeys(item.benchmark for item in known))}
     benchmark = np.array([names[item.benchmark] for item in known], np.int64)
     hashes, item = keys[:count], owner[of[:count]]

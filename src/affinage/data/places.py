@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Container, Iterable
+from pathlib import Path
 
 from affinage.config.sources import POCKET_WORLD, SourceSettings
+from affinage.errors import UserError
+from affinage.paths import from_home
 
 
 def location(source: SourceSettings, root: str, mirror: str) -> str:
@@ -39,6 +42,21 @@ def is_url(path: str) -> bool:
 def is_folder(dataset: str) -> bool:
     """Whether a dataset is a folder: the Hub's names are `name` or `owner/name`, everything else is a path."""
     return dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
+
+
+def released_folder(place: str, runs: Path) -> Path:
+    """The documents of a run in the folder of runs, or of a folder: of a run, those that its split passed on.
+
+    Raises UserError if there is no such run or folder.
+    """
+    for folder in (from_home(place), runs / place):
+        if folder.is_dir():
+            return folder / "split" if (folder / "split").is_dir() else folder
+    raise UserError(
+        f"there is no run or folder {place!r}",
+        where="data.dedup.against",
+        fix="Name a run in the folder of runs, or a folder with Parquet files that have a column `text`.",
+    )
 
 
 def unique(title: str, taken: Container[str]) -> str:

@@ -264,8 +264,10 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
                 for row in rows_of_batch(batch):
                     number += 1
                     place = f"{file.name}#{number}"
-                    bad = isinstance(row, UnicodeDecodeError)
-                    yield _not_utf8(place, row) if bad else record_of(row, place, settings)
+                    if isinstance(row, UnicodeDecodeError):
+                        yield _not_utf8(place, row)
+                    else:
+                        yield record_of(row, place, settings)
 
 
 def _row_groups(table: pq.ParquetFile, file: SourceFile) -> Iterator[tuple[int, int]]:

@@ -59,8 +59,8 @@ def split(
     folder = Path(folder)
     for part in ("train", "validation"):
         clear_documents(folder / part)
-    paths = document_files(documents_folder)
-    groups = [group for path in paths for group in row_groups(path)]
+    groups_of = {path: row_groups(path) for path in document_files(documents_folder)}
+    groups = [group for own in groups_of.values() for group in own]
     if settings.by == "tail":
         divide: Divide = partial(_by_tail, settings.validation_fraction)
     else:
@@ -68,10 +68,13 @@ def split(
         divide = partial(_by_document, held_out, _known_copies(held_out, settings.max_similarity, executor))
 
     def write(path: Path) -> tuple[Stats, Stats]:
-        return _write(path.stem, [group for group in groups if group.path == path], folder, divide)
+        partition = path.parent.relative_to(documents_folder)
+        return _write(
+            path.stem, groups_of[path], folder / "train" / partition, folder / "validation" / partition, divide
+        )
 
     train, validation = Stats(), Stats()
-    for train_part, validation_part in executor.map(write, paths, threads=True, progress=progress):
+    for train_part, validation_part in executor.map(write, list(groups_of), threads=True, progress=progress):
         train.merge(train_part)
         validation.merge(validation_part)
     if train.documents_in and not train.documents_out:
@@ -172,11 +175,13 @@ def _by_tail(share: float, group: RowGroup, batch: pa.RecordBatch, train: Stats)
     return pa.RecordBatch.from_pylist(heads, batch.schema), pa.RecordBatch.from_pylist(tails, batch.schema)
 
 
-def _write(stem: str, groups: list[RowGroup], folder: Path, divide: Divide) -> tuple[Stats, Stats]:
+def _write(
+    stem: str, groups: list[RowGroup], train_folder: Path, validation_folder: Path, divide: Divide
+) -> tuple[Stats, Stats]:
     train, validation = Stats(), Stats()
     with (
-        DocumentWriter(folder / "train", stem, observe=train.leave) as training,
-        DocumentWriter(folder / "validation", stem, observe=validation.leave) as validating,
+        DocumentWriter(train_folder, stem, observe=train.leave) as training,
+        DocumentWriter(validation_folder, stem, observe=validation.leave) as validating,
     ):
         for group in groups:
             batch = group.read()

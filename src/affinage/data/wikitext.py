@@ -37,24 +37,52 @@ def _all(given: list[str]) -> str:
 
 
 def _century(given: list[str]) -> str:
-    return f"{given[0].upper()}{'er' if given[0].lower() == 'i' else 'e'} siècle" if given and given[0] else ""
+    return f"{_numeral(given[0])} siècle" if given and given[0] else ""
 
 
-# Templates that stand for words in a sentence; without them its meaning would be lost. All others are dropped.
+def _centuries(given: list[str]) -> str:
+    """`{{s2|XVIII|XIX}}`: the eighteenth and the nineteenth."""
+    numbers = [_numeral(each) for each in given if each.upper().strip("IVXLC") == "" and each]
+    return f"{' et '.join(numbers)} siècle{'s' if len(numbers) > 1 else ''}" if numbers else ""
+
+
+def _numeral(roman: str) -> str:
+    return f"{roman.upper()}{'er' if roman.lower() == 'i' else 'e'}"
+
+
+def _sign(sign: str) -> Callable[[list[str]], str]:
+    """Template text: a sign, whatever the arguments are."""
+    return lambda _: sign
+
+
+def _before(sign: str) -> Callable[[list[str]], str]:
+    """Template text: a sign, and all arguments after it."""
+    return lambda given: " ".join([sign, *filter(None, given)])
+
+
+# Templates that stand for words in a sentence; without them its meaning would be lost. Of others see `_template`.
 _TEMPLATES: dict[str, Callable[[list[str]], str]] = {
     **dict.fromkeys(("lang", "langue"), _arguments(1)),
     **dict.fromkeys(
-        ("nowrap", "nobr", "nobreak", "citation", "«", "small", "abbr", "abréviation", "ill"), _arguments(0)
+        "nowrap nobr nobreak citation « small abbr abréviation ill lien quote exp sup ind sub".split(),
+        _arguments(0),
     ),
-    **dict.fromkeys(("date", "date-", "date de naissance", "date de décès", "unité", "formatnum", "nb", "heure"), _all),
+    **dict.fromkeys("date date- unité formatnum nb heure nombre nombre- mesure".split(), _all),
+    **dict.fromkeys(("date de naissance", "date de décès", "unité/2"), _all),
     **dict.fromkeys(("convert", "cvt"), _arguments(0, 1)),
-    **dict.fromkeys(("s", "s-", "s2", "siècle"), _century),
-    **dict.fromkeys(("er", "1er"), lambda _: "er"),
-    **dict.fromkeys(("circa", "c."), lambda given: f"c. {given[0]}" if given else "c."),
-    **dict.fromkeys(("no", "numéro", "n°"), lambda _: "nº"),
+    **dict.fromkeys(("frac", "fraction", "sfrac"), lambda given: "/".join(filter(None, given))),
+    **dict.fromkeys(("s", "s-", "siècle"), _century),
+    **dict.fromkeys(("s2", "sp", "s2-"), _centuries),
+    **{sign: _sign(sign) for sign in "er re e ème nd nde 1er 1re 2e".split()},
+    **dict.fromkeys(("circa", "c."), _before("c.")),
+    **dict.fromkeys(("no", "numéro", "n°"), _before("nº")),
+    "o": _before("º"),
+    "as of": _before("as of"),
     **dict.fromkeys(("snd", "spnd", "ndash", "–"), lambda _: " – "),
     "!": lambda _: "|",
 }
+_TITLES = {"m.": "M.", "mme": "Mme", "mlle": "Mlle", "dr": "Dr", "me": "Me"}
+_INLINE_CHARACTERS = 80  # an argument of an unknown template in a sentence that is no longer stands for words
 
 
 def wikitext_to_text(wikitext: str, dropped_namespaces: Iterable[str] = ("file", "image", "category")) -> str:
@@ -71,10 +99,14 @@ _HEADING = "\x01"  # marks the line of a heading, with its level as a letter, un
 
 
 def _render(code: Wikicode, dropped: frozenset[str]) -> str:
-    return "".join(_render_node(node, dropped) for node in code.nodes)
+    parts: list[str] = []
+    for node in code.nodes:
+        parts.append(_render_node(node, dropped, inline=bool(parts) and parts[-1][-1:] not in ("", "\n")))
+    return "".join(parts)
 
 
-def _render_node(node: nodes.Node, dropped: frozenset[str]) -> str:
+def _render_node(node: nodes.Node, dropped: frozenset[str], *, inline: bool) -> str:
+    """The text of a node; `inline`: it goes on a line that has begun."""
     match node:
         case nodes.Text():
             return str(node.value)
@@ -85,7 +117,7 @@ def _render_node(node: nodes.Node, dropped: frozenset[str]) -> str:
         case nodes.Heading():
             return f"\n\n{_HEADING}{node.level}{_render(node.title, dropped).strip()}\n\n"
         case nodes.Template():
-            return _template(node, dropped)
+            return _template(node, dropped, inline=inline)
         case nodes.Tag():
             return _tag(node, dropped)
         case nodes.HTMLEntity():
@@ -103,14 +135,29 @@ def _link(node: nodes.Wikilink, dropped: frozenset[str]) -> str:
     return _render(node.text, dropped) if node.text is not None else title.lstrip(":")
 
 
-def _template(node: nodes.Template, dropped: frozenset[str]) -> str:
+def _template(node: nodes.Template, dropped: frozenset[str], *, inline: bool) -> str:
+    """The words that a template stands for.
+
+    Of one that is not known, within a sentence, these are its arguments, if they have no names and are few and short;
+    others are boxes, references and notices.
+    """
     name = str(node.name).strip()
     if century := _CENTURY.match(name):
         return f"{century[1].upper()}{century[2] or 'e'} {century[3].lower()}{(century[4] or '').lower()}"
-    shown = _TEMPLATES.get(name.lower())
-    if shown is None:
-        return ""
-    return shown([_render(each.value, dropped).strip() for each in node.params if not each.showkey])
+    named = any(each.showkey for each in node.params)
+    arguments = [_render(each.value, dropped).strip() for each in node.params if not each.showkey]
+    function, colon, argument = name.partition(":")
+    if colon and function.lower() in ("formatnum", "lc", "uc", "ucfirst", "lcfirst"):
+        return argument.strip()
+    if name.lower() in _TITLES:
+        return _before(_TITLES[name.lower()])(arguments)
+    if (shown := _TEMPLATES.get(name.lower().replace("_", " "))) is not None:
+        return shown(arguments)
+    if name.lower().startswith("lang-"):
+        return arguments[0] if arguments else ""
+    if inline and not named and 1 <= len(arguments) <= 2 and max(map(len, arguments)) <= _INLINE_CHARACTERS:
+        return _all(arguments)
+    return ""
 
 
 def _tag(node: nodes.Tag, dropped: frozenset[str]) -> str:

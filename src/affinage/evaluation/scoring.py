@@ -11,9 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.families import Family, find_families
-from affinage.evaluation.packing import Batch, batches
-from affinage.evaluation.rows import Pair, Row, group_requests, in_pieces
+from affinage.evaluation.batching import Batch, Pair, PrefixGroup, Row, batches, find_groups, group_requests, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
@@ -153,10 +151,10 @@ class Scorer:
         packed = self._share and all(node.kind.joins for node in graph.nodes if node.name in computed)
         # Scores of attention in a row of twice the context take the memory of four rows.
         most = model.context * (2 if self._batch >= 4 * model.row_multiple else 1)
-        families = find_families(rows, most) if packed else [Family(0, (row,)) for row in rows]
+        groups = find_groups(rows, most) if packed else [PrefixGroup(0, (row,)) for row in rows]
         tokens = self._batch * model.context
         for one in batches(
-            families,
+            groups,
             min(tokens, _MOST_TOKENS.get(jax.default_backend(), tokens)),
             context=model.context,
             most=most,

@@ -13,27 +13,16 @@ from affinage.hardware.chips import Chip, GiB, chip, named
 
 @dataclass(frozen=True)
 class Slice:
-    """Chips that train together.
+    """Chips that train together."""
 
-    Attributes:
-        name: as the user gave it.
-        chip: what it is made of.
-        shape: chips along each dimension of the torus, or (boxes, GPUs of a box).
-        wrap: for each dimension, whether its ends are linked.
-        hosts: machines.
-        topology: how libtpu calls it; "" where its compiler does not know it.
-        variant: libtpu's chip configuration: `megacore` shows the two cores of a chip as one device.
-        slices: how many of these, linked by the network of the data center; `hosts` counts the machines of all.
-    """
-
-    name: str
+    name: str  # as the user gave it
     chip: Chip
-    shape: tuple[int, ...]
-    wrap: tuple[bool, ...]
-    hosts: int
-    topology: str = ""
-    variant: str = ""
-    slices: int = 1
+    shape: tuple[int, ...]  # chips along each dimension of the torus, or (boxes, GPUs of a box)
+    wrap: tuple[bool, ...]  # for each dimension, whether its ends are linked
+    hosts: int  # machines, of all slices
+    topology: str = ""  # its name for libtpu; "" where its compiler does not know it
+    variant: str = ""  # libtpu's chip configuration: `megacore` shows the two cores of a chip as one device
+    slices: int = 1  # linked by the network of the data center
 
     @property
     def chips(self) -> int:

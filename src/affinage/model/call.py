@@ -2,16 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from affinage.config.parallel import ActivationName
 from affinage.config.training import AttentionImplementation
 from affinage.model.layout import Layout
 from affinage.model.parameter import Axes, Tree
 from affinage.model.product import product
+from affinage.model.products import product32
+
+HOPPER = (9, 0)  # compute capability from which cuDNN's attention knows documents by their offsets
+# Names for policies of `jax.checkpoint`, beside those that a recipe may use: a kernel's log-sum-exp of scores, and what
+# else a layer keeps by default.
+STATISTICS = "attention_statistics"
+KEPT = (STATISTICS, "attention_weights", "residual", "dropout_mask", "experts_out")
 
 
 @jax.tree_util.register_dataclass
@@ -42,15 +50,34 @@ class Logits:
 
 
 def multiply_out(
-    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], softcap: float | None
+    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], softcap: float | None, vocabulary: int | None = None
 ) -> Float[Array, "*N V"]:
-    """Logits in float32, bounded to ±softcap by a tanh where one is given (Gemma 2)."""
+    """Logits in float32, see `cap`."""
     if hidden.ndim == 2 and hidden.dtype == jnp.float32:  # see `Call.flattens`
-        logits = product(hidden, kernel.T)
-    else:
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-        logits = jax.lax.dot_general(hidden, kernel, contract, preferred_element_type=jnp.float32)
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        return cap(product(hidden, kernel.T), softcap, vocabulary)
+    axes = "abc"[: hidden.ndim - 1]
+    return cap(product32(f"{axes}d,vd->{axes}v", hidden, kernel), softcap, vocabulary)
+
+
+def cap(logits: Float[Array, "*N V"], softcap: float | None, vocabulary: int | None = None) -> Float[Array, "*N V"]:
+    """Logits bounded to ±softcap by a tanh where one is given (Gemma 2), and -1e30 from the vocabulary's end on."""
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    if vocabulary is None:
+        return logits
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(column < vocabulary, logits, -1e30)
+
+
+def capability_of(device: Any) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU, for instance (9, 0) of a Hopper; None for other devices."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def local_capability() -> tuple[int, int] | None:
+    """The same of this process's first device."""
+    return capability_of(jax.local_devices()[0]) if jax.default_backend() == "gpu" else None
 
 
 @dataclass(frozen=True)
@@ -66,9 +93,9 @@ class Call:
     # The places of the tokens whose values are wanted in the end, in the flattened tokens of each of R equal parts of
     # the rows: of other tokens only what these look at is computed, and values come out as [R, P, ...]. None: all.
     at: Int[Array, "R P"] | None = None
-    attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_choice`
+    attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_ops`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
-    described: bool = False  # traced for a plan, and never run: the platform need not be here
+    capability: tuple[int, int] | None = field(default_factory=local_capability)  # compute capability of NVIDIA GPUs
     remat: Callable[..., Any] | None = None  # what of each layer is kept: a policy of `jax.checkpoint`; None: all
     remat_nodes: bool = False  # keep of every node its inputs alone, and compute the rest again in the backward pass
     layout: Layout = field(default_factory=Layout)  # how arrays lie on the devices
@@ -79,6 +106,21 @@ class Call:
     def constrain(self, x: Array, axes: Axes) -> Array:
         """Pins an activation to the mesh by its logical axes."""
         return self.layout.constrain(x, axes)
+
+    def rematerialized(self, layer: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
+        """A layer that keeps for the backward pass what `remat` says, or by default all that is dear.
+
+        That is products and kernels, and what goes into them; on accelerators norms and the like are computed again,
+        which costs less than to store and read their float32 values.
+        """
+        policy = self.remat
+        if policy is None:
+            if self.platform == "cpu":
+                return layer
+            products, names = jax.checkpoint_policies.dots_with_no_batch_dims_saveable, get_args(ActivationName)
+            named = jax.checkpoint_policies.save_only_these_names(*names, *KEPT)
+            policy = jax.checkpoint_policies.save_from_both_policies(products, named)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # a loop keeps the passes apart
 
     @property
     def rings(self) -> bool:

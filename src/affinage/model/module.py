@@ -14,7 +14,7 @@ from affinage.model.call import Call, Loss, Outputs
 from affinage.model.graph import Graph
 from affinage.model.kind import Context, Result
 from affinage.model.node import Node
-from affinage.model.parameter import Tree, map_parameters
+from affinage.model.parameter import Parameter, Tree, map_parameters
 from affinage.model.repeat import apply_node, unstack
 
 
@@ -183,7 +183,7 @@ def apply_part(
             continue
         at = call.at if node.name == narrowing else None
         with jax.named_scope(node.name):  # by which profiles and plans know what a program's operations are for
-            result = _apply_node(node, params, values, batch, replace(call, at=at))
+            result = _apply_node(graph, node, params, values, batch, replace(call, at=at))
         values[node.name] = result.value
         losses += [total / jnp.maximum(count, 1.0) for total, count in result.losses.values()]
         for name, (total, count) in result.metrics.items():
@@ -195,9 +195,13 @@ def apply_part(
     return Part(values, cache, metrics, losses)
 
 
-def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapping[str, Array], call: Call) -> Result:
+def _apply_node(
+    graph: Graph, node: Node, params: Tree, values: Mapping[str, Any], batch: Mapping[str, Array], call: Call
+) -> Result:
     context = context_of(node, params, batch, call)
     own, inputs = params.get(node.name, {}), tuple(values[name] for name in node.inputs)
+    if node.repeat is not None and call.platform == "gpu" and not node.scans(call.platform):
+        own = _cast_matrices(own, graph.parameters.get(node.name, {}), call.compute_dtype)
     if not call.remat_nodes:
         return apply_node(node, own, inputs, context)
 
@@ -206,6 +210,18 @@ def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapp
         return result.value, result.cache, result.losses, result.metrics
 
     return Result(*jax.checkpoint(parts)(own, context.shared, inputs))
+
+
+def _cast_matrices(params: Tree, declared: Tree, dtype: Any) -> Tree:
+    """The parameters with all layers' matrices in the compute dtype, so that each layer's is a slice and no copy."""
+
+    def cast(name: str, value: Any) -> Any:
+        parameter = declared.get(name)
+        if isinstance(value, dict):
+            return _cast_matrices(value, parameter or {}, dtype)
+        return value.astype(dtype) if isinstance(parameter, Parameter) and parameter.inputs else value
+
+    return {name: cast(name, value) for name, value in params.items()}
 
 
 def context_of(node: Node, params: Tree, batch: Mapping[str, Array], call: Call) -> Context:

@@ -6,7 +6,7 @@ from jax import checkpoint_policies as policies
 
 from affinage.config.parallel import RematChoice
 from affinage.errors import UserError
-from affinage.model.call import Call
+from affinage.model.call import STATISTICS, Call
 
 
 def with_remat(call: Call, remat: RematChoice) -> Call:
@@ -25,13 +25,16 @@ def with_remat(call: Call, remat: RematChoice) -> Call:
     if remat == "none":
         return call
     if remat == "dots":
-        return replace(call, remat=policies.dots_with_no_batch_dims_saveable)
+        attended = policies.save_only_these_names("attended", STATISTICS)
+        dots = policies.dots_with_no_batch_dims_saveable
+        return replace(call, remat=policies.save_from_both_policies(dots, attended))
     if remat == "block":
         return replace(call, remat=policies.nothing_saveable)
     if remat == "full":
         return replace(call, remat=policies.nothing_saveable, remat_nodes=True)
+    keep = [*remat.keep, *([STATISTICS] if "attended" in (*remat.keep, *remat.offload) else [])]
     if not remat.offload:
-        return replace(call, remat=policies.save_only_these_names(*remat.keep))
+        return replace(call, remat=policies.save_only_these_names(*keep))
     if call.platform == "cpu":
         raise UserError(
             "a CPU has no other memory to offload activations to",
@@ -39,7 +42,7 @@ def with_remat(call: Call, remat: RematChoice) -> Call:
             fix="Move these names to `keep`, or leave them out: they are then computed again.",
         )
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(remat.keep),
+        names_which_can_be_saved=keep,
         names_which_can_be_offloaded=list(remat.offload),
         offload_src="device",
         offload_dst="pinned_host",

@@ -48,7 +48,7 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int 
             result = Result(result)
         return (result.value, result.cache), (result.losses, result.metrics)
 
-    wrapped = body if context.call.remat is None else jax.checkpoint(body, policy=context.call.remat)
+    wrapped = context.call.rematerialized(body, scanned=scanned)
     if scanned:
         (value, cache), layers = jax.lax.scan(
             lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, first + jnp.arange(node.layers))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
@@ -11,7 +12,7 @@ from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS
 from affinage.config.tuning import TuningSettings
-from affinage.data.places import is_on_hub, is_url, location
+from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
@@ -52,7 +53,7 @@ def _image_steps(loaded: LoadedRecipe) -> list[Step]:
     assert recipe.data is not None and recipe.data.arrays is not None
     arrays = recipe.data.arrays
     config = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
-    steps = [Step("arrays", images.arrays, config, files=() if arrays.path == DIGITS else (arrays.path,))]
+    steps = [Step("arrays", images.arrays, config, version=2, files=() if arrays.path == DIGITS else (arrays.path,))]
     if recipe.pretrain is not None:
         config = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
         sources = extension_fingerprint(loaded, "pretrain")
@@ -73,14 +74,15 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
     config = {"data": _ingested(data)}
     steps.append(Step("ingest", texts.ingest, config, world, version=2, files=files, resumable=True))
-    config = {"data": _json(data, "clean", "languages")}
-    steps.append(Step("filter", texts.clean, config, ("ingest",), version=2, resumable=True))
+    config = {"data": _json(data, "filters", "languages")}
+    steps.append(Step("filter", texts.filter_documents, config, ("ingest",), version=3, resumable=True))
     if data.dedup is not None:
-        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",), version=2))
+        config, files = {"data": _json(data, "dedup")}, _released(data.dedup.against)
+        steps.append(Step("dedup", texts.dedup, config, ("filter",), version=3, files=files, resumable=True))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=2))
+    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=3))
     if begun:
         steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
@@ -91,20 +93,30 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "train-tokenizer")
         steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files, version=2))
-    steps.append(
-        Step("tokenize", texts.rows, _part(recipe, "packing", "seed"), ("split", "train-tokenizer"), resumable=True)
-    )
+    config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
+    steps.append(Step("tokenize", texts.tokenize, config, inputs, version=2, resumable=True))
     return steps
 
 
+def _released(place: str) -> tuple[str, ...]:
+    """The documents of `dedup.against`, if it is a folder; a run is known by its name."""
+    return (str(released_folder(place, Path("runs"))),) if place and from_home(place).is_dir() else ()
+
+
 def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], last: str) -> Step:
+    config, files = _searched(recipe, data, targets)
+    return Step("decontaminate", texts.decontaminate, config, (last,), version=3, files=files, resumable=True)
+
+
+def _searched(recipe: Recipe, data: DataSettings, targets: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings and files that decide which items of benchmarks text must not hold."""
     assert data.decontaminate is not None
     config: dict[str, Any] = {"data": _json(data, "decontaminate")}
     files = [*task_files(filter(_is_task_file, targets)), *data.decontaminate.benchmark_files]
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    return Step("decontaminate", texts.decontaminate, config, (last,), version=2, files=tuple(files), resumable=True)
+    return config, tuple(files)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
@@ -139,7 +151,12 @@ def _tuning_data_step(
         config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
-    return Step(name, fn, config, ("train-tokenizer", *_if(tuning.from_world, "synthesize")), files=tuple(files))
+    if recipe.data is not None and (targets := contamination_targets(recipe)):
+        searched, more = _searched(recipe, recipe.data, targets)
+        config |= searched
+        files += more
+    inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
+    return Step(name, fn, config, inputs, version=2, files=tuple(files), resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
@@ -162,7 +179,11 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
         precomputed = _if(recipe.dpo.precompute_ref_log_probs, "ref-logprobs")
         if precomputed:
             config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
-            steps.append(Step("ref-logprobs", preferences.reference, config, inputs, sources=sources, distributed=True))
+            steps.append(
+                Step(
+                    "ref-logprobs", preferences.reference, config, inputs, version=2, sources=sources, distributed=True
+                )
+            )
         config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
         world, files = _read_by_monitor(recipe.dpo)
         inputs, sources = (*precomputed, *inputs, *world), sources | extension_fingerprint(loaded, "dpo")
@@ -183,6 +204,7 @@ def _training_step(
         fn,
         config,
         inputs,
+        version=3,
         files=tuple(files),
         sources=sources or {},
         distributed=True,

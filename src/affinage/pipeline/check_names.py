@@ -18,7 +18,7 @@ def check_languages(loaded: LoadedRecipe) -> None:
     if data is None:
         return
     places: list[tuple[str, tuple[str | int, ...]]] = []
-    if data.clean.identifies_languages:
+    if data.filters.identifies_languages:
         places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
     for index, source in enumerate(data.sources):
         if source.language and source.kind != "code" and source.language not in data.languages:
@@ -39,7 +39,7 @@ def _hint(language: str) -> str:
     word = language.replace("_", "-").partition("-")[0].lower()
     names = {name.lower(): code for locale in ("en", "fr") for code, name in Locale(locale).languages.items()}
     code = names.get(word) or get_global("language_aliases").get(word, word)
-    fix = "Languages are ISO 639-1 codes, such as en and fr; data.clean.language_threshold=0 turns it off."
+    fix = "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
     return f"Did you mean `{code}`? {fix}" if code in known_languages() else fix
 
 
@@ -96,10 +96,11 @@ def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: tupl
     members = GROUPS.get(task, (task,))
     if all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
         return
-    from affinage.evaluation.tasks import check_names
+    from affinage.evaluation.tasks import check_names, find_tasks
 
     try:
         check_names([task], {}, data_dir, where="evaluate.tasks")
+        find_tasks([task], {}, data_dir)
     except UserError as error:
         where = loaded.locate(key)
         also = f"{where}, {error.where}" if error.where and error.where not in (task, "evaluate.tasks") else where

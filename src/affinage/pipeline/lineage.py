@@ -17,7 +17,7 @@ from affinage.pipeline.trainings import FEED
 from affinage.results import DOCUMENT_STEPS, DocumentsResult, SplitResult, TokenizeResult, TokenizerResult, read_result
 
 if TYPE_CHECKING:
-    from affinage.data.feed import RowFeed
+    from affinage.data.dataloader import DataLoader
     from affinage.data.tokenizer import Tokenizer
 
 _ROWS = {
@@ -83,12 +83,12 @@ class TrainingRows:
         return found
 
     @cached_property
-    def feed(self) -> "RowFeed":
+    def feed(self) -> "DataLoader":
         """The batches of the training."""
-        from affinage.data.feed import RowFeed
+        from affinage.data.dataloader import DataLoader
 
         told = self.told
-        return RowFeed(self.folder / "train", seed=told["seed"], batch=told["batch"], mixture=told["mixture"])
+        return DataLoader(self.folder / "train", seed=told["seed"], batch=told["batch"], mixture=told["mixture"])
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
@@ -97,13 +97,6 @@ class TrainingRows:
 
         return Tokenizer.load(self.made_from("train-tokenizer"))
 
-    @cached_property
-    def folders(self) -> dict[str, Path]:
-        """Folders of training rows by name."""
-        from affinage.data.row_files import find_row_folders
-
-        return find_row_folders(self.folder / "train")
-
     def where(self, step: int, row: int | None = None) -> list[dict[str, Any]]:
         """What lies in the batch of a step, counted from 1 as metrics.jsonl does, or in one row of it.
 
@@ -111,15 +104,17 @@ class TrainingRows:
         documents also have `text`. Raises UserError for steps and rows that there are not.
         """
         from affinage.data.lineage import spans_of_rows
+        from affinage.training.health import data_offset_at
 
         if not 1 <= step <= self.steps:
             raise UserError(f"there is no step {step}", fix=f"This training has the steps 1 to {self.steps}.")
         if row is not None and not 0 <= row < self.feed.batch_size:
             raise UserError(f"there is no row {row}", fix=f"A batch has the rows 0 to {self.feed.batch_size - 1}.")
-        places = list(enumerate(self.feed.where(step - 1)))
+        batch = step - 1 + data_offset_at(self.run / self.stage, step)  # rollbacks left batches out
+        places = list(enumerate(self.feed.where(batch)))
         chosen = places if row is None else [places[row]]
         spans = {
-            folder: spans_of_rows(self.folders[folder], [number for _, (name, number) in chosen if name == folder])
+            folder: spans_of_rows(self.feed.shards[folder], [number for _, (name, number) in chosen if name == folder])
             for folder in {folder for _, (folder, _) in chosen}
         }
         found = []
@@ -131,10 +126,9 @@ class TrainingRows:
         return found
 
     def _add_text(self, row: dict[str, Any]) -> None:
-        from affinage.data.batch import read_rows
-        from affinage.data.row_files import open_rows
+        from affinage.data.dataloader import read_rows
 
-        tokens, _ = read_rows(open_rows(self.folders[row["folder"]]), np.array([row["number"]]))
+        tokens, _ = read_rows(self.feed.shards[row["folder"]], np.array([row["number"]]))
         for document in row["documents"]:
             document["text"] = self.tokenizer.decode(tokens[0, document["start"] : document["stop"]].tolist())
 
@@ -143,9 +137,8 @@ class TrainingRows:
 
         Gives {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
-        from affinage.data.encoded import UNDETERMINED, group_name
-        from affinage.data.lineage import spans_of_document
-        from affinage.data.occurrences import occurrences, rows_of, token_ranges
+        from affinage.data.lineage import occurrences, rows_of, spans_of_document, token_ranges
+        from affinage.data.tokenize import UNDETERMINED, group_name
 
         split = self.made_from("split")
         for part in ("train", "validation"):
@@ -154,7 +147,7 @@ class TrainingRows:
                 told = {**facts, "part": part, "occurrences": len(document.at), "rows": []}
                 if part == "train":
                     folder = group_name(document.source, document.language or UNDETERMINED)
-                    spans = spans_of_document(self.folders[folder], document.id, document.source)
+                    spans = spans_of_document(self.feed.shards[folder], document.id, document.source)
                     ranges = token_ranges(document, len(text), self.tokenizer)
                     numbers = sorted({row for tokens in ranges for row in rows_of(spans, tokens)})
                     told["rows"] = [
@@ -180,7 +173,7 @@ def documents_of(run: Path, stage: str) -> dict[str, Path]:
 
 def last_seen(run: Path, text: str) -> dict[str, int]:
     """In how many documents of each stage before the split a text occurs."""
-    from affinage.data.occurrences import occurrences
+    from affinage.data.lineage import occurrences
 
     done = [stage for stage in [*DOCUMENT_STEPS][:-1] if read_manifest(run / stage) is not None]
     return {stage: sum(1 for _ in occurrences(run / stage, text)) for stage in done}

@@ -36,13 +36,13 @@ def removed(run: Path, stage: str, reason: str) -> list[dict[str, Any]]:
 
 
 def table_beside(run: Path, stage: str, table: str) -> Iterator[dict[str, Any]]:
-    """The lines of a table that a stage wrote beside its documents: `clusters` of copies, `matches` with benchmarks."""
+    """The lines of a table that a stage wrote beside its documents: `removed` copies, `matches` with benchmarks."""
     import pyarrow.parquet as pq
 
     documents_of(run, stage)
-    path = run / stage / table / f"{table}.parquet"
+    path = run / stage / f"{table}.parquet"
     if not path.is_file():
-        there = sorted(found.stem for found in (run / stage).glob("*/*.parquet") if found.stem == found.parent.name)
+        there = sorted(found.stem for found in (run / stage).glob("*.parquet"))
         raise UserError(f"`{stage}` has no table `{table}`", fix=f"It has: {', '.join(there) or 'none'}.")
     for batch in pq.ParquetFile(path).iter_batches():
         yield from batch.to_pylist()

@@ -164,7 +164,7 @@ def load_trained(
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
     from affinage.model import parse
-    from affinage.training.program import compute_dtype
+    from affinage.training.trainer import compute_dtype
 
     load_named_plugins()
     facts = _facts(folder)
@@ -269,7 +269,7 @@ def _load_hub_folder(folder: Path, *, name: str, mesh: "Sizes | None" = None) ->
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
     from affinage.hub.read import read_hub_folder
-    from affinage.training.program import compute_dtype
+    from affinage.training.trainer import compute_dtype
 
     devices = acquire()
     model = read_hub_folder(folder)

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.cluster.processes import Processes
+from affinage.config.data import DataSettings
 from affinage.config.tuning import DpoSettings
+from affinage.pipeline.monitor import tuning_monitor, within_epochs
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash
-from affinage.pipeline.texts import chat_tokenizer, tell_dropped_reasoning
+from affinage.pipeline.texts import chat_tokenizer, print_counts, searched_benchmarks
 from affinage.pipeline.trainings import begin_with, chat_facts, graph_of, mesh_of, parallel_of, run_training, token_rows
-from affinage.pipeline.watching import judge_of, within_epochs
 
 if TYPE_CHECKING:
     from affinage.model import Graph
@@ -17,22 +18,27 @@ if TYPE_CHECKING:
 
 
 def preferences(context: StepContext) -> Summary:
-    """Turn pairs of answers into rows."""
+    """Write pairs of answers as token shards."""
+    from affinage.data.executor import open_executor
     from affinage.data.preferences import prepare_preferences
 
     recipe = context.recipe
     assert recipe.dpo is not None
-    summary = prepare_preferences(
-        recipe.dpo,
-        chat_tokenizer(context),
-        context.folder,
-        context=recipe.dpo.seq_len or recipe.packing.seq_len,
-        seed=recipe.seed,
-        system_prompt=recipe.chat_system_prompt,
-        world_folder=context.inputs.get("synthesize"),
-        progress=context.progress,
-    )
-    tell_dropped_reasoning(summary, "pairs")
+    settings = recipe.data or DataSettings.model_construct()
+    with searched_benchmarks(context) as searched, open_executor(settings) as executor:
+        summary = prepare_preferences(
+            recipe.dpo,
+            chat_tokenizer(context),
+            context.folder,
+            context=recipe.dpo.seq_len or recipe.packing.seq_len,
+            seed=recipe.seed,
+            system_prompt=recipe.chat_system_prompt,
+            world_folder=context.inputs.get("synthesize"),
+            searched=searched,
+            executor=executor,
+            progress=context.progress,
+        )
+    print_counts(summary, "pairs")
     return summary
 
 
@@ -40,7 +46,7 @@ def reference(context: StepContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
     from affinage.model.preferred import ANSWERS
     from affinage.parallel import make_mesh
-    from affinage.training.program import Program
+    from affinage.training.trainer import Trainer
 
     settings, rows = _settings(context).model_copy(update={"lora": None}), context.inputs["preference-data"]
     graph = _graph(context, settings)
@@ -49,7 +55,7 @@ def reference(context: StepContext) -> Summary:
     begin = job.initial_params
     assert begin is not None
     try:
-        program = Program(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
+        program = Trainer(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
         params = begin(program.abstract.params)
         told = {part: _write_reference(context, program, params, rows, part) for part in ("train", "validation")}
     finally:
@@ -62,13 +68,13 @@ def _write_reference(context: StepContext, program: Any, params: Any, rows: Path
     import numpy as np
 
     from affinage.data.atomic import write_array
-    from affinage.data.row_files import find_row_folders
-    from affinage.data.validation_rows import ValidationRows
+    from affinage.data.dataloader import ValidationRows
+    from affinage.data.token_shards import find_shard_folders
     from affinage.model.preferred import ANSWERS
 
     (context.folder / part).mkdir(exist_ok=True)
     counts, compiled = {}, None
-    for name, folder in find_row_folders(rows / part).items():
+    for name, folder in find_shard_folders(rows / part).items():
         batches = ValidationRows(folder, batch=program.rows // program.job.settings.gradient_accumulation_steps)
         found = []
         for number, batch in enumerate(batches):
@@ -83,7 +89,7 @@ def _write_reference(context: StepContext, program: Any, params: Any, rows: Path
 
 def dpo(context: StepContext) -> Summary:
     """Teach the model to prefer the chosen answers, held to the model that it was."""
-    from affinage.data.preference_feed import PreferenceFeed, PreferenceRows, read_reference
+    from affinage.data.preferences import PreferenceFeed, PreferenceRows, read_reference
 
     asked, inputs = _settings(context), context.inputs
     rows, told = inputs["preference-data"], inputs.get("ref-logprobs")
@@ -103,7 +109,7 @@ def dpo(context: StepContext) -> Summary:
             feed if train is None else PreferenceFeed(feed, train),
             data=data,
             validation={name: PreferenceRows(found, validation.get(name)) for name, found in held_out.items()},
-            judge=judge_of(context, settings, asked.steps, _base_graph(context), feed, system_prompt),
+            judge=tuning_monitor(context, settings, asked.steps, _base_graph(context), feed, system_prompt),
         ),
         # What it is used with is the model itself, whose loss is of the next token.
         graph=_base_graph(context),

@@ -63,7 +63,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if recipe.export is not None and "export" in stages:
         _check_export(loaded)
     if recipe.packing.output_path and "tokenize" in stages:
-        from affinage.data.shards import check_url
+        from affinage.data.token_shards import check_url
 
         with _written(loaded, "packing", "output_path"):
             check_url(recipe.packing.output_path)
@@ -299,9 +299,9 @@ def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
 
 
 def _check_mixture(loaded: LoadedRecipe) -> None:
-    from affinage.data.encoded import UNDETERMINED, group_name
     from affinage.data.mixture import ALL, refuse_unknown
     from affinage.data.special_tokens import CODE_LANGUAGE
+    from affinage.data.tokenize import UNDETERMINED, group_name
 
     data, pretrain = loaded.recipe.data, loaded.recipe.pretrain
     if data is None or pretrain is None or pretrain.mixture is None:

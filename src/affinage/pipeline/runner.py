@@ -22,7 +22,7 @@ from affinage.pipeline.locks import Lock
 from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, plan, select
 from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.step import Step, StepContext
-from affinage.pipeline.store import Request, Store, link, versions, write_json
+from affinage.pipeline.store import Request, Store, deleted, link, versions, write_json
 from affinage.results import RESULTS, Result, read_result
 from affinage.stopping import StopSignals
 
@@ -167,14 +167,19 @@ class PipelineRunner:
                 self._link(planned)
                 if missing and remote is not None:
                     remote.copy(planned.request)
-            if remote is not None and (failure := remote.wait()):
+            if remote is not None and remote.failure:
                 to = self.loaded.recipe.runtime.remote
-                _print(f"NOT all results were copied to {to}: {failure}; run it again to try")
+                _print(f"NOT all results were copied to {to}: {remote.failure}; run it again to try")
         return ran
 
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
         step, store = planned.step, self.runs.store
         inputs = {name: store.find(name, key) for name, key in planned.request.inputs.items()}
+
+        def on_metrics(row: Mapping[str, Any]) -> None:
+            if not store.is_begun(planned.request):  # nothing that a training writes there would be found
+                raise deleted(store.path(planned.request))
+            listener.on_metrics(row)
 
         with self._undone_if_refused(planned):
             folder = store.begin(planned.request, resume=step.resumable)
@@ -183,9 +188,7 @@ class PipelineRunner:
             listener.on_begin(planned, folder)
             started, clock = time.time(), time.monotonic()
             with self._errors_with_lines(), _full_disk_in_one_message(folder):
-                context = StepContext(
-                    self.loaded, folder, inputs, self.folder, listener.on_progress, listener.on_metrics
-                )
+                context = StepContext(self.loaded, folder, inputs, self.folder, listener.on_progress, on_metrics)
                 if step.setup is not None:
                     step.setup(context, forced=planned.forced)
                 with _with_all_processes(planned.request) if step.distributed else contextlib.nullcontext():
@@ -261,7 +264,7 @@ class PipelineRunner:
     def _fetch(self, steps: Collection[str], requests: Mapping[str, Request], *, small: bool) -> None:
         """Copy from the recipe's `remote` what is there and not here."""
         if self._remote is not None:
-            self._remote.bring(steps, requests, _print, self._making, looked_at=small)
+            self._remote.bring(steps, requests, _print, self._making, small=small)
 
     # ---- the folder of the run ----
 

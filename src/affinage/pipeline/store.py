@@ -121,6 +121,10 @@ class Store:
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
+    def is_begun(self, request: Request) -> bool:
+        """Whether the folder that `begin` returned is still there."""
+        return (self.path(request) / REQUEST).is_file()
+
     def discard(self, request: Request) -> None:
         """Remove a result, complete or not."""
         folder = self.path(request)
@@ -142,12 +146,8 @@ class Store:
             UserError: the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
-        if not (folder / REQUEST).is_file():
-            raise UserError(
-                "the folder of this result was deleted or moved while it was made",
-                where=str(folder),
-                fix="Put it back, or run the same command to make it again.",
-            )
+        if not self.is_begun(request):
+            raise deleted(folder)
         write_json(folder / RESULT, summary)
         written = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
         names = sorted(name for name in written if name != MANIFEST)
@@ -171,6 +171,12 @@ class Store:
         """Remove what killed processes have left of discarded results."""
         for doomed in self.folder.glob(".discarded-*"):
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def deleted(folder: Path) -> UserError:
+    """The error if the folder of a result is gone before the result is complete."""
+    fix = "Put it back, or make it again; both times, run the same command."
+    return UserError("the folder of this result was deleted or moved while it was made", where=str(folder), fix=fix)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -23,17 +23,15 @@ from affinage.pipeline.base_models import (
     origin_of,
     trained_params,
 )
-from affinage.pipeline.in_loop import InLoop
+from affinage.pipeline.monitor import PretrainingMonitor, tuning_monitor, within_epochs
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash, write_json
-from affinage.pipeline.watching import judge_of, within_epochs
 from affinage.plugins import plugin_sources
 
 if TYPE_CHECKING:
     from affinage.config.parallel import ParallelSettings
-    from affinage.data.feed import RowFeed
+    from affinage.data.dataloader import DataLoader, ValidationRows
     from affinage.data.tokenizer import Tokenizer
-    from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
     from affinage.training import Feed, TrainJob, ValidationSet
     from affinage.training.job import Benchmarks, Judge
@@ -56,10 +54,10 @@ def pretrain(context: StepContext) -> Summary:
         feed,
         validation,
         data={"rows": content_hash(context.inputs["tokenize"], "train")},
-        documents=partial(documents_of, feed, context.inputs["tokenize"] / "train"),
+        documents=partial(documents_of, feed),
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
-        benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.monitor else None,
+        benchmarks=PretrainingMonitor(context, settings, graph, validation) if settings.monitor else None,
     )
     return summary | {"epochs": feed.epochs(settings.steps)}
 
@@ -86,7 +84,7 @@ def pretrain_on_arrays(context: StepContext) -> Summary:
 
 def sft(context: StepContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
-    from affinage.data.conversations import show_examples
+    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
 
     asked = context.recipe.sft
@@ -106,10 +104,10 @@ def sft(context: StepContext) -> Summary:
         feed,
         validation,
         data={"rows": content_hash(context.inputs["sft-data"], "train")},
-        documents=partial(documents_of, feed, context.inputs["sft-data"] / "train"),
+        documents=partial(documents_of, feed),
         facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
         initial_params=begin_with(context, graph, ("pretrain",), settings.from_step),
-        judge=judge_of(context, settings, asked.steps, graph, feed, settings.system_prompt),
+        judge=tuning_monitor(context, settings, asked.steps, graph, feed, settings.system_prompt),
     )
 
 
@@ -187,14 +185,13 @@ def with_vocabulary(model: Any, vocabulary: int) -> Any:
 
 def token_rows(
     context: StepContext, settings: PretrainSettings | TuningSettings, rows: Path
-) -> "tuple[RowFeed, dict[str, ValidationRows]]":
+) -> "tuple[DataLoader, dict[str, ValidationRows]]":
     """The batches of a training and its held-out rows; what finds a step's rows again is written down."""
-    from affinage.data.feed import RowFeed
-    from affinage.data.validation_rows import validation_sets
+    from affinage.data.dataloader import DataLoader, validation_sets
 
     batch = _rows_per_step(context, settings)
     mixture = None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
-    feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
+    feed = DataLoader(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
     # How to find the rows of a step again; the number of devices may have a part in the batch.
     told = {"rows": rows.name, "seed": context.recipe.seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
     if Processes.current.first:
@@ -236,16 +233,14 @@ def parallel_of(context: StepContext, graph: "Graph", settings: TrainSettings, t
     return parallel.model_copy(update={"remat": choice.remat})
 
 
-def documents_of(feed: "RowFeed", rows: Path, step: int) -> list[dict[str, Any]]:
+def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    from affinage.data.lineage import DOCUMENTS, spans_of_rows
-    from affinage.data.row_files import find_row_folders
+    from affinage.data.lineage import spans_of_rows
 
-    folders, places = find_row_folders(rows), feed.where(step - 1)
+    places = feed.where(step - 1)
     spans = {
-        name: spans_of_rows(folders[name], [number for folder, number in places if folder == name])
+        name: spans_of_rows(feed.shards[name], [number for folder, number in places if folder == name])
         for name in {folder for folder, _ in places}
-        if (folders[name] / DOCUMENTS).is_file()
     }
     named = [[f"{span['source']}/{span['id']}" for span in spans.get(name, {}).get(n, [])] for name, n in places]
     return [

@@ -172,7 +172,7 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Count
     from affinage.model.batch import batch_shapes
     from affinage.parallel import make_mesh
     from affinage.training.job import TrainJob, rows_per_step
-    from affinage.training.program import Program
+    from affinage.training.trainer import Trainer
 
     loaded = load_recipe(recipe, overrides)
     load_plugins(loaded)
@@ -198,7 +198,7 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Count
         name=name,
         parallel=parallel,
     )
-    return Program(job, mesh, batch)
+    return Trainer(job, mesh, batch)
 
 
 def main(arguments: Sequence[str]) -> None:

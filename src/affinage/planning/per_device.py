@@ -22,8 +22,9 @@ from affinage.hardware.mesh import axis_to_free
 from affinage.hardware.slices import Slice
 from affinage.model import Call, Graph, parse
 from affinage.model.batch import batch_shapes
-from affinage.model.kinds.attention_kernels import queries_are_split
+from affinage.model.call import HOPPER
 from affinage.model.kinds.moe import MoeSettings
+from affinage.model.kinds.splash import queries_are_split
 from affinage.model.parameter import Axes, Parameter, Tree, map_parameters, parameters_in
 from affinage.model.remat import with_remat
 from affinage.parallel import Pipeline
@@ -37,11 +38,12 @@ from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import as_it_is_done, check_remat, check_update
-from affinage.training.program import compute_dtype, optimizer_of, step_of
 from affinage.training.state import TrainState, abstract_state
+from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
 _COLLECTIVE_AXES = {"experts": "owner", "sequence": "neighbor"}  # named axes of the collectives of a traced step
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
+_BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ class PerDevice:
             seq_len=self.local_seq_len,
             dtype=str(compute_dtype(settings.precision, self.chip)),
             platform=self.platform,
+            capability=self._capability,
             stages=self.stages,
             owners=self.owners,
             neighbors=neighbors,
@@ -255,13 +258,20 @@ class PerDevice:
         """Rows and columns that a TPU multiplies at once; 1 on other chips, whose units are smaller than any model."""
         return 1 if self.platform != "tpu" else 256 if self.chip.name in _WIDER_UNITS else 128
 
+    @property
+    def _capability(self) -> tuple[int, int] | None:
+        """Of a GPU, as far as attention asks for it: whether it is a Hopper or newer."""
+        if self.platform != "gpu":
+            return None
+        return (8, 0) if self.chip.name in _BEFORE_HOPPER else HOPPER
+
     def _kernel_flops(self, node: Any) -> float:
         """Operations of one product of a kernel of attention, on the device whose queries see most keys."""
         attention = getattr(node.kind, "attention", None)
         if attention is None:
             return 0.0
         head, first = attention.head_width(self.graph.shapes[node.inputs[0]].width), 0
-        if queries_are_split("splash", self.platform, self.seq_len, self.parts("sequence")):
+        if self.platform == "tpu" and queries_are_split(self.seq_len, self.parts("sequence")):
             first = self.seq_len - self.local_seq_len
         pairs = attention.pairs(self.seq_len, first)
         return 2.0 * self.local_rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
@@ -392,6 +402,7 @@ class _Program:
     seq_len: int
     dtype: str
     platform: str
+    capability: tuple[int, int] | None
     stages: int
     owners: int
     neighbors: int
@@ -409,7 +420,7 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
     call = Call(
         compute_dtype=jnp.dtype(program.dtype),
         platform=program.platform,
-        described=True,
+        capability=program.capability,
         attention=settings.attention,
         layout=layout,
         ring_attention=parallel.context_attention == "ring",

@@ -29,27 +29,27 @@ def near_duplicates(deduplicated: Path, cleaned: Path) -> tuple[NearDuplicate, .
     """The pairs least alike, which are those to judge a threshold by.
 
     Args:
-        deduplicated: folder of that stage, with `clusters/clusters.parquet`.
+        deduplicated: folder of that stage, with `removed.parquet`.
         cleaned: folder of the documents that it read.
     """
-    clusters = deduplicated / "clusters" / "clusters.parquet"
+    removed = deduplicated / "removed.parquet"
     files = document_files(cleaned)
-    if not clusters.is_file() or sum(file.stat().st_size for file in files) > SEARCHED_BYTES:
+    if not removed.is_file() or sum(file.stat().st_size for file in files) > SEARCHED_BYTES:
         return ()
     try:
-        pairs = _least_alike(clusters)
+        pairs = _least_alike(removed)
         texts = _texts(files, {key for pair in pairs for key in (_removed(pair), _kept(pair))})
     except (pa.ArrowException, OSError, KeyError):
         return ()  # another version's columns, or a file that is gone: the report has no such section then
     return tuple(
-        NearDuplicate(pair["id"], texts[_removed(pair)], pair["cluster"], texts[_kept(pair)], pair["jaccard"])
+        NearDuplicate(pair["id"], texts[_removed(pair)], pair["duplicate_of"], texts[_kept(pair)], pair["jaccard"])
         for pair in pairs
         if _removed(pair) in texts and _kept(pair) in texts
     )
 
 
-def _least_alike(clusters: Path) -> list[dict[str, Any]]:
-    table = pq.read_table(clusters, filters=[("kept", "==", False), ("exact", "==", False)])
+def _least_alike(removed: Path) -> list[dict[str, Any]]:
+    table = pq.read_table(removed, filters=[("exact", "==", False)])
     order = [(name, "ascending") for name in ("jaccard", "source", "id")]
     return table.sort_by(order).slice(0, SHOWN).to_pylist()
 
@@ -59,7 +59,7 @@ def _removed(pair: dict[str, Any]) -> tuple[str, str]:
 
 
 def _kept(pair: dict[str, Any]) -> tuple[str, str]:
-    return pair["cluster_source"], pair["cluster"]
+    return pair["duplicate_of_source"], pair["duplicate_of"]
 
 
 def _texts(files: list[Path], wanted: set[tuple[str, str]]) -> dict[tuple[str, str], str]:

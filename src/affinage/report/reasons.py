@@ -37,9 +37,6 @@ def reason_name(reason: str, language: str) -> str:
     """A reason for removal in words; one that has no translation is shown as the stage called it."""
     if language != "fr":
         return reason
-    of_ngrams = re.fullmatch(r"(top|duplicate) (\d+)-grams?", reason)
-    if of_ngrams:
-        return f"{of_ngrams[2]}-gramme{' dominant' if of_ngrams[1] == 'top' else 's répétés'}"
     return reasons(language).get(reason, reason)
 
 

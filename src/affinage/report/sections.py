@@ -109,7 +109,7 @@ class ThresholdRow:
 def thresholds(facts: Facts) -> list[ThresholdRow]:
     """What the thresholds of language id near the one that was used would keep; empty if nothing depended on it."""
     found = facts.filtered.thresholds if facts.filtered else Thresholds()
-    used = setting_of(facts, "filter", "data", "clean", "language_threshold")
+    used = setting_of(facts, "filter", "data", "filters", "language_threshold")
     by_name = used if isinstance(used, Mapping) else {"default": used}
     rows = []
     for cost in found.costs:

@@ -109,13 +109,13 @@ class _MonitorPoint(Result):
 class _Monitor(Result):
     """The file of a monitor."""
 
-    looks: list[_MonitorPoint] = []
+    points: list[_MonitorPoint] = []
 
 
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
     """Reads the curves and benchmarks of a training, and predicts it now, from the recipe of the run."""
     nodes, context = node_costs(folder)
-    monitored = lenient(_Monitor, read_json(folder / "watch.json")).looks
+    monitored = lenient(_Monitor, read_json(folder / "monitor.json")).points
     points = [_of_monitor(point) for point in monitored]
     curves: dict[str, list[Point]] = {}
     validation: dict[str, list[Point]] = {}

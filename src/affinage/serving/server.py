@@ -7,9 +7,10 @@ import ipaddress
 import logging
 import math
 import secrets
+import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -366,12 +367,26 @@ def run(
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(place.grace), lifespan="off"
         )
-        server = uvicorn.Server(config)
+        server = _Uvicorn(config)
         ready(_url(listening), place)
         server.run(sockets=[listening])
     finally:
         worker.close()
         listening.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that ends in good order at a signal: it would send itself the signal once more, and die of it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """While entered, the first signal ends the server, and a second one does not wait for answers."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _listen(place: Place) -> socket.socket:

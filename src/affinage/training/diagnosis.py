@@ -1,5 +1,6 @@
-"""Where a step falls sick: the first parameter, layer or gradient in which a value is not finite."""
+"""Where a step becomes unhealthy: the first parameter, layer or gradient that is not finite."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,35 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
+from affinage.cluster.processes import Processes
+from affinage.errors import UserError
 from affinage.model import Call, Graph, apply
 from affinage.model.kind import Context, Result
 from affinage.model.node import Node
 from affinage.model.repeat import apply_layers
+from affinage.training.health import TrainingDiverged
+from affinage.training.state import TrainState
+from affinage.training.trainer import Trainer
 
 PyTree = Any
-_Sound = dict[str, list[Bool[Array, ""]]]  # by node: whether it is finite, for each layer
+_Finite = dict[str, list[Bool[Array, ""]]]  # by node: whether it is finite, for each layer
+
+
+def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_offset: int) -> UserError:
+    """The error for the user, with a diagnosis of the step at which the training diverged, also in diagnosis.json."""
+    job, held, call, batch_number = trainer.job, trainer.held, trainer.call, error.step + data_offset
+    batch = trainer.put_share(next(trainer.batches(batch_number - 1)))
+    if held.reference:
+        batch = jax.jit(lambda frozen, batch: held.with_reference(frozen, batch, call))(state.frozen, batch)
+    found = {
+        "step": error.step,
+        **diagnose(job.graph, call, held.whole(state.params, state.frozen), state.averages, batch),
+        "learning_rate": trainer.learning_rate(error.step),
+        "documents": None if job.documents is None else job.documents(batch_number),
+    }
+    if Processes.current.first:
+        (job.folder / "diagnosis.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return error.explained(job.folder, found)
 
 
 def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]) -> dict[str, Any]:
@@ -25,7 +48,7 @@ def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: 
         first: in words, what is not finite first: a weight, else a value on the way forward, else a gradient on the
         way back; "nothing" if all are finite. gradient_norms: {node: norm}.
     """
-    of_weights = jax.jit(lambda params: _sound_parts(graph, params))(params)
+    finite_weights = jax.jit(lambda params: _sound_parts(graph, params))(params)
     values, gradients, norms = jax.jit(lambda *of: _passes(graph, call, *of))(params, averages, batch)
     gradient_norms = {name: float(norms[name]) for name in _in_order(graph, norms)}
     forward: dict[str, bool] = {}
@@ -33,7 +56,7 @@ def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: 
         for layer, finite in enumerate(values["layers"].get(node.name, []), 1):
             forward[_part(node, layer)] = bool(finite)
         forward[node.name] = bool(values["nodes"].get(node.name, True))
-    weights, back = _named(graph, of_weights), reversed(_named(graph, gradients))
+    weights, back = _named(graph, finite_weights), reversed(_named(graph, gradients))
     first = next((f"the weights of {name}" for name, finite in weights if not finite), None)
     first = first or next((f"the value of {name}" for name, finite in forward.items() if not finite), None)
     first = first or next((f"the gradient of {name}" for name, finite in back if not finite), None)
@@ -45,7 +68,7 @@ def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: 
 
 def _passes(
     graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]
-) -> tuple[dict[str, Any], _Sound, dict[str, Array]]:
+) -> tuple[dict[str, Any], _Finite, dict[str, Array]]:
     """Whether the values and the gradients of all nodes, and of all layers of repeated nodes, are finite.
 
     And the norms of gradients by node.
@@ -74,7 +97,7 @@ def _passes(
     return seen, _sound_parts(graph, grads), norms
 
 
-def _sound_parts(graph: Graph, tree: PyTree) -> _Sound:
+def _sound_parts(graph: Graph, tree: PyTree) -> _Finite:
     """Whether what belongs to each node is finite; of repeated ones what belongs to each of their layers."""
     return {node.name: _of_layers(node, tree[node.name]) for node in graph.nodes if node.name in tree}
 
@@ -85,7 +108,7 @@ def _of_layers(node: Node, tree: PyTree) -> list[Bool[Array, ""]]:
     return [_finite(jax.tree.map(lambda leaf, at=layer: leaf[at], tree)) for layer in range(node.layers)]
 
 
-def _named(graph: Graph, sound: _Sound) -> list[tuple[str, bool]]:
+def _named(graph: Graph, sound: _Finite) -> list[tuple[str, bool]]:
     nodes = [node for node in graph.nodes if node.name in sound]
     return [(_part(node, n), bool(finite)) for node in nodes for n, finite in enumerate(sound[node.name], 1)]
 

@@ -86,16 +86,8 @@ class Frozen:
         return {**batch, REFERENCE: jax.lax.stop_gradient(told[..., 0].astype(jnp.float32))}
 
 
-def keep_frozen(training: Path, weights: PyTree) -> None:
-    """Write the weights that no step changes beside the checkpoints of a training, once; None: there are none."""
-    if weights is not None:
-        store = CheckpointStore(training / FROZEN)
-        store.save(0, {"params": weights}, {})
-        store.wait()
-
-
 def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
-    """Those weights, on the devices and shardings of `abstract`; None if that is None."""
+    """The frozen weights of a training, on the devices and shardings of `abstract`; None if that is None."""
     return None if abstract is None else CheckpointStore(training / FROZEN).restore_params(0, abstract)
 
 

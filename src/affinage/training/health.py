@@ -1,9 +1,8 @@
-"""What a run knows of its sick steps: which updates were left out, where it went back, and when it must stop."""
+"""What happens to unhealthy steps: updates that were skipped, rollbacks, and a stop with a diagnosis."""
 
 import json
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,22 +11,45 @@ from affinage.errors import UserError
 from affinage.training.metrics import finite
 
 FILE = "health.jsonl"
-_REWINDS = 10  # of a run, after which going back again will not help
+_ROLLBACKS = 10  # of a run, after which another one will not help
 
 
-class Health:
-    """Looks at the metrics of every sick step, in order. Its `facts` are part of every checkpoint.
+class TrainingDiverged(Exception):
+    """Too many updates were skipped; the run stops at `step`."""
 
-    Every sick step has a line in health.jsonl: step, cause, done, loss, spike_score, grad_norm, learning_rate, the
-    batches left out, and what `documents` knows of the batch.
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(what)
+        self.step = step
+
+    def explained(self, folder: Path, diagnosis: Mapping[str, Any]) -> UserError:
+        """The error for the user, with a diagnosis."""
+        names = ("first", "learning_rate", "gradient_norms", "documents")
+        listed = "".join(f"\n    {name}: {diagnosis[name]}"[:305] for name in names)
+        return UserError(
+            f"{self}{listed}",
+            where=str(folder / "diagnosis.json"),
+            fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak_lr, more warm-up or "
+            "a smaller optimizer.max_grad_norm help against divergence; health.on_spike: rollback against bad batches.",
+        )
+
+
+class HealthMonitor:
+    """Decides about every unhealthy step, in order. Its `facts` are part of every checkpoint.
+
+    Every unhealthy step has a line in health.jsonl: step, cause, action, loss, spike_score, grad_norm, learning_rate,
+    and what `documents` knows of its batch.
+
+    Attributes:
+        rollback_from: the step from which the run must go back; while it is set, nothing more is looked at.
+        data_offset: batches that were left out so far: step N is trained on batch N + data_offset.
 
     Args:
         settings: policies and limits.
-        folder: of the run; None: nothing is written, as on all hosts but the first.
-        start: the step it goes on from; later lines of the file are dropped, unless `facts` know of them.
-        facts: of the checkpoint that it goes on from; {} at the beginning.
-        documents: what the batch of a step, counted from 1, was made of.
-        say: is told in a line what is done about a sick step that the run goes back from, or no longer does.
+        folder: of the run; None: nothing is written, as in all processes but the first.
+        start: the step that it resumes from; later lines of the file are dropped, except those of rollbacks.
+        facts: of the checkpoint that it resumes from; {} at the beginning.
+        documents: what a batch was made of, by its number from 1.
+        say: prints a line.
     """
 
     def __init__(
@@ -41,136 +63,116 @@ class Health:
     ) -> None:
         self._settings, self._documents, self._say = settings, documents, say
         self._path = None if folder is None else folder / FILE
-        if self._path is not None:
-            _cut(self._path, start, facts.get("rewinds", []))
-        self.sick: list[int] = list(facts.get("sick", []))  # the latest steps whose update was left out
-        self.left_out: list[int] = list(facts.get("left_out", []))  # steps whose batch is not trained on
-        self.rewinds: list[list[int]] = list(facts.get("rewinds", []))  # [seen at, back to]
-        self.spikes = int(facts.get("spikes", 0))
-        self.rewind_from: int | None = None  # set when the run must go back; then nothing more is looked at
-        self._seen: dict[str, Any] = {}
+        self.skipped: list[int] = list(facts.get("skipped", []))  # steps of the latest skipped updates
+        self.rollbacks: list[list[int]] = list(facts.get("rollbacks", []))  # [seen at, back to]
+        self.data_offset, self.spikes = int(facts.get("data_offset", 0)), int(facts.get("spikes", 0))
+        self.rollback_from: int | None = None
+        self._event: dict[str, Any] = {}
+        if self._path is not None and self._path.exists():
+            self._drop_lines_after(start)
 
     def facts(self) -> dict[str, Any]:
-        """JSON-able: what a resumed run must know."""
-        return {"sick": self.sick, "left_out": self.left_out, "rewinds": self.rewinds, "spikes": self.spikes}
+        """What a resumed run must know, JSON-able."""
+        names = ("skipped", "rollbacks", "data_offset", "spikes")
+        return {name: getattr(self, name) for name in names}
 
     @property
-    def last_sound(self) -> int:
-        """The step before the batches that are to be left out, when the run must go back."""
-        assert self.rewind_from is not None
-        return max(0, self.rewind_from - self._settings.rollback_batches)
+    def last_healthy(self) -> int:
+        """The newest step to go back to."""
+        assert self.rollback_from is not None
+        return max(0, self.rollback_from - self._settings.rollback_batches)
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Look at a step that is done, and whose update was left out or whose loss is a spike.
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Decide about a step whose update was skipped, or whose loss is a spike.
 
         Raises:
-            Incurable: the updates of too many steps were left out.
+            TrainingDiverged: too many updates were skipped.
         """
-        spike, skipped = bool(metrics.get("spike")), bool(metrics["skipped"])
+        spike, skipped, torn = (bool(metrics.get(name)) for name in ("spike", "skipped", "torn"))
         self.spikes += spike
-        if self.rewind_from is not None or not (spike or skipped):
+        if self.rollback_from is not None or not (spike or skipped):
             return
-        # A loss that stands out is often one whose gradient overflows: that is no spike to be noted only.
-        in_numbers = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
-        cause = "spike" if spike and in_numbers else "not finite"
+        # A loss that stands out is often one whose gradient overflows: that is no mere spike.
+        is_finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        cause = "spike" if spike and is_finite else "nonfinite"
         policy = self._settings.on_spike if cause == "spike" else self._settings.on_nonfinite
-        torn = bool(metrics.get("torn"))
-        if torn:  # left out of some layers only, so that there is nothing but to go back
-            policy = "rollback"
         shown = {name: metrics.get(name) for name in ("loss", "spike_score", "grad_norm", "learning_rate")}
-        self._seen = {"step": step, "cause": cause, **shown}
-        if policy == "log":
-            self._write({**self._seen, "done": "noted"})
+        self._event = {"step": step, "cause": cause, **shown}
+        if policy == "log" and not torn:
+            self._write("logged")
             return
-        self.sick = sorted({*(s for s in self.sick if s > step - self._settings.window), step})
-        if policy == "rollback" and len(self.rewinds) < _REWINDS:
-            self.rewind_from = step
+        self.skipped = sorted({*(s for s in self.skipped if s > step - self._settings.window), step})
+        # An update that was applied to some layers only leaves nothing but to go back.
+        if (torn or policy == "rollback") and len(self.rollbacks) < _ROLLBACKS:
+            self.rollback_from = step
         elif torn:
-            self._stop(step, cause, f"after {_REWINDS} ways back an update is left out of some layers, not of others")
-        self._break(step, cause)
-        if self.rewind_from is None:
+            self._stop(step, f"after {_ROLLBACKS} rollbacks an update was skipped in some layers, not in others")
+        self._check_limits(step)
+        if self.rollback_from is None:
             if policy == "rollback":
-                self._say(f"step {step:,} was not sound, and is left out: it has gone back {_REWINDS} times already")
-            self._write({**self._seen, "done": "skipped", "documents": self._batch(step)})
+                self._say(f"step {step:,} is skipped: the run has rolled back {_ROLLBACKS} times already")
+            self._write("skipped", documents=self._batch(step))
 
-    def rewound(self, to: int) -> None:
-        """The run is back at a checkpoint, and will leave out the batches that led away from it."""
-        seen_at, sound = self.rewind_from, self.last_sound
+    def rolled_back(self, to: int) -> None:
+        """The run is back at a checkpoint, and continues with the batch after the unhealthy one."""
+        seen_at = self.rollback_from
         assert seen_at is not None
-        self.rewind_from = None
-        batches = list(range(max(sound, to) + 1, seen_at + 1))
-        stay = f", the first one there is: batches {sound + 1:,} to {to:,} stay in" if to > sound else ""
-        self._say(f"step {seen_at:,} was not sound: back to step {to:,}{stay}")
-        self.left_out = sorted({*self.left_out, *batches})
-        self.rewinds.append([seen_at, to])
-        documents = {step: self._batch(step) for step in batches}
-        self._write({**self._seen, "done": f"rewound to {to}", "left_out": batches, "documents": documents})
+        documents = {step: self._batch(step) for step in range(max(to, seen_at - 99) + 1, seen_at + 1)}
+        self._say(f"step {seen_at:,} was unhealthy: back to step {to:,}, without the batches since")
+        self._write(f"rolled back to {to}", left_out=seen_at - to, documents=documents)
+        self.data_offset += seen_at - to
+        self.rollbacks.append([seen_at, to])
+        self.skipped = [step for step in self.skipped if step <= to]
+        self.rollback_from = None
 
-    def _break(self, step: int, cause: str) -> None:
-        in_a_row = 0
-        while step - in_a_row in self.sick or step - in_a_row in self.left_out:
+    def _check_limits(self, step: int) -> None:
+        in_a_row, limits = 0, self._settings
+        while step - in_a_row in self.skipped:
             in_a_row += 1
-        limits = self._settings
-        if in_a_row < limits.max_consecutive_skips and len(self.sick) < limits.max_skips:
-            return
-        how = (
-            f"{in_a_row} updates in a row" if in_a_row >= limits.max_consecutive_skips
-            else f"{len(self.sick)} updates within {limits.window} steps"
-        )  # fmt: skip
-        self._stop(step, cause, f"{how} had to be left out")
+        if in_a_row >= limits.max_consecutive_skips:
+            self._stop(step, f"{in_a_row} updates in a row had to be skipped")
+        if len(self.skipped) >= limits.max_skips:
+            self._stop(step, f"{len(self.skipped)} updates within {limits.window} steps had to be skipped")
 
-    def _stop(self, step: int, cause: str, why: str) -> NoReturn:
-        self._write({**self._seen, "done": "stopped", "documents": self._batch(step)})
-        raise Incurable(step, f"{why}, the last at step {step}: its loss was {self._told(cause)}")
-
-    def _told(self, cause: str) -> str:
-        if cause == "spike":
-            return f"{self._seen['loss']:.4g}, {self._seen['spike_score']:.1f} deviations above those before"
-        return f"{self._seen['loss']}, the norm of its gradient {self._seen['grad_norm']}"
+    def _stop(self, step: int, why: str) -> NoReturn:
+        self._write("stopped", documents=self._batch(step))
+        event = self._event
+        what = f"{event['loss']}, the norm of its gradient {event['grad_norm']}"
+        if event["cause"] == "spike":
+            what = f"{event['loss']:.4g}, {event['spike_score']:.1f} deviations above those before"
+        raise TrainingDiverged(step, f"{why}, the last at step {step}: its loss was {what}")
 
     def _batch(self, step: int) -> Any:
-        return None if self._documents is None else self._documents(step)
+        return None if self._documents is None else self._documents(step + self.data_offset)
 
-    def _write(self, event: Mapping[str, Any]) -> None:
+    def _write(self, action: str, **more: Any) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(finite(event)) + "\n")
+                file.write(json.dumps(finite(self._event | {"action": action, **more})) + "\n")
 
-
-class Incurable(Exception):
-    """Too many updates were left out; the run stops at `step`."""
-
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(what)
-        self.step = step
-
-    def told(self, folder: Path, diagnosis: Mapping[str, Any]) -> UserError:
-        """What the user is told."""
-        lines = [f"{name}: {diagnosis[name]}" for name in ("first", "learning_rate", "gradient_norms", "documents")]
-        listed = "".join(f"\n    {line[:300]}" for line in lines)
-        return UserError(
-            f"{self}{listed}",
-            where=str(folder / "diagnosis.json"),
-            fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak_lr, more warm-up or "
-            "a smaller optimizer.max_grad_norm help against divergence; health.on_spike: rollback against bad batches.",
-        )
-
-
-def _cut(path: Path, start: int, rewinds: Sequence[Sequence[int]]) -> None:
-    """Drop the lines of later steps, but not those of `rewinds`, whose sick step is after where they went back to."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    known = {(seen_at, f"rewound to {to}") for seen_at, to in rewinds}
-    kept = [line for line in lines if (seen := _seen(line))[0] <= start or seen in known]
-    if len(kept) < len(lines):
-        part = path.with_suffix(".part")
+    def _drop_lines_after(self, start: int) -> None:
+        """Drop the lines of later steps, but not those of known rollbacks, which were seen after they went back to."""
+        assert self._path is not None
+        known, kept = {f"{seen_at} rolled back to {to}" for seen_at, to in self.rollbacks}, []
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                event = json.loads(line)
+                if event["step"] <= start or f"{event['step']} {event['action']}" in known:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # the line that a kill cut in two
+        part = self._path.with_suffix(".part")
         part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(part, path)
+        part.replace(self._path)
 
 
-def _seen(line: str) -> tuple[int, str]:
-    """The step of a line, and what was done."""
-    try:
+def data_offset_at(training: Path, step: int) -> int:
+    """How many batches a training had left out by rollbacks when it made a step; see `HealthMonitor.data_offset`."""
+    total = found = 0
+    path = training / FILE
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         event = json.loads(line)
-        return int(event["step"]), str(event["done"])
-    except (ValueError, KeyError, TypeError):
-        return 2**62, ""  # the line that a kill cut in two
+        if "left_out" in event:
+            total += event["left_out"]
+            found = total if event["step"] - event["left_out"] < step else found
+    return found

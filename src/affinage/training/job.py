@@ -1,9 +1,9 @@
-"""What `train` is asked to do, and what it expects of the parts that are handed in."""
+"""The job of a training, and the protocols of its replaceable parts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.tracking import Tracker
 from affinage.training.state import TrainState
-
-if TYPE_CHECKING:
-    pass
 
 PyTree = Any
 HostBatch = Mapping[str, np.ndarray]
@@ -37,7 +34,7 @@ class Feed(Protocol):
 
 @runtime_checkable
 class DivisibleFeed(Feed, Protocol):
-    """A feed that can read a part of the rows alone, so that of many hosts each reads its own."""
+    """A feed that can read a part of the rows alone, so that each of several processes reads its own."""
 
     def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[HostBatch]:
         """See `Feed.iterate`; of every batch only its rows from part / parts to (part + 1) / parts."""

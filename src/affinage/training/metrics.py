@@ -1,92 +1,234 @@
-"""The curve of a run on disk: one JSON object per line, in which no step appears twice."""
+"""Metrics of steps: from the devices to metrics.jsonl, the console and trackers, without stalling the devices."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
-# What the clock and the machine say: other in every run of the same.
+import jax
+import numpy as np
+import rich
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from affinage.cluster.processes import Processes
+from affinage.durations import duration
+from affinage.errors import UserError
+from affinage.tracking import Trackers
+from affinage.training.goodput import GoodputTimer
+from affinage.training.trainer import Trainer
+
+METRICS = "metrics.jsonl"
+# What the clock and the machine decide: different in every run of the same job.
 MEASURED = frozenset(
-    "tokens_per_second images_per_second mfu data_wait seconds memory_gigabytes memory_share utilisation".split()
+    "tokens_per_second images_per_second mfu data_time step_time goodput seconds memory_gigabytes memory_share "
+    "device_utilization".split()
 )
+_IN_FLIGHT = 2  # steps, so that the devices never wait for the host
+_IN_FLIGHT_AT_MOST = 16  # of short steps ...
+_SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking up for each costs a tenth of 5 ms
+# Without a terminal a line comes after as many seconds, or this share of the steps; metrics.jsonl has all of them.
+_SECONDS_BETWEEN_LINES = 10.0
+_SHARE_BETWEEN_LINES = 0.2
+_STATM = "/proc/self/statm"
 
 
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a training's `metrics.jsonl` without what was measured: equal where two computed the same."""
-    rows = _read(folder / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
+class MetricLogger:
+    """Takes the metrics of every step while they are still being computed, and writes them a little later.
 
+    A line of metrics.jsonl has `step`, the metrics of `make_train_step` and of the graph, and
 
-class MetricsLog:
-    """Append-only `metrics.jsonl`, cut back to the step that a run resumes from.
+    - `tokens` (of a model of images `images`) since the beginning, and `tokens_per_second`;
+    - `mfu`: FLOPs of the model (`affinage.model.analysis`: 6 per weight and token and 12 per pair of attention, nothing
+      for recomputation) over the datasheet's dense bfloat16 peak of all devices; null where that is unknown;
+    - `step_time`, and `data_time`, for which the loop waited for the next batch: seconds, means since the line before;
+    - `goodput`: see `GoodputTimer`; `seconds` of the steps since the beginning;
+    - `memory_gigabytes`: the most that a device has held (of a CPU, the resident memory of this process),
+      `memory_share` of what it has, and of a CPU `device_utilization`, this process's share of all cores.
 
-    Training lines have `step, loss, spike_score, spike, grad_norm, learning_rate, loss_tokens, skipped, torn, tokens,
-    tokens_per_second, mfu, data_wait, seconds` and what the graph reports: cross_entropy and accuracy, and of a
-    mixture of experts
-    load_balance, router_z, expert_load_max (the fullest expert's share over the even one, mean of the layers) and
-    dropped_share (of the choices of experts). `data_wait` is for how many seconds a step waited for the next batch,
-    which costs nothing as long as the devices compute longer. `memory_gigabytes`, `memory_share` and `utilisation` are
-    those of `affinage.training.readings`. A model of images has `images, images_per_second` and a loss per image.
-    Validation lines have `step, validation: {name: {loss, bits_per_byte}}`, lines of benchmarks
-    `step, evaluation: {tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}`. A number that is
-    not finite is written as null.
+    Other lines have `step` and `validation: {name: {loss, bits_per_byte}}`, or `evaluation` with scores of benchmarks.
+    No step appears twice: lines after the step that a run resumes from are dropped. What is not finite is null.
+
+    Args:
+        trainer: of the run.
+        goodput: its timer.
+        start: the step that it resumes from.
+        trackers: get the same lines.
+        console: shows them.
     """
 
-    def __init__(self, path: Path | None, resume_step: int) -> None:
-        """`path`: of the file; None: the lines are only kept, as on all hosts but the first."""
-        self._path = path
+    def __init__(
+        self, trainer: Trainer, goodput: GoodputTimer, start: int, trackers: Trackers, console: "ConsoleWriter"
+    ) -> None:
+        self._trainer, self._goodput, self._trackers, self._console = trainer, goodput, trackers, console
+        self._path = trainer.job.folder / METRICS if Processes.current.first else None
         self._file: TextIO | None = None
-        self._keep([] if path is None else _read(path), resume_step)
+        self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
+        # On a CPU that plays several devices, the collectives of two steps that share its threads can deadlock.
+        self._ahead = 0 if trainer.is_simulated else _IN_FLIGHT
+        # Several processes must look at the same steps.
+        self._adapts = not trainer.is_simulated and Processes.current.count == 1
+        self._clock_step = self._done = start
+        self._clock, self._waited = time.perf_counter(), 0.0
+        self._busy = time.perf_counter(), time.process_time()
+        self._log_every = trainer.job.settings.log_every
+        self.cut(start)
 
-    def cut(self, step: int) -> None:
-        """Drop all lines of later steps."""
-        self.close()
-        self._keep(self.rows, step)
+    def __enter__(self) -> "MetricLogger":
+        return self
 
-    def _keep(self, rows: list[dict[str, Any]], last: int) -> None:
-        self.rows = [row for row in rows if row["step"] <= last]
-        if self._path is None:
-            return
-        kept = self._path.with_suffix(".kept")
-        kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        kept.replace(self._path)
-        self._file = self._path.open("a", buffering=1)  # a line is with the kernel once written, so a kill keeps it
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Add one line."""
-        clean = {key: finite(value) for key, value in row.items()}
-        self.rows.append(clean)
-        if self._file is not None:
-            self._file.write(json.dumps(clean) + "\n")
-
-    def training(self) -> list[dict[str, Any]]:
-        """The training lines so far, of all starts."""
-        return [row for row in self.rows if "loss" in row]
-
-    def validation(self, step: int | None = None) -> dict[str, dict[str, float]] | None:
-        """The validation at a step, or the last one; None if there was none."""
-        found = [row for row in self.rows if "validation" in row and step in (None, row["step"])]
-        return found[-1]["validation"] if found else None
-
-    def evaluated(self, step: int) -> bool:
-        """Whether benchmarks were scored at a step."""
-        return any("evaluation" in row and row["step"] == step for row in self.rows)
-
-    def close(self) -> None:
-        """Close the file."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._file is not None:
             self._file.close()
 
+    def log(
+        self, step: int, metrics: Mapping[str, jax.Array], data_time: float
+    ) -> Iterator[tuple[int, dict[str, float]]]:
+        """Take the metrics of a step that was just dispatched.
 
-def _read(path: Path) -> list[dict[str, Any]]:
+        Args:
+            step: its number, from 1.
+            metrics: as the step returns them.
+            data_time: seconds for which the next batch was waited for since.
+
+        Yields:
+            (step, metrics) of earlier steps that skipped an update, or whose loss is a spike.
+        """
+        if data_time > 0 and next(iter(metrics.values())).is_ready():  # type: ignore[attr-defined]
+            self._goodput.move(data_time, "compute", "data")  # the devices had nothing left to do
+        self._pending.append((step, metrics, data_time))
+        if len(self._pending) > self._ahead:
+            yield from self._finish(len(self._pending) - max(self._ahead // 2, min(self._ahead, _IN_FLIGHT)))
+
+    def drain(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Wait for all steps in flight and write their lines; yields as `log`."""
+        yield from self._finish(len(self._pending))
+
+    def write(self, step: int, **values: Any) -> None:
+        """Write a line that is not of a training step, and leave the time since the last step out of the speed."""
+        self._write({"step": step, **values})
+        if "validation" in values:
+            self._console.validation(step, values["validation"])
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step out of the speed: it was spent on something else."""
+        self._clock_step, self._clock, self._waited = self._done, time.perf_counter(), 0.0
+
+    def cut(self, step: int) -> None:
+        """Forget all that came after a step."""
+        self._pending.clear()
+        self._done = step
+        if self._path is not None:
+            if self._file is not None:
+                self._file.close()
+            kept = self._path.with_suffix(".kept")
+            lines = (json.dumps(row) + "\n" for row in read_rows(self._path.parent) if row["step"] <= step)
+            kept.write_text("".join(lines), encoding="utf-8")
+            kept.replace(self._path)
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")  # a kill keeps what was written
+        self.restart_clock()
+
+    def check_folder(self) -> None:
+        """Raise UserError if somebody has deleted or moved the folder that the training writes to."""
+        if self._path is not None and self._file is not None:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                    return
+            raise UserError(
+                "the folder of this training was deleted or moved while it was running",
+                where=str(self._path.parent),
+                fix="Run the same command again: it resumes from the newest checkpoint that is there.",
+            )
+
+    def _finish(self, count: int) -> Iterator[tuple[int, dict[str, float]]]:
+        """Wait for the oldest steps in flight, and write the lines that are due; they share one step time."""
+        group = [self._pending.popleft() for _ in range(count)]
+        if not group:
+            return
+        jax.block_until_ready(group[-1][1])
+        self._done, now = group[-1][0], time.perf_counter()
+        self._waited += sum(data_time for _, _, data_time in group)
+        steps = max(self._done - self._clock_step, 1)
+        step_time, data_time, log_every = (now - self._clock) / steps, self._waited / steps, self._log_every
+        if self._adapts:
+            self._ahead = min(max(int(_SECONDS_IN_FLIGHT / max(step_time, 1e-9)), _IN_FLIGHT), _IN_FLIGHT_AT_MOST)
+        logged = False
+        for step, metrics, _ in group:
+            unhealthy = any(_number(metrics[name]) for name in ("skipped", "spike") if name in metrics)
+            if step % log_every == 0 or step in (1, self._trainer.job.settings.steps) or unhealthy:
+                self._log_step(step, _numbers(metrics), step_time, data_time)
+                logged = True
+            if unhealthy:
+                yield step, _numbers(metrics)
+        if logged:
+            self._clock_step, self._clock, self._waited = self._done, now, 0.0
+
+    def _log_step(self, step: int, metrics: Mapping[str, float], step_time: float, data_time: float) -> None:
+        trainer = self._trainer
+        row = {
+            "step": step,
+            **metrics,
+            trainer.unit: step * trainer.units,
+            f"{trainer.unit}_per_second": round(trainer.units / step_time, 1),
+            "mfu": None if trainer.peak_flops is None else trainer.flops_per_step / step_time / trainer.peak_flops,
+            "step_time": round(step_time, 6),
+            "data_time": round(data_time, 6),
+            "goodput": round(self._goodput.goodput, 4),
+            "seconds": round(self._goodput.training, 3),
+            **self._system_metrics(),
+        }
+        self._console.training(self._write(row))
+
+    def _system_metrics(self) -> dict[str, float]:
+        if self._trainer.mesh.devices.flat[0].platform == "cpu":
+            now, busy = time.perf_counter(), time.process_time()
+            share = (busy - self._busy[1]) / max(now - self._busy[0], 1e-9) / (os.cpu_count() or 1)
+            self._busy, found = (now, busy), {"device_utilization": round(min(share, 1.0), 4)}
+            with contextlib.suppress(OSError, ValueError, IndexError), open(_STATM, "rb", buffering=0) as file:
+                pages = int(file.read().split()[1])
+                found["memory_gigabytes"] = round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 4)
+            return found
+        stats = [device.memory_stats() or {} for device in self._trainer.mesh.local_devices]
+        held = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+        shares = [each["peak_bytes_in_use"] / each["bytes_limit"] for each in stats if each.get("bytes_limit")]
+        found = {"memory_gigabytes": round(max(held) / 1e9, 4)} if held else {}
+        return found | ({"memory_share": round(max(shares), 4)} if shares else {})
+
+    def _write(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        clean = finite(row)
+        if self._file is not None:
+            self.check_folder()
+            self._file.write(json.dumps(clean) + "\n")
+        self._trackers.log(clean)
+        self._trainer.job.measured(clean)
+        return dict(clean)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a training's metrics.jsonl, up to the first that cannot be read: a kill cut it in two."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    path = folder / METRICS
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            break  # the line that a kill cut in two, and whatever a damaged disk made of the rest
+            break
     return rows
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a training without what was measured: equal if two runs computed the same."""
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in read_rows(folder)]
 
 
 def finite(value: Any) -> Any:
@@ -94,3 +236,100 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    for value in metrics.values():
+        value.copy_to_host_async()  # all of them before the first is waited for
+    return {name: _number(value) for name, value in metrics.items()}
+
+
+def _number(value: jax.Array) -> float:
+    return float(np.asarray(value))  # takes a third of what float(value) does
+
+
+class _BarWithFacts(Progress):
+    """A progress bar with a line of facts below it, which needs 75 columns."""
+
+    facts = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.facts, overflow="ellipsis", no_wrap=True)
+
+
+class ConsoleWriter:
+    """What a person sees while a run trains: a live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, name: str, steps: int, start: int, *, shown: bool = True) -> None:
+        self._name, self._steps, self._shown = name, steps, shown
+        self._console = rich.get_console()
+        self._last_line, self._last_step = -_SECONDS_BETWEEN_LINES, start
+        self._bar = _BarWithFacts(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not (shown and self._console.is_terminal),
+        )
+        self._task = self._bar.add_task(name, total=steps, completed=start)
+
+    def __enter__(self) -> "ConsoleWriter":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def training(self, row: Mapping[str, Any]) -> None:
+        """Show a training line."""
+        now, step = time.monotonic(), row["step"]
+        if self._console.is_terminal:
+            self._bar.facts = step_line(row, self._steps)
+            self._bar.update(self._task, completed=step)
+        elif (
+            step == self._steps
+            or now - self._last_line >= _SECONDS_BETWEEN_LINES
+            or step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps
+        ):
+            self._last_line, self._last_step = now, step
+            self.say(f"step {step:,}/{self._steps:,}  {step_line(row, self._steps)}")
+
+    def validation(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """Show a validation line."""
+        words = [f"{name} loss {score['loss']:.4f}{_besides_loss(score)}" for name, score in scores.items()]
+        self.say(f"step {step:,}/{self._steps:,}  validation: {', '.join(words)}")
+
+    def say(self, message: str) -> None:
+        """Show a message above the bar."""
+        if self._shown:
+            self._console.print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
+
+
+def step_line(row: Mapping[str, Any], steps: int) -> str:
+    """Loss, tokens/s or images/s, MFU if the peak is known, gradient norm, learning rate, time left, for people."""
+    unit, short = ("images", "images") if "images" in row else ("tokens", "tok")
+    speed = row[f"{unit}_per_second"]
+    parts = [f"loss {_or_not_finite(row['loss'], '.4f')}", f"{_or_not_finite(speed, ',.0f')} {short}/s"]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    parts += [f"grad {_or_not_finite(row['grad_norm'], '.2f')}", f"lr {row['learning_rate']:.2e}"]
+    if row.get("skipped"):
+        spike = row.get("spike") and row["grad_norm"] is not None
+        parts.append(f"UPDATE SKIPPED: {'a spike of the loss' if spike else 'loss or gradient not finite'}")
+    if speed and row["step"] < steps:
+        parts.append(f"ETA {duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
+    return "  ".join(parts)
+
+
+def _besides_loss(score: Mapping[str, float]) -> str:
+    if "bits_per_byte" in score:
+        return f" ({score['bits_per_byte']:.3f} bits/byte)"
+    return f" (right of the pairs {score['rewards/accuracies']:.1%})" if "rewards/accuracies" in score else ""
+
+
+def _or_not_finite(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)

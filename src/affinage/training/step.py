@@ -176,10 +176,10 @@ def make_update(
         window, may_update, spike = detect_spike(state.window, loss, health)
         healthy = may_update & jnp.isfinite(grad_norm)
         old, new = (state.params, state.opt_state, state.averages), (params, opt_state, averages)
-        chosen = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
+        kept, kept_opt, kept_averages = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
         skipped = 1.0 - healthy.astype(jnp.float32)
         metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **spike}
-        return TrainState(state.step + 1, *chosen, window, state.frozen), metrics
+        return TrainState(state.step + 1, kept, kept_opt, kept_averages, window, state.frozen), metrics
 
     return update
 

@@ -17,6 +17,7 @@ from affinage.stopping import PARENT, StopSignals, leave
 _EVERY = 1.0  # seconds between two looks
 _TIMES_SLOWEST = 5.0  # of the slowest step so far, that a step may take
 _STOPPED = 5.0  # seconds beyond `_EVERY`: the whole process was stopped (Ctrl-Z), or its machine slept
+_NO_THREAD = 60.0  # seconds, at least, in which no thread of Python runs on a machine that is only busy
 _TO_WRITE = 5.0  # seconds for the disk, which may be what everybody waits for, to take the stacks
 
 
@@ -26,7 +27,8 @@ class Watchdog:
     What takes longer than `hang_timeout`, and longer than it was said to take, is reported once, with the stacks of all
     threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
     somebody starts it again: `affinage launch`, or whoever starts several processes. `exit_on_hang` overrides that.
-    Where native code keeps every thread of Python from running, `faulthandler` writes the stacks to standard error.
+    Where native code keeps every thread of Python from running, or the disk this one, `faulthandler` writes the stacks
+    to standard error and leaves with status 1.
 
     Args:
         name: of the training, for messages.
@@ -78,11 +80,12 @@ class Watchdog:
             if now - looked > _EVERY + _STOPPED:
                 self._since += now - looked
             looked = now
-            self._each_second()
-            if StopSignals.current is not None:  # in a process of its own, whose standard error is a terminal or a log
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    faulthandler.dump_traceback_later(self._timeout, file=sys.stderr.fileno())
             waited = now - self._since
+            if self._leaves and StopSignals.current is not None:  # unless this thread comes here again in time
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    seconds = max(_NO_THREAD, self._timeout, self._limit - waited)
+                    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
+            self._each_second()
             if waited > self._limit and not self._reported:
                 self._reported = True
                 self._report(f"{self._name}: {self._what} has not ended for {waited:.0f} s")

@@ -1,26 +1,37 @@
 """Multi-head self-attention with grouped queries, rotary positions, packed documents and a KV cache."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
 from affinage.errors import UserError
 from affinage.model.kind import Context, Cost
-from affinage.model.kinds.attention_products import attend, of_whole_rows
-from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
+from affinage.model.kinds.attention_ops import Workload, attention, choose, of_whole_rows
+from affinage.model.kinds.dense import dense, dense_flops, dense_parameters, dense_together
+from affinage.model.kinds.dropout import drop
 from affinage.model.kinds.embedding import positions_of
 from affinage.model.kinds.norm import NormSettings
-from affinage.model.kinds.ring_attention import ring_attention
-from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
+from affinage.model.kinds.rotary import RopeSettings, Tables, rotary_tables, rotate
 from affinage.model.parameter import Tree
 from affinage.model.shape import ShapeMismatch
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `AttentionSettings.prepare` computes once for all layers."""
+
+    impl: str  # the implementation, see `affinage.model.kinds.attention_ops`
+    positions: Int[Array, "B S"]
+    segment_ids: Int[Array, "B S"] | None
+    mask: Bool[Array, "b S T"] | None  # of plain products
+    rotary: Tables | None
 
 
 class AttentionSettings(Settings):
@@ -88,11 +99,45 @@ class AttentionSettings(Settings):
         shape = (batch, self.groups_of, length, self.head_width(width))
         return {"key": shape, "value": shape}
 
-    def prepare(self, x: Float[Array, "B S D"], context: Context) -> Mapping[str, Any]:
-        """Positions, segments and the mask, the same for all layers."""
+    def prepare(self, x: Float[Array, "B S D"], context: Context) -> "Prepared":
+        """What all layers have in common: the implementation, positions, segments, the mask and the rotary tables."""
         positions = positions_of(context, x.shape[0], x.shape[1])
-        segments = context.batch.get("segment_ids")
-        return {"positions": positions, "segments": segments, "mask": self.mask(context, positions)}
+        impl = self._implementation(x, context)
+        masked = impl == "xla" or self._asks_few(x, context)
+        return Prepared(
+            impl=impl,
+            positions=positions,
+            segment_ids=context.batch.get("segment_ids"),
+            mask=self.mask(context, positions) if masked else None,
+            rotary=self._rotary(positions, self.head_width(x.shape[2]), context) if self.rope else None,
+        )
+
+    def _implementation(self, x: Array, context: Context) -> str:
+        call, prefixes = context.call, "parents" in context.batch
+        dropped = self.dropout if context.key is not None else 0.0
+        if call.rings and context.cache is None and not prefixes:
+            if dropped:
+                raise UserError(
+                    "ring attention has no dropout of probabilities",
+                    fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`.",
+                )
+            return "ring"
+        workload = Workload(
+            call.platform,
+            x.dtype,
+            self.head_width(x.shape[2]),
+            call.layout.whole(x.shape[1], "sequence"),
+            capability=call.capability,
+            cached=context.cache is not None,
+            prefixes=prefixes,
+            dropout=dropped,
+            softcap=self.softcap,
+        )
+        return choose(call.attention, workload)
+
+    def _rotary(self, positions: Array, head: int, context: Context) -> Tables:
+        assert self.rope is not None
+        return rotary_tables(self.rope, positions, head, stored=context.call.platform == "cpu")
 
     def mask(self, context: Context, positions: Array) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
@@ -102,7 +147,7 @@ class AttentionSettings(Settings):
         layout = context.call.layout
         seen_by_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
         segments, parents = context.batch.get("segment_ids"), context.batch.get("parents")
-        if parents is not None and segments is not None:  # what comes before a token is told by positions
+        if parents is not None and segments is not None:  # positions say what comes before a token
             seen = seen_by_all(segments)[:, None, :]
             alike = (segments[:, :, None] == seen) | (parents[:, :, None] == seen)
             return alike & self._in_reach(positions[:, :, None], seen_by_all(positions)[:, None, :])
@@ -118,54 +163,62 @@ class AttentionSettings(Settings):
         self, params: Tree, x: Float[Array, "B S D"], context: Context, eps: float
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
+        prepared: Prepared = context.prepared
         few = self._asks_few(x, context)
         asking = context.narrowed(x) if few else x
         query, key, value = (
             checkpoint_name(heads, name)
             for heads, name in zip(self._heads(params, x, asking, context, eps), ("query", "key", "value"), strict=True)
         )
-        if few:
-            mask = context.prepared["mask"]
-            mask = context.narrowed(jnp.broadcast_to(mask, (len(x), *mask.shape[1:])))
-            context = replace(context, at=None, prepared={**context.prepared, "mask": mask})
-        cache = context.cache
+        impl, mask, cache = prepared.impl, prepared.mask, context.cache
+        if few:  # the kernels know no rows of which few tokens ask
+            assert mask is not None
+            impl, mask = "xla", context.narrowed(jnp.broadcast_to(mask, (len(x), *mask.shape[1:])))
+            context = replace(context, at=None)
         if cache is not None:
-            cache = _write(cache, *of_whole_rows(key, value, context), context)
-            key, value = cache["key"][context.layer], cache["value"][context.layer]
-        if cache is None and context.call.rings and "parents" not in context.batch:
-            if self.dropout and context.key is not None:
-                raise UserError(
-                    "ring attention has no dropout of probabilities",
-                    fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`.",
-                )
-            out = ring_attention(query, key, value, context, window=self.window, softcap=self.softcap)
-        else:
-            out = attend(query, key, value, context, dropout=self.dropout, softcap=self.softcap, window=self.window)
-        out = context.narrowed(checkpoint_name(jnp.swapaxes(out, 1, 2), "attended"))
+            cache = _write(cache, *of_whole_rows(key, value, context.call.layout), context)
+            key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
+        dropped = self.dropout > 0 and context.key is not None
+        out = attention(
+            query,
+            key,
+            value,
+            prepared.segment_ids,
+            impl=impl,
+            layout=context.call.layout,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=partial(drop, rate=self.dropout, context=context, site=1) if dropped else None,
+            mask=mask,
+            on_cpu=context.call.platform == "cpu" and cache is None and not few,
+            capability=context.call.capability,
+        )
+        out = context.narrowed(checkpoint_name(out, "attended"))
         return dense(params["out"], out, context, contracted=2), cache
 
     def _asks_few(self, x: Float[Array, "B S D"], context: Context) -> bool:
-        """Whether so few tokens are wanted, row by row, that it pays to compute no other query: blocks spare half."""
+        """Whether few enough tokens are wanted, row by row, to compute no other query: blocks spare half."""
         at, rings = context.at, context.call.rings
         return at is not None and not rings and len(at) == len(x) and 4 * at.shape[1] <= x.shape[1]
 
     def _heads(self, params: Tree, x: Array, asking: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:
-        """Query [B, H, Q, Dh] of those that ask, key and value [B, K, S, Dh], positions already in them."""
-        query = dense(params["query"], asking, context)
-        key, value = (dense(params[name], x, context) for name in ("key", "value"))
+        """Query [B, Q, H, Dh] of those that ask, key and value [B, S, K, Dh], positions already in them."""
+        if asking is x:
+            query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
+        else:
+            query = dense(params["query"], asking, context)
+            key, value = (dense(params[name], x, context) for name in ("key", "value"))
         if self.qk_norm:
             norm = NormSettings(kind="rms", eps=eps)
             query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
-        query, key, value = (jnp.swapaxes(a, 1, 2) for a in (query, key, value))
-        if self.rope:
-            positions, on_cpu = context.prepared["positions"], context.call.platform == "cpu"
-            tables = rotary_tables(self.rope, positions, query.shape[-1], stored=on_cpu)
+        tables = context.prepared.rotary
+        if tables is not None:
             key = rotate(key, tables)
             if asking is not x:
-                tables = rotary_tables(self.rope, context.narrowed(positions), query.shape[-1], stored=on_cpu)
+                tables = self._rotary(context.narrowed(context.prepared.positions), query.shape[-1], context)
             query = rotate(query, tables)
-        constrain, of_key = context.call.constrain, ("batch", "kv_heads", "sequence", "head_dim")
-        query = constrain(query, ("batch", "heads", "sequence", "head_dim"))
+        constrain, of_key = context.call.constrain, ("batch", "sequence", "kv_heads", "head_dim")
+        query = constrain(query, ("batch", "sequence", "heads", "head_dim"))
         return query, constrain(key, of_key), constrain(value, of_key)
 
     def cost(self, width: int, batch: int, length: int) -> Cost:
@@ -187,15 +240,14 @@ class AttentionSettings(Settings):
 
 
 def _write(cache: Mapping[str, Array], key: Array, value: Array, context: Context) -> dict[str, Array]:
-    """Puts new keys and values [B, K, S, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
-    positions = context.prepared["positions"]
+    """Puts new keys and values [B, S, K, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
+    positions = context.prepared.positions
     slots = cache["key"].shape[3]
     rows = jnp.arange(len(positions))[:, None]
     slots_of_row = jnp.where(positions < 0, slots, positions)
 
     def write(stored: Array, new: Array) -> Array:
         # One scatter: a vmap over rows makes XLA copy the whole cache for every layer and token.
-        by_token = jnp.swapaxes(new, 1, 2).astype(stored.dtype)
-        return stored.at[context.layer, rows, :, slots_of_row].set(by_token, mode="drop")
+        return stored.at[context.layer, rows, :, slots_of_row].set(new.astype(stored.dtype), mode="drop")
 
     return {"key": write(cache["key"], key), "value": write(cache["value"], value)}

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
 from affinage.model.kind import Context, Cost, NodeKind, Result, node_kind
-from affinage.model.kinds.attention import AttentionSettings
+from affinage.model.kinds.attention import AttentionSettings, Prepared
 from affinage.model.kinds.dropout import drop
 from affinage.model.kinds.ffn import FfnSettings
 from affinage.model.kinds.moe import MoeSettings
@@ -71,7 +71,7 @@ class TransformerBlock(NodeKind):
         return self.attention.cache(inputs[0].width, batch, length)
 
     @override
-    def prepare(self, inputs: tuple[Any, ...], context: Context) -> Mapping[str, Any]:
+    def prepare(self, inputs: tuple[Any, ...], context: Context) -> Prepared:
         return self.attention.prepare(inputs[0], context)
 
     @override
@@ -84,7 +84,7 @@ class TransformerBlock(NodeKind):
         before = constrain(before, ("batch", "sequence", "width"))
         attended, cache = self.attention.apply(params["attention"], before, context, self.norm.eps)
         attended = constrain(attended, ("batch", "residual", "width"))
-        attended = context.narrowed(x) + drop(attended, self.dropout, context, site=2)
+        attended = checkpoint_name(context.narrowed(x) + drop(attended, self.dropout, context, site=2), "residual")
         if self.placement == "pre":
             before = self._norm(params, "ffn_norm", attended)
         elif self.placement == "post":

@@ -1,8 +1,12 @@
 """Linear maps: kernels cast to the compute dtype at use."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from affinage.model.adapters import LORA_A, LORA_B, LORA_SITE
@@ -29,20 +33,66 @@ def dense_parameters(
     return tree
 
 
-def dense(params: Tree, x: Float[Array, "..."], context: Context, contracted: int = 1) -> Float[Array, "..."]:
+def dense(
+    params: Tree, x: Float[Array, "..."], context: Context, contracted: int = 1, *, name: str = ""
+) -> Float[Array, "..."]:
     """x [..., *inputs] times kernel [*inputs, *outputs], plus the bias; `contracted` is the number of input axes.
 
-    Where there is an adapter, what it makes of x is added; see `affinage.model.adapters`.
+    An adapter's product is added; see `affinage.model.adapters`. What is without the bias has the `name` for policies
+    of `jax.checkpoint`.
     """
     y = _product(x, params["kernel"], context, contracted)
     if LORA_A in params:
         rate = context.call.adapter_dropout
         dropped = drop(x, rate, context, params[LORA_SITE]) if rate else x
         y = y + _product(_product(dropped, params[LORA_A], context, contracted), params[LORA_B], context, 1)
+    y = checkpoint_name(y, name) if name else y
     if "bias" in params:
         leading = x.ndim - contracted
         y = y + params["bias"].astype(x.dtype).reshape((1,) * leading + y.shape[leading:])
     return y
+
+
+def dense_together(
+    several: Sequence[Tree], x: Float[Array, "..."], context: Context, names: Sequence[str] = ()
+) -> list[Float[Array, "..."]]:
+    """`dense` of the last axis of one x by several kernels; on GPUs one product, where the outputs are whole here.
+
+    One product reads x once, and its gradient needs no sum. For policies of `jax.checkpoint` it has the first name.
+    """
+    names = names or [""] * len(several)
+    plain = all(LORA_A not in params for params in several)
+    if context.call.platform != "gpu" or not plain or context.call.layout.parts("heads", "kv_heads", "ffn") > 1:
+        return [dense(params, x, context, name=name) for params, name in zip(several, names, strict=True)]
+    kernels = [params["kernel"].astype(x.dtype) for params in several]
+    matrix = jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1)
+    y = _joined_product(x, matrix)
+    y = checkpoint_name(y, names[0]) if names[0] else y
+    parts = jnp.split(y, list(accumulate(kernel.size // len(kernel) for kernel in kernels))[:-1], axis=-1)
+    results = []
+    for params, kernel, part in zip(several, kernels, parts, strict=True):
+        part = part.reshape(*part.shape[:-1], *kernel.shape[1:])
+        results.append(part + params["bias"].astype(x.dtype) if "bias" in params else part)
+    return results
+
+
+@jax.custom_vjp
+def _joined_product(x: Float[Array, "*N D"], matrix: Float[Array, "D F"]) -> Float[Array, "*N F"]:
+    return jnp.dot(x, matrix)
+
+
+def _joined_forward(x: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
+    return jnp.dot(x, matrix), (x, matrix)
+
+
+def _joined_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, matrix = kept
+    gradient = jax.lax.optimization_barrier(gradient)  # else XLA joins the parts' gradients once for each product
+    d_matrix = jnp.dot(x.reshape(-1, x.shape[-1]).T, gradient.reshape(-1, gradient.shape[-1]))
+    return jnp.dot(gradient, matrix.T), d_matrix
+
+
+_joined_product.defvjp(_joined_forward, _joined_backward)
 
 
 def _product(x: Float[Array, "..."], kernel: Array, context: Context, contracted: int) -> Float[Array, "..."]:

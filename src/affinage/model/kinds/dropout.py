@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 from pydantic import Field
 from typing_extensions import override
@@ -28,7 +29,8 @@ def drop(x: Float[Array, "B ..."], rate: float, context: Context, site: int | Ar
         row_key: PRNGKeyArray = jax.random.fold_in(key, row)
         return jax.random.bernoulli(row_key, 1.0 - rate, x.shape[1:])
 
-    return jnp.where(jax.vmap(kept)(rows), x / (1.0 - rate), jnp.zeros((), x.dtype))
+    mask = checkpoint_name(jax.vmap(kept)(rows), "dropout_mask")
+    return jnp.where(mask, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
 @node_kind("dropout")

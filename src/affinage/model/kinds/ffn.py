@@ -11,7 +11,7 @@ from pydantic import Field
 
 from affinage.config.settings import Settings
 from affinage.model.kind import Context
-from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
+from affinage.model.kinds.dense import dense, dense_flops, dense_parameters, dense_together
 from affinage.model.parameter import Tree
 from affinage.registry import Registry, one_of
 
@@ -56,11 +56,12 @@ class FfnSettings(Settings):
 
     def apply(self, params: Tree, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The hidden layer is sharded over its width."""
-        up = checkpoint_name(dense(params["up"], x, context), "ffn_up")
         if self.kind in GATED:
-            hidden = GATED[self.kind](checkpoint_name(dense(params["gate"], x, context), "ffn_gate")) * up
+            both = (params["up"], params["gate"])
+            up, gate = dense_together(both, x, context, ("ffn_up", "ffn_gate"))
+            hidden = GATED[self.kind](gate) * up
         else:
-            hidden = PLAIN[self.kind](up)
+            hidden = PLAIN[self.kind](dense(params["up"], x, context, name="ffn_up"))
         hidden = context.call.constrain(hidden, ("batch", "sequence", "ffn"))
         return dense(params["down"], checkpoint_name(hidden, "ffn_hidden"), context)
 

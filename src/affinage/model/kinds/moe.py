@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 from pydantic import Field, model_validator
 
@@ -14,7 +15,7 @@ from affinage.model.adapters import LORA_A, LORA_B
 from affinage.model.kind import Context, Result
 from affinage.model.kinds.dense import dense_flops
 from affinage.model.kinds.ffn import GATED, PLAIN, Activation, FfnSettings
-from affinage.model.kinds.loss import next_tokens
+from affinage.model.kinds.losses import next_tokens
 from affinage.model.kinds.routing import (
     Routing,
     Slots,
@@ -104,6 +105,7 @@ class MoeSettings(Settings):
         else:
             slots = slots_by_capacity(routing.experts, self.experts, capacity)
             chosen, taken = self._buffered(params, x, slots, context), slots.of_choice < self.experts * capacity
+        chosen = checkpoint_name(chosen, "experts_out")
         y = jnp.sum(routing.gates[..., None] * chosen, axis=2).astype(x.dtype)
         if self.shared:
             y = y + self.shared.apply(params["shared"], x, context)
@@ -177,10 +179,11 @@ class MoeSettings(Settings):
         return chosen
 
     def _activate(self, values: Array, product: Callable[[str, Array], Array]) -> Array:
-        up = product("up", values)
+        up = checkpoint_name(product("up", values), "ffn_up")
         if self.activation in GATED:
-            return GATED[self.activation](product("gate", values)) * up
-        return PLAIN[self.activation](up)
+            gate = checkpoint_name(product("gate", values), "ffn_gate")
+            return checkpoint_name(GATED[self.activation](gate) * up, "ffn_hidden")
+        return checkpoint_name(PLAIN[self.activation](up), "ffn_hidden")
 
     def _by_products(
         self, routing: Routing, taken: Array, context: Context

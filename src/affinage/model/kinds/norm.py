@@ -69,7 +69,7 @@ class NormSettings(Settings):
         return tree
 
     def apply(self, params: Tree, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-        """Normalises the last axis."""
+        """Normalizes the last axis."""
         return NORMS[self.kind](params, x, self.eps)
 
 

@@ -1,33 +1,54 @@
 """Learning from pairs of a better and a worse answer (DPO), as two nodes after the logits."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from pydantic import Field
 from typing_extensions import override
 
-from affinage.model.call import Logits, Loss
+from affinage.model.call import Call, Logits, Loss, multiply_out
 from affinage.model.kind import Context, NodeKind, Result, node_kind
-from affinage.model.kinds.cross_entropy import TokenReadings, token_readings
-from affinage.model.kinds.loss import LOGITS, WHOLE_BYTES, expect_logits_and_tokens, next_tokens
-from affinage.model.layout import Layout
+from affinage.model.kinds.losses import chunks, expect_logits_and_tokens, padded, positions_at_once, whole_row_targets
 from affinage.model.parameter import Tree
 from affinage.model.shape import BATCH, Shape, ShapeMismatch
 
 REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
 
 
-def auto_chunk(rows: int, length: int, vocabulary: int, layout: Layout) -> int:
-    """Positions whose logits exist at once; 0: all of them.
+class TokenReadings(NamedTuple):
+    """What is read of the logits at every position, float32. Only the first has a gradient."""
 
-    What they take on a device, WHOLE_BYTES in float32 at most, does not grow with length or vocabulary.
+    log_probabilities: Float[Array, "B S"]  # of the targets
+    mean_logits: Float[Array, "B S"]  # over the vocabulary
+
+
+def token_readings(logits: Logits, targets: Int[Array, "B S"], chunk: int, call: Call) -> TokenReadings:
+    """The log-probability of every target, and the mean of the logits there, from hidden vectors.
+
+    `chunk` positions have their logits at once (0: all); the backward pass makes them again instead of keeping them,
+    so that [B, S, V] is never stored. Where nothing caps the logits, their mean is that of the kernel's rows times the
+    hidden vector, and no logit is read for it.
     """
-    of_a_position = rows * vocabulary * 4
-    if length * of_a_position <= WHOLE_BYTES * layout.parts(*LOGITS):
-        return 0
-    return max(1, WHOLE_BYTES * layout.parts("batch", "vocab") // of_a_position)  # one device may have a whole part
+    fixed, softcap, number = jax.lax.stop_gradient, logits.softcap, len(logits.kernel)
+    kernel, vocabulary = padded(logits.kernel, call)
+    row = None if softcap is not None else jnp.sum(fixed(kernel).astype(jnp.float32), axis=0) / number
+
+    @jax.checkpoint
+    def one(h: Array, t: Array) -> TokenReadings:
+        values = multiply_out(h, kernel, softcap, vocabulary)
+        found = jnp.take_along_axis(values, t[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(values, axis=-1)
+        if row is None:
+            return TokenReadings(found, jnp.mean(fixed(values[..., :number]), axis=-1))
+        return TokenReadings(found, jnp.dot(fixed(h).astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST))
+
+    batch, length = targets.shape
+    if not 0 < chunk < length:
+        return one(logits.hidden, targets)
+    h, t = chunks(chunk, logits.hidden, targets)
+    found = jax.lax.map(lambda part: one(*part), (h, t))
+    return jax.tree.map(lambda parts: jnp.moveaxis(parts, 0, 1).reshape(batch, -1)[:, :length], found)
 
 
 @node_kind("document_log_probabilities")
@@ -42,7 +63,7 @@ class DocumentLogProbabilities(NodeKind):
     documents: int = Field(ge=1)
     """Of a row at most; a batch says by `segment_ids` where each lies."""
     chunk: int | Literal["auto"] = "auto"
-    """Positions whose logits exist at once; 0: all; auto: by their size."""
+    """Tokens of a device whose logits exist at once; 0: all; auto: all up to 1 GiB of logits, else 8192."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -52,16 +73,10 @@ class DocumentLogProbabilities(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "B N 3"]:
         logits, tokens = inputs
-        # Shifted as whole rows: where sequences are split, a target may lie on the next device.
-        targets, weights = (
-            context.call.constrain(array, ("batch", None)) for array in next_tokens(tokens, context.batch)
-        )
+        targets, weights = whole_row_targets(tokens, context.batch, context.call)
         if isinstance(logits, Logits):
-            rows, length = targets.shape
-            chunk = self.chunk
-            if chunk == "auto":
-                chunk = auto_chunk(rows, length, logits.kernel.shape[0], context.call.layout)
-            found = token_readings(logits.hidden, logits.kernel, targets, logits.softcap, chunk)
+            chunk = positions_at_once(self.chunk, *targets.shape, len(logits.kernel), context.call.layout)
+            found = token_readings(logits, targets, chunk, context.call)
         else:
             whole = logits.astype(jnp.float32)
             normal = jax.nn.log_softmax(whole, axis=-1)

@@ -75,16 +75,16 @@ def rotary_tables(
     return cos, sin
 
 
-def rotate(x: Float[Array, "B H S D"], tables: Tables) -> Float[Array, "B H S D"]:
+def rotate(x: Float[Array, "B S H D"], tables: Tables) -> Float[Array, "B S H D"]:
     """Turns the pairs (i, i + d) of every head by the angle of its position; elements from 2 d on stay."""
-    cos, sin = (table[:, None] for table in tables)
+    cos, sin = (table[:, :, None] for table in tables)
     turned = 2 * cos.shape[-1]
     y = _turn(x[..., :turned].astype(jnp.float32), cos, sin).astype(x.dtype)
     return y if turned == x.shape[-1] else jnp.concatenate([y, x[..., turned:]], axis=-1)
 
 
 @jax.custom_vjp
-def _turn(x: Float[Array, "B H S e"], cos: Float[Array, "B 1 S d"], sin: Float[Array, "B 1 S d"]) -> Array:
+def _turn(x: Float[Array, "B S H e"], cos: Float[Array, "B S 1 d"], sin: Float[Array, "B S 1 d"]) -> Array:
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 

@@ -1,0 +1,262 @@
+"""The checkpoints of a training: what is saved when, what a run resumes from, and what it refuses to resume from."""
+
+import datetime
+import importlib.metadata
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+import affinage
+from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.checkpoint.checksums import checksums
+from affinage.checkpoint.compatibility import IDENTITY, check_compatible
+from affinage.checkpoint.store import seconds_at_most
+from affinage.cluster.processes import Processes
+from affinage.errors import UserError
+from affinage.training.frozen import FROZEN
+from affinage.training.goodput import GoodputTimer
+from affinage.training.health import HealthMonitor
+from affinage.training.metrics import METRICS
+from affinage.training.state import TrainState
+from affinage.training.trainer import Trainer
+
+_BY_CLOCK = 10  # steps: several processes must agree on what the clock says, which costs a message
+# What an extension may change. Of `mixture`, only what holds from its first step on.
+_OPEN = ("steps", "schedule", "mixture")
+_WHOLE: Sequence[Mapping[str, Any]] = ({"from_step": 0, "weights": {"all": 1.0}},)  # what no mixture means
+
+
+class Restored(NamedTuple):
+    """A state, the steps that it has made, and the facts that were saved with it."""
+
+    step: int
+    state: TrainState
+    meta: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and restores the state of a training, in all processes alike.
+
+    Attributes:
+        seconds: in which a state is written or read, unless the disk is stuck.
+    """
+
+    def __init__(self, trainer: Trainer, goodput: GoodputTimer) -> None:
+        self._trainer, self._job, self._goodput = trainer, trainer.job, goodput
+        keep = self._keep = self._job.runtime.checkpoint
+        self._store = self._job.store or CheckpointStore(
+            self._job.folder / "checkpoints",
+            keep_last=keep.keep_last,
+            keep_every=keep.keep_every,
+            uploader=self._job.uploader if Processes.current.first else None,
+        )
+        self._frozen = CheckpointStore(self._job.folder / FROZEN)
+        self._resumed_at: list[int] = []
+        self._saved = time.monotonic()
+        self.seconds = seconds_at_most(trainer.abstract)
+
+    @property
+    def seconds_to_restore(self) -> float:
+        """Seconds in which all checkpoints are tried, one after another."""
+        return (2 + len(self._store.steps())) * self.seconds
+
+    def restore(self, at_most: int | None = None) -> Restored:
+        """The newest checkpoint that is intact; without any, the one that the job extends, or the first weights.
+
+        Args:
+            at_most: the newest up to this step; if there is none, the first one after it.
+        """
+        resumes = bool(self._store.steps()) or self._job.extends is not None
+        with self._goodput.account("restore" if resumes else "compile"):  # random weights are a program, too
+            found = self._store.restore_newest(self._trainer.abstract.named(), self._accept, at_most)
+            if found is not None:
+                step, state, meta = found
+                restored = Restored(step, TrainState(**state, frozen=self._restore_frozen(self._frozen)), meta)
+            else:
+                restored = Restored(0, self._trainer.begin(), {}) if self._job.extends is None else self._extend()
+                if restored.state.frozen is not None:
+                    self._frozen.save(0, {"params": restored.state.frozen}, {})
+                    self._frozen.wait()
+                checksums(restored.state.named())  # compiled now: the first save may come within a grace period
+        if at_most is None:
+            step = restored.step
+            self._resumed_at = [*restored.meta.get("resumed_at", []), *([step] if step else [])]
+        self._saved = time.monotonic()
+        return restored
+
+    def rollback(self, at_most: int) -> Restored:
+        """Go back to the newest checkpoint up to a step; later ones are removed."""
+        with self._goodput.account("restore"):
+            self._store.wait()
+            restored = self.restore(at_most)
+            self._store.forget_after(restored.step)
+        self._goodput.lose_since(restored.meta)
+        return restored
+
+    def should_save(self, step: int) -> bool:
+        """Whether the state after a step is to be saved; the same in all processes. Raises OSError if a save failed."""
+        self._store.in_flight()
+        if step % self._keep.every_steps == 0 or step == self._job.settings.steps:
+            return True
+        if self._keep.every_minutes is None or (Processes.current.count > 1 and step % _BY_CLOCK):
+            return False
+        old = time.monotonic() - self._saved >= 60 * self._keep.every_minutes
+        return bool(Processes.current.broadcast("a save by the clock", old))
+
+    def save(self, step: int, state: TrainState, monitor: HealthMonitor) -> None:
+        """Start to save the state after a step; waits for the save before."""
+        with self._goodput.stall():
+            self._store.save(step, state.named(), self._facts(monitor))
+        self._saved = time.monotonic()
+
+    def wait(self) -> None:
+        """Until the last save is complete."""
+        with self._goodput.account("save"):
+            self._store.wait()
+            Processes.current.barrier("the last save", seconds=self.seconds)
+
+    def close(self) -> None:
+        """An error in the loop does not take the save in flight with it."""
+        self._store.wait()
+
+    @property
+    def resumed_at(self) -> list[int]:
+        """The steps at which the starts of this run began, except the first."""
+        return self._resumed_at
+
+    def _facts(self, monitor: HealthMonitor) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "name": self._job.name,
+            IDENTITY: identity(trainer),
+            "settings": self._job.settings.model_dump(mode="json"),
+            "mesh": dict(trainer.mesh.shape),
+            "remat": trainer.remat,
+            **self._goodput.facts(),
+            "health": monitor.facts(),
+            "resumed_at": self._resumed_at,
+            "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+        }
+
+    def _accept(self, meta: Mapping[str, Any]) -> None:
+        check_facts(meta)
+        allowed, where = self._keep.allow_changes, str(self._job.folder / "checkpoints")
+        for change in check_compatible(meta, identity(self._trainer), allowed, where=where):
+            warnings.warn(f"{self._job.name} resumes with another {change}", CheckpointWarning, stacklevel=2)
+
+    def _restore_frozen(self, store: CheckpointStore) -> Any:
+        abstract = self._trainer.abstract.frozen
+        return None if abstract is None else store.restore_params(0, abstract)
+
+    def _extend(self) -> Restored:
+        """The checkpoint of another training; its metrics are copied, so that the curve is complete.
+
+        Raises:
+            UserError: there is no such checkpoint, it is corrupted, or more differs than an extension may change.
+        """
+        job, extension = self._job, self._job.extends
+        assert extension is not None
+        store, where = CheckpointStore(extension.training / "checkpoints"), f"{job.name}.resume_from"
+        if extension.step not in store.steps():
+            kept = ", ".join(map(str, store.steps())) or "none"
+            raise UserError(f"there is no checkpoint of step {extension.step}; kept are {kept}", where=where)
+        if job.settings.steps <= extension.step:
+            fix = f"Set {job.name}.steps to more than {extension.step}."
+            raise UserError(f"it has made {extension.step} of the {job.settings.steps} steps", where=where, fix=fix)
+        meta, now = store.meta(extension.step), identity(self._trainer)
+        try:
+            check_facts(meta)
+        except ValueError as error:
+            raise UserError(str(error), where=str(store.folder / str(extension.step))) from error
+        if "mixture" not in self._keep.allow_changes:
+            _check_past_mixture(meta, now, extension.step, job.name)
+        for change in check_compatible(meta, now, (*self._keep.allow_changes, *_OPEN), where=str(store.folder)):
+            if change.name.partition(".")[0] not in _OPEN:
+                warnings.warn(f"{job.name} is extended with another {change}", CheckpointWarning, stacklevel=2)
+        frozen = self._restore_frozen(CheckpointStore(extension.training / FROZEN))
+        state = TrainState(**store.restore(extension.step, self._trainer.abstract.named()), frozen=frozen)
+        lines, own = extension.training / METRICS, job.folder / METRICS
+        if Processes.current.first and lines.is_file() and not own.exists():
+            part = own.with_suffix(".part")
+            shutil.copyfile(lines, part)
+            part.replace(own)
+        # The time between the two belongs to neither.
+        return Restored(extension.step, state, {name: fact for name, fact in meta.items() if name != "clock"})
+
+
+def identity(trainer: Trainer) -> dict[str, Any]:
+    """What decides about the numbers of a run, as JSON: model, settings, seed, batch size, data, plug-ins' code."""
+    job = trainer.job
+    # How many rows a step has may depend on the devices: what counts is how many they were.
+    facts = {
+        **job.settings.deciding(),
+        "batch_size": trainer.rows,
+        "model": job.graph.to_dict(),
+        "seed": job.seed,
+        "data": dict(job.data),
+    }
+    if job.code:
+        facts["code"] = dict(job.code)
+    del facts["per_device_batch_size"]
+    return dict(json.loads(json.dumps(facts)))
+
+
+class _Health(TypedDict, total=False):
+    skipped: list[int]
+    rollbacks: list[tuple[int, int]]
+    data_offset: int
+    spikes: int
+
+
+class _Facts(TypedDict, total=False):
+    """Those of a checkpoint's facts that a run resumes with."""
+
+    identity: dict[str, Any]
+    seconds: dict[str, FiniteFloat]
+    stalls: list[FiniteFloat]
+    clock: FiniteFloat
+    health: _Health
+    resumed_at: list[int]
+
+
+def check_facts(meta: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, if the facts of a checkpoint are not those of a training."""
+    try:
+        TypeAdapter(_Facts).validate_python(meta)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(
+            f"its facts are not of a training: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
+
+
+def _check_past_mixture(meta: Mapping[str, Any], now: Mapping[str, Any], step: int, name: str) -> None:
+    """Rows are drawn by counting from step 0: what was drawn before `step` must be what was trained on."""
+    if IDENTITY not in meta:
+        return
+    before, after = (
+        [dict(stage) for stage in facts.get("mixture") or _WHOLE if stage["from_step"] < step]
+        for facts in (meta[IDENTITY], now)
+    )
+    if before != after:
+        stages = [*before, {"from_step": step, "weights": "those from here on"}]
+        raise UserError(
+            f"the mixture of the steps before {step} is another one",
+            where=f"{name}.mixture",
+            fix=f"Write what was trained on, too: {json.dumps(stages)}",
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions of the software that decides about numbers."""
+    names = ("jaxlib", "flax", "optax", "orbax-checkpoint")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"affinage": affinage.__version__, "jax": jax.__version__, **found}

@@ -1,0 +1,124 @@
+"""Scores of a model while it is trained: its loss on held-out text, benchmarks, and whether they end the training."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from affinage.cluster.processes import Processes
+from affinage.training.goodput import GoodputTimer
+from affinage.training.job import ValidationSet
+from affinage.training.metrics import MetricLogger, read_rows
+from affinage.training.preemption import PreemptionGuard
+from affinage.training.state import TrainState
+from affinage.training.trainer import Trainer
+from affinage.training.watchdog import Watchdog
+
+Scores = dict[str, dict[str, float]]
+
+_IN_FLIGHT = 2  # batches, so that the devices never wait for the host
+_BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, or a long answer
+
+
+class Evaluator:
+    """Evaluates the state as often as the job says. A preemption gives an evaluation up; it is then repeated."""
+
+    def __init__(
+        self, trainer: Trainer, preemption: PreemptionGuard, watchdog: Watchdog, goodput: GoodputTimer
+    ) -> None:
+        self._job, self._trainer = trainer.job, trainer
+        self._preemption, self._watchdog, self._goodput = preemption, watchdog, goodput
+        sets = self._job.validation
+        self._step = trainer.compile_validation(next(iter(next(iter(sets.values()))))) if sets else None
+
+    def due(self, step: int) -> bool:
+        """Whether the state after this step is evaluated."""
+        judge = self._job.judge
+        return self._validates(step) or self._scores(step) or (judge is not None and judge.due(step))
+
+    def __call__(self, step: int, state: TrainState, logger: MetricLogger, *, resumed: bool = False) -> str:
+        """Evaluate the state and write the scores.
+
+        Args:
+            step: that was made.
+            state: after it.
+            logger: gets the scores.
+            resumed: the run begins or resumes here: what metrics.jsonl has of this step is not repeated.
+
+        Returns:
+            Why the training should end here; "" if it should not.
+        """
+        written = self._written(step) if resumed else []
+        with self._goodput.account("validation"):
+            ended, judge, benchmarks = "", self._job.judge, self._job.benchmarks
+            if judge is not None and judge.due(step):
+                ended = judge.look(step, state, self._stops)
+            logger.restart_clock()
+            validates = "validation" not in written and step > 0 and bool(ended or self._validates(step))
+            scores_due = "evaluation" not in written and self._scores(step)
+            if self._preemption.reached() or not (validates or scores_due):
+                return ended
+            validation = self.validate(state)
+            if validation and "validation" not in written:
+                logger.write(step, validation=validation)
+            if benchmarks is not None and scores_due and not self._preemption.reached():
+                scores = benchmarks.scores(step, state, validation or {}, self._stops)
+                if scores is not None:
+                    logger.write(step, evaluation=scores)
+        return ended
+
+    def _written(self, step: int) -> list[str]:
+        rows = (row for row in read_rows(self._job.folder) if row["step"] == step)
+        found = [name for row in rows for name in ("validation", "evaluation") if name in row]
+        return list(Processes.current.broadcast("scores that were written", found))
+
+    def validate(self, state: TrainState) -> Scores | None:
+        """Loss in nats per counted token, and bits per byte of text, of every validation set; None if it was given up.
+
+        Bits per byte = total nats / ln 2 / bytes of the text in UTF-8, which does not depend on the tokenizer. For rows
+        that are no text it is what the graph reports in its place.
+        """
+        scores: Scores = {}
+        for name, rows in self._job.validation.items():
+            sums = self._sums(state, rows)
+            if sums is None:
+                return None
+            # Python's floats: float32 would lose the last digits of a sum over many batches.
+            nats, count = (math.fsum(float(each[key]) for each in sums) for key in ("sum", "count"))
+            scores[name] = {"loss": nats / max(count, 1.0)}
+            if rows.bytes:
+                scores[name]["bits_per_byte"] = nats / math.log(2) / rows.bytes
+            else:
+                scores[name] |= {metric: _mean([s["metrics"][metric] for s in sums]) for metric in sums[0]["metrics"]}
+        return scores
+
+    def _sums(self, state: TrainState, rows: ValidationSet) -> list[Mapping[str, Any]] | None:
+        assert self._step is not None
+        weights, running = (state.params, state.averages, state.frozen), deque[Any]()
+        sums: list[Mapping[str, Any]] = []
+        for batch in rows:
+            self._watchdog.beat("a batch of the validation")
+            if self._preemption.reached():
+                return None
+            sums.append(self._step(weights, self._trainer.put(batch)))
+            running.append(sums[-1])
+            if len(running) > (0 if self._trainer.is_simulated else _IN_FLIGHT):
+                jax.block_until_ready(running.popleft())
+        return sums
+
+    def _stops(self) -> bool:
+        """What benchmarks ask between their batches; that they ask is a sign of progress."""
+        self._watchdog.beat("a batch of the benchmarks", at_most=_BENCHMARKS)
+        return self._preemption.reached()
+
+    def _validates(self, step: int) -> bool:
+        return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
+
+    def _scores(self, step: int) -> bool:
+        return self._job.benchmarks is not None and self._job.benchmarks.due(step)
+
+
+def _mean(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> float:
+    return math.fsum(float(total) for total, _ in pairs) / max(math.fsum(float(count) for _, count in pairs), 1.0)

@@ -1,0 +1,117 @@
+"""Where the seconds of a run went: every one of them is in one account."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# lost: work that was done and not saved, before a kill or a rollback. paused: between two starts. idle: what is none of
+# the others, such as opening files.
+ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost", "paused", "idle")
+
+
+class GoodputTimer:
+    """Seconds by account, over all starts of a run. The clock never stops: at any moment one account is running.
+
+    Goodput is the share of `compute` in all seconds since the first start.
+
+    Args:
+        heartbeat: a file that is touched every second, so that the next start knows when this one ended; None: no file,
+            as in all processes but the first.
+    """
+
+    def __init__(self, heartbeat: Path | None = None) -> None:
+        self._seconds = dict.fromkeys(ACCOUNTS, 0.0)
+        self._running, self._since = "idle", time.perf_counter()
+        self.stalls: list[float] = []  # seconds for which each save stalled the loop
+        self._heartbeat, self._started = heartbeat, time.time()
+        self._last: float | None = None  # when the start before this one was last alive, in seconds since 1970
+        self._first = self._started
+        if heartbeat is not None:
+            try:
+                self._last = heartbeat.stat().st_mtime
+                self._first = float(heartbeat.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                self._last = None
+                heartbeat.write_text(f"{self._started:.3f}\n", encoding="utf-8")
+            self.beat()
+
+    def beat(self) -> None:
+        """Touch the heartbeat file."""
+        if self._heartbeat is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._heartbeat)
+
+    def resume(self, meta: Mapping[str, Any]) -> None:
+        """Add the accounts of the starts before this one, as the checkpoint that was restored has them.
+
+        What was done after it is `lost`; if it comes from another machine, nobody here knows how long that was.
+        """
+        for account, seconds in meta.get("seconds", {}).items():
+            if account in self._seconds:
+                self._seconds[account] += seconds
+        self.stalls = [*meta.get("stalls", []), *self.stalls]
+        saved = meta.get("clock")
+        before = saved if self._last is None else self._last
+        if self._heartbeat is not None and before is not None:
+            last = min(before, self._started)
+            self._seconds["lost"] += max(0.0, last - (self._first if saved is None else saved))
+            self._seconds["paused"] += self._started - last
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint has of it, for `resume`."""
+        return {"seconds": self.rounded(), "stalls": self.stalls, "clock": time.time()}
+
+    @contextlib.contextmanager
+    def account(self, name: str) -> Iterator[None]:
+        """Inside, the time goes to this account, except for what is inside of another one in it."""
+        before = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    @contextlib.contextmanager
+    def stall(self) -> Iterator[None]:
+        """Inside, a save stalls the loop."""
+        start = time.perf_counter()
+        with self.account("save"):
+            yield
+        self.stalls.append(round(time.perf_counter() - start, 6))
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Take seconds from one account to another."""
+        self._switch(self._running)
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def lose_since(self, meta: Mapping[str, Any]) -> None:
+        """A rollback to the checkpoint with these facts: what came after it was for nothing."""
+        self._switch(self._running)
+        for account in ("compute", "data", "validation", "save"):
+            self.move(self._seconds[account] - meta.get("seconds", {}).get(account, 0.0), account, "lost")
+
+    @property
+    def training(self) -> float:
+        """Seconds of the steps, with those in which the devices waited for data."""
+        self._switch(self._running)
+        return self._seconds["compute"] + self._seconds["data"]
+
+    @property
+    def goodput(self) -> float:
+        """The share of all seconds since the first start in which the devices computed steps that count."""
+        self._switch(self._running)
+        return self._seconds["compute"] / max(sum(self._seconds.values()), 1e-9)
+
+    def rounded(self) -> dict[str, float]:
+        """The accounts and their total, in seconds."""
+        self._switch(self._running)
+        return {name: round(s, 3) for name, s in {**self._seconds, "total": sum(self._seconds.values())}.items()}
+
+    def _switch(self, account: str) -> str:
+        now = time.perf_counter()
+        self._seconds[self._running] += now - self._since
+        before, self._running, self._since = self._running, account, now
+        return before

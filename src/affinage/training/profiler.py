@@ -1,0 +1,57 @@
+"""A trace of some steps: what the devices and the host did, in time."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from affinage.cluster.processes import Processes
+
+FOLDER = "profile"  # in the folder of the training
+
+
+class Profiler:
+    """Traces the steps of `runtime.profile` into a folder that TensorBoard and Perfetto open.
+
+    Args:
+        steps: first and last, counted from 1; None: no trace.
+        folder: of the training; each of several processes has a folder of its own in it.
+        start: the step that the training resumes from.
+        end: its last step.
+        say: prints that none of the steps will be made.
+    """
+
+    def __init__(
+        self, steps: tuple[int, int] | None, folder: Path, start: int, end: int, say: Callable[[str], None]
+    ) -> None:
+        self._first, self._last = steps or (0, 0)
+        if steps is not None and (self._first > end or self._last <= start):
+            say(f"nothing is traced: runtime.profile is {self._first}-{self._last}, the steps {start + 1:,} to {end:,}")
+        processes = Processes.current
+        self._folder = folder / FOLDER if processes.count == 1 else folder / FOLDER / f"process-{processes.index}"
+        self._runs = False
+
+    def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """To be entered while a step is dispatched."""
+        if not self._first <= step <= self._last:
+            return contextlib.nullcontext()
+        if not self._runs:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every call of Python would be an event
+            jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
+            self._runs = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def dispatched(self, step: int, values: Any) -> None:
+        """A step was dispatched; `values` are there when the devices are done with it."""
+        if self._runs and step >= self._last:
+            jax.block_until_ready(values)
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace, if one is running."""
+        if self._runs:
+            self._runs = False
+            jax.profiler.stop_trace()

@@ -1,0 +1,210 @@
+"""Duplicates: found as planted, nothing else removed, whatever the order, the parts and the workers."""
+
+import random
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles_of, written
+
+from affinage.config.data import DedupSettings
+from affinage.data.dedup import dedup
+from affinage.data.executor import Executor
+from affinage.data.minhash import jaccard, sign, write_shingle_sets
+from source_forms import rows_of, write_documents
+
+SETTINGS = DedupSettings()
+
+
+def run(rows: list[dict], files: int = 1, **options) -> tuple[dict, list[str], list[dict]]:
+    """The summary, the ids that stay, and the table of the removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_documents(Path(folder) / "in", rows, files)
+        summary = dedup(Path(folder) / "in", Path(folder) / "out", SETTINGS, **options)
+        kept = [row["id"] for row in rows_of(Path(folder) / "out")]
+        assert not (Path(folder) / "out" / "scratch").exists()
+        return summary, kept, pq.read_table(Path(folder) / "out" / "removed.parquet").to_pylist()
+
+
+def find(texts: list[str], ids: list[str] | None = None, files: int = 1, **options) -> tuple[dict, dict[str, str]]:
+    """The summary, and of every id the one that stays in its place."""
+    ids = ids or [f"{i:06d}" for i in range(len(texts))]
+    rows = [{"id": id, "text": text} for id, text in zip(ids, texts, strict=True)]
+    summary, kept, removed = run(rows, files, **options)
+    of = {id: id for id in kept} | {row["id"]: row["duplicate_of"] for row in removed}
+    assert len(of) == len(texts) and all(of[keeper] == keeper for keeper in of.values())
+    return summary, of
+
+
+def sets(texts: list[str], ngram: int = 5) -> list[np.ndarray]:
+    column = pa.array(texts, pa.string())
+    room = sign(column, ngram=ngram, bands=1, rows=1).shingles
+    starts = np.concatenate([[0], np.cumsum(room)])[:-1]
+    out, sizes = np.zeros(int(room.sum()), np.uint64), np.zeros(len(texts), np.int64)
+    rows = np.arange(len(texts))
+    write_shingle_sets(column, rows, ngram=ngram, out=out, starts=starts, sizes=sizes)
+    return [out[start : start + size] for start, size in zip(starts, sizes)]
+
+
+PIECES = ["le", "Le", "été", "ÉTÉ", "x", "the", "fin.", "l'eau", "漢字", "a+b", "3,5", "🙂", "$", "e\u0301", "\n", "–"]
+SENTENCES = st.lists(st.sampled_from(PIECES), max_size=30).map(" ".join)
+
+
+@given(SENTENCES, SENTENCES, st.integers(1, 6))
+def test_shingle_sets_are_those_of_the_obvious_splitting(a, b, ngram):
+    one, other = sets([a, b], ngram)
+    empty = (not shingles_of(a, ngram) - {()}) + (not shingles_of(b, ngram) - {()})
+    if not empty:
+        assert (one.size, other.size) == (len(shingles_of(a, ngram)), len(shingles_of(b, ngram)))
+        assert jaccard(one, other, 0.0) == pytest.approx(jaccard_of(a, b, ngram))
+
+
+@pytest.fixture(scope="module")
+def planted() -> tuple[list[str], list[tuple[int, int]]]:
+    rng = random.Random(5)
+    words = lexicon(5_000, rng)
+    texts, pairs = [], []
+    for _ in range(300):
+        original = random_text(words, rng.randint(60, 260), rng)
+        pairs.append((len(texts), len(texts) + 1))
+        texts += [written(original), written(near_copy(original, rng.uniform(0.6, 1.0), words, rng))]
+    return texts, pairs
+
+
+def rank(text: str, id: str) -> tuple:
+    """The smaller of two copies stays."""
+    return len(re.findall(r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};", text)), -len(shingles_of(text, 5)), len(text.encode()), id
+
+
+def test_recall_and_precision_over_planted_pairs(planted):
+    texts, pairs = planted
+    _, kept, removed = run([{"text": text} for text in texts])
+    near = [(a, b) for a, b in pairs if jaccard_of(texts[a], texts[b]) >= 0.8]
+    assert len(near) > 100
+    assert np.mean([len({f"d{a}", f"d{b}"} & set(kept)) == 1 for a, b in near]) >= 0.99
+    for row in removed:
+        one, other = (texts[int(row[name][1:])] for name in ("id", "duplicate_of"))
+        assert row["jaccard"] == pytest.approx(jaccard_of(one, other)) and row["jaccard"] >= 0.8
+        assert row["duplicate_of"] in kept and rank(other, row["duplicate_of"]) < rank(one, row["id"])
+
+
+def test_padding_and_markup_do_not_win_over_clean_text():
+    clean = " ".join(f"word{i}" for i in range(60)) + " fin déjà."
+    dirty = [
+        clean + "\u3000" * 300,
+        clean.replace("déjà", "d&eacute;j&agrave;"),
+        f"<p>{clean}</p>",
+        clean.upper() + " ",
+    ]
+    for position in range(5):
+        texts = [*dirty[:position], clean, *dirty[position:]]
+        assert set(find(texts)[1].values()) == {f"{position:06d}"}
+
+
+def test_copies_of_what_was_released_before_are_removed(tmp_path, planted):
+    texts = planted[0][:60]
+    write_documents(tmp_path / "released", [{"id": f"old{k}", "text": text} for k, text in enumerate(texts[:40:2])])
+    pq.write_table(pa.table({"text": [texts[50]]}), tmp_path / "released" / "others.parquet")
+    write_documents(tmp_path / "in", [{"text": text} for text in texts], files=2)
+    summary = dedup(tmp_path / "in", tmp_path / "out", SETTINGS, against=tmp_path / "released")
+    kept = {row["id"] for row in rows_of(tmp_path / "out")}
+    assert not kept & {f"d{k}" for k in [*range(0, 40, 2), 50]} and summary["documents_in"] == 60
+    removed = pq.read_table(tmp_path / "out" / "removed.parquet").to_pylist()
+    assert {row["duplicate_of"] for row in removed if row["id"] in ("d0", "d2")} == {"old0", "old1"}
+
+
+def test_a_killed_step_resumes_and_ends_with_the_same(tmp_path, planted):
+    write_documents(tmp_path / "in", [{"text": text} for text in planted[0][:80]], files=4)
+    expected = dedup(tmp_path / "in", tmp_path / "whole", SETTINGS)
+    shares: list[float] = []
+
+    def dying(share: float) -> None:
+        shares.append(share)
+        if len(shares) in (2, 9, 21, 25):
+            raise KeyboardInterrupt
+
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            dedup(tmp_path / "in", tmp_path / "out", SETTINGS, executor=Executor(1), progress=dying)
+    found = dedup(tmp_path / "in", tmp_path / "out", SETTINGS, executor=Executor(1), progress=shares.append)
+    assert len(shares) < 35, "what was complete is not done again"
+    assert found | {"seconds": 0} == expected | {"seconds": 0}
+    for path in (tmp_path / "whole").glob("*.parquet"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def kept_by_the_rule(texts: list[str], ids: list[str]) -> set[str]:
+    """From the best text to the worst, every one is compared with every kept one that it shares a band with."""
+    keys = sign(pa.array(texts, pa.string()), ngram=5, bands=SETTINGS.num_buckets, rows=SETTINGS.hashes_per_bucket).keys
+    kept: list[int] = []
+    for i in sorted(range(len(texts)), key=lambda i: rank(texts[i], ids[i])):
+        rivals = [k for k in kept if (keys[:, i] == keys[:, k]).any()]
+        if not any(jaccard_of(texts[i], texts[k]) >= SETTINGS.threshold for k in rivals):
+            kept.append(i)
+    return {ids[k] for k in kept}
+
+
+CORPORA = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 30), st.sampled_from(["", " ", "!", "x"])), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=20)
+@given(CORPORA, st.integers(1, 4), st.sampled_from([1_000, 30_000, 10**8]), st.randoms(use_true_random=False))
+def test_what_stays_is_what_the_rule_says(corpus, files, memory, rng):
+    # Few originals, each often: chains of alike texts, exact copies, and copies that differ in case or an ending.
+    stories = [[f"w{story}x{position}" for position in range(60)] for story in range(4)]
+    texts = []
+    for story, cut, ending in corpus:
+        text = " ".join(stories[story][cut // 2 :]) + ending
+        texts.append(text.upper() if ending == "x" else text)
+    ids = [f"{i:03d}" for i in range(len(texts))]
+    rng.shuffle(ids)
+    _, of = find(texts, ids, files=files, memory=memory, executor=Executor(rng.randint(1, 3)))
+    assert set(of.values()) == kept_by_the_rule(texts, ids)
+
+
+def test_exact_copies_differ_in_case_and_white_space_only():
+    texts = ["Some words, here", "some words,\n here", "some words here!", "other words there"]
+    _, _, removed = run([{"text": text} for text in texts])
+    assert [(row["id"], row["duplicate_of"], row["exact"]) for row in removed] == [
+        ("d1", "d0", True),
+        ("d2", "d0", False),
+    ]
+    assert {row["jaccard"] for row in removed} == {1.0}
+    wordless = ["two words", "Two words!", "two", "...", "!!!", "", " ", "🙂🙂", "🙂"]
+    assert [int(k) for k in find(wordless)[1].values()] and len(set(find(wordless)[1].values())) == 7
+
+
+def test_many_copies_of_one_page_are_not_quadratic():
+    rng = random.Random(4)
+    words = lexicon(3_000, rng)
+    template = random_text(words, 100, rng)
+    same = [written(template)] * 1_000
+    alike = [written([*template, words[i]]) for i in range(1_000)]
+    frame = [written(template + random_text(words, 45, rng)) for _ in range(600)]  # J of about 0.5 to each other
+    summary, of = find(same + alike + frame)
+    assert len({of[f"{k:06d}"] for k in range(2_000)}) == 1
+    assert summary["compared"] < 300_000, "of 3 million pairs"
+
+
+def test_the_step_counts_and_shows_what_it_removes_whatever_the_order(planted):
+    rows = [{"id": f"d{k}", "text": text} for k, text in enumerate(planted[0][:200] + planted[0][:20])]
+    summary, kept, removed = run(rows)
+    assert summary["documents_in"] == 220 and summary["documents_out"] == len(kept)
+    assert summary["removed"]["exact duplicate"] >= 20 and summary["removed"]["near duplicate"] > 20
+    assert len(kept) + sum(summary["removed"].values()) == 220 and len(removed) == 220 - len(kept)
+    assert "Jaccard 0." in summary["samples"]["near duplicate"][0]["detail"]
+    assert summary["clusters"]["count"] == len({row["duplicate_of"] for row in removed})
+    assert summary["clusters"]["largest"][0]["documents"] >= 3
+    again, left, table = run(random.Random(1).sample(rows, 220), files=4, memory=20_000)
+    assert set(left) == set(kept) and table == removed
+    assert all(again[key] == summary[key] for key in ("removed", "clusters"))
+    nothing = run([])
+    assert nothing[0]["clusters"] == {"count": 0, "largest": []} and nothing[1:] == ([], [])

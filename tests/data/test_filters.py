@@ -1,0 +1,234 @@
+"""The filter step: each rule removes what it should, counts it, and leaves the rest repaired and identified."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from affinage.config.data import FilterSettings, PackingSettings
+from affinage.data.filters import filter_documents, split_text
+from affinage.data.language import identify_language, known_languages, language_probabilities
+from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
+from affinage.data.tokenize import tokenize
+from affinage.errors import UserError
+from source_forms import collected, prose, rows_of, write_documents, write_lines
+
+ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
+FRENCH = "Le comité s'est réuni jeudi pour décider comment reconstruire le port avant les tempêtes de l'hiver."
+GERMAN = "Der Ausschuss traf sich am Donnerstag, um zu besprechen, wie der Hafen wieder aufgebaut werden soll."
+SPANISH = "El comité se reunió el jueves para decidir cómo reconstruir el puerto antes de las tormentas del invierno."
+
+
+def run(tmp_path, documents, settings=None, languages=("en", "fr")):
+    rows = [{"text": document} if isinstance(document, str) else document for document in documents]
+    write_documents(tmp_path / "in", rows)
+    summary = filter_documents(tmp_path / "in", tmp_path / "out", settings or FilterSettings(), languages)
+    return summary, rows_of(tmp_path / "out")
+
+
+def test_every_rule_counts_what_it_removes(tmp_path):
+    signs = "%$# @!~ ^&* " * 20 + ENGLISH
+    documents = [ENGLISH, FRENCH, SPANISH, "Too short.", signs, ENGLISH * 50, "x1 y2 z3 qq ww kk " * 10]
+    summary, rows = run(tmp_path, documents, FilterSettings(max_characters=3_000))
+    assert [(row["id"], row["language"]) for row in rows] == [("d0", "en"), ("d1", "fr")]
+    removed = summary["removed"]
+    assert removed["too short"] == removed["too long"] == removed["not enough letters"] == 1
+    assert removed["other language"] + removed.get("language unclear", 0) == 2
+    (sample,) = summary["samples"]["too short"]
+    assert sample == {"id": "d3", "source": "s", "text": "Too short.", "detail": "10 characters"}
+    assert summary["samples"]["other language"][0]["detail"].startswith("es 0.9")
+    assert summary["documents_in"] == 7 and summary["documents_out"] == 2
+    assert summary["bytes_out"] == sum(len(row["text"].encode()) for row in rows)
+    assert summary["by_language"]["fr"] == {"documents": 1, "bytes": len(FRENCH.encode())}
+    assert summary["by_source"]["s"]["documents"] == 2
+
+
+def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
+    settings = FilterSettings(language_threshold=0)
+    summary, rows = run(tmp_path / "a", ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
+    assert [row["text"] for row in rows] == ["é" * 99 + "."]
+    assert summary["removed"] == {"too short": 1} and summary["repaired"] == 2
+    settings = FilterSettings(min_characters=1, language_threshold=0)
+    _, rows = run(tmp_path / "b", ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
+    assert [row["id"] for row in rows] == ["d0", "d2"]
+
+
+def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_believed(tmp_path):
+    documents = [
+        {"text": SPANISH, "language": "en?"},
+        {"text": ENGLISH, "language": "fr?"},
+        {"text": GERMAN, "language": "fr"},
+        {"text": ENGLISH, "language": "fr"},
+        {"text": FRENCH, "language": "fr"},
+        {"text": ENGLISH, "language": "de"},
+        {"text": SPANISH, "language": "fr", "language_score": 1.0},  # of a source that is trusted
+    ]
+    summary, rows = run(tmp_path / "id", documents)
+    assert [(row["id"], row["language"]) for row in rows] == [("d1", "en"), ("d4", "fr"), ("d6", "fr")]
+    assert all(row["language_score"] >= 0.8 for row in rows)
+    assert summary["removed"] == {"other language": 4}
+    details = [sample["detail"] for sample in summary["samples"]["other language"]]
+    assert details[1].startswith("de ") and details[3] == "de, as its source says"
+    documents = [{"text": SPANISH}, {"text": ENGLISH, "language": "en?"}, {"text": FRENCH, "language": "xx"}]
+    summary, rows = run(tmp_path / "all", documents, languages=())
+    assert [row["language"] for row in sorted(rows, key=lambda row: row["id"])] == ["", "en", "xx"]
+    assert summary["removed"] == {} and {row["language_score"] for row in rows} == {None}
+
+
+def test_a_source_is_checked_unless_it_is_trusted(tmp_path):
+    for name, trusted, left in (("checked", False, 1), ("trusted", True, 2)):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "a.jsonl", [{"text": GERMAN, "id": "d"}, {"text": ENGLISH, "id": "e"}])
+        source = {"path": str(tmp_path / name / "a.jsonl"), "language": "en", "trust_language": trusted}
+        collected(tmp_path / name / "in", source)
+        summary = filter_documents(tmp_path / name / "in", tmp_path / name / "out", FilterSettings(), ("en", "fr"))
+        assert summary["by_language"]["en"]["documents"] == left
+        assert [path.name for path in (tmp_path / name / "out").iterdir()] == ["a.en"]
+
+
+def test_long_documents_can_be_split_at_paragraphs(tmp_path):
+    text = "\n\n".join([FRENCH] * 40)
+    settings = FilterSettings(max_characters=1_000, long_documents="split")
+    summary, rows = run(tmp_path, [ENGLISH, text], settings)
+    assert [(row["id"], row["chunk"]) for row in rows] == [("d0", 0)] + [("d1", k) for k in range(len(rows) - 1)]
+    assert "".join(row["text"] for row in rows[1:]) == text
+    assert all(row["text"].startswith("Le comité") for row in rows[1:])
+    assert summary["split"] == {"documents": 1, "parts": len(rows) - 1}
+    for text in ("word " * 50, "x" * 250, "line\n" * 50, "a b\n\nc" * 40, "short"):
+        parts = split_text(text, 60)
+        assert "".join(parts) == text and max(map(len, parts)) <= 60 and all(parts)
+
+
+def test_mistakes_are_one_message(tmp_path):
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "nothing", ["short", "tiny"])
+    assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
+    unknown = FilterSettings(language_threshold={"zz": 0})
+    for where, named, options in (
+        ("data.languages", "xx", {"languages": ("en", "xx")}),
+        ("data.filters.language_threshold", "zz", {"settings": unknown}),
+    ):
+        with pytest.raises(UserError) as error:
+            run(tmp_path / named, [ENGLISH], **options)
+        assert error.value.where == where and error.value.what.endswith(f" {named}") and error.value.fix
+
+
+def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch):
+    pytest.importorskip("datatrove")
+    documents = [ENGLISH, "\n".join([ENGLISH] * 5), FRENCH + " {}."]
+    summary, _ = run(tmp_path / "off", documents)
+    assert summary["removed"] == {}
+    few = {"top_n_grams": [], "dup_n_grams": []}
+    filters = {"GopherRepetitionFilter": few, "C4QualityFilter": {"min_num_sentences": 1}}
+    summary, rows = run(tmp_path / "on", documents, FilterSettings(datatrove=filters))
+    assert [row["id"] for row in rows] == ["d0"]
+    assert summary["removed"] == {"GopherRepetitionFilter: dup_line_frac": 1, "C4QualityFilter: curly_bracket": 1}
+    with pytest.raises(UserError, match="does not take"):
+        run(tmp_path / "wrong", documents, FilterSettings(datatrove={"GopherRepetitionFilter": {"nonsense": 1}}))
+    with pytest.raises(ValueError, match="GopherRepetitionFilter"):
+        FilterSettings(datatrove={"ParquetWriter": {}})
+    monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "missing", documents, FilterSettings(datatrove=filters))
+    assert "affinage[filters]" in error.value.fix and error.value.where == "data.filters.datatrove"
+
+
+def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
+    pytest.importorskip("datatrove")
+    documents = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
+    addresses = {"email_replacement": "email@example.com", "ip_replacement": "192.0.2.1"}
+    summary, rows = run(tmp_path, documents, FilterSettings(datatrove={"PIIFormatter": addresses}))
+    assert rows[0]["text"] == f"{ENGLISH} Write to email@example.com or 192.0.2.1."
+    assert summary["formatted"] == 2 and summary["samples"]["too short"][0]["text"] == "email@example.com"
+
+
+def test_sources_may_have_thresholds_of_their_own(tmp_path):
+    half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
+    documents = [{"text": half, "source": "a"}, {"text": half, "source": "b"}, {"text": SPANISH, "source": "b"}]
+    documents.append({"text": half, "source": "a", "language": "fr"})
+    settings = FilterSettings(language_threshold={"default": 0.93, "b": 0.9})
+    summary, rows = run(tmp_path / "of", documents, settings)
+    assert [row["source"] for row in rows] == ["b"]
+    assert summary["removed"] == {"language unclear": 2, "other language": 1}
+
+
+def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
+    mixed = [ENGLISH[:70] + FRENCH[:40], ENGLISH[:40] + FRENCH[:70], ENGLISH[:55] + SPANISH[:60]]
+    texts = [ENGLISH, FRENCH, SPANISH, *mixed]
+    documents = [{"text": text + f" {i}", "source": f"s{i % 2}"} for i, text in enumerate(texts * 3)]
+    settings = FilterSettings(min_characters=10)
+    found = run(tmp_path / "all", documents, settings)[0]["thresholds"]
+    assert sum(row["documents"] for row in found["costs"]) < len(documents)  # Spanish is no question of a threshold
+    for k, threshold in enumerate(found["grid"]):
+        settings = FilterSettings(min_characters=10, language_threshold=threshold)
+        _, rows = run(tmp_path / str(threshold), documents, settings)
+        for row in found["costs"]:
+            mine = [r["text"] for r in rows if (r["source"], r["language"]) == (row["source"], row["language"])]
+            assert row["documents_kept"][k] == len(mine)
+            assert row["bytes_kept"][k] == sum(len(text.encode()) for text in mine)
+
+
+CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return [[width] * 3, {'h': height}]\n" * 3
+
+
+def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
+    (tmp_path / "src").mkdir()
+    files = {
+        "good.py": CODE_TEXT,
+        "symbols.py": "+-*/ {} [] () <> == != ;; :: @@ ## && || ^^ ~~ ``\n" * 20,
+        "minified.js": "var a=1;" * 500,
+        "wide.py": ("x = call_of_something(with_an_argument, and_another_one) + " * 3 + "\n") * 5,
+        "tiny.py": "x = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "src" / name).write_text(text)
+    (tmp_path / "text.txt").write_text(prose("en", 1) + "\n" + CODE_TEXT)
+    (tmp_path / "symbols.txt").write_text(CODE_TEXT * 2)
+    texts = [str(tmp_path / name) for name in ("text.txt", "symbols.txt")]
+    collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"}, *texts)
+    summary = filter_documents(
+        tmp_path / "collected",
+        tmp_path / "clean",
+        FilterSettings(datatrove={"GopherRepetitionFilter": {}}),
+        ("en", "fr"),
+    )
+    left = {row["id"]: row["language"] for row in rows_of(tmp_path / "clean")}
+    assert left.pop("good.py") == "code", "Gopher's rules for repetition are not for code"
+    assert "code" not in left.values()
+    removed = summary["removed"]
+    assert [removed[f"code: {rule}"] for rule in ("a long line", "long lines", "not enough letters")] == [1, 1, 1]
+    assert removed["too short"] == 1
+
+
+def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
+    code = {"id": "c", "source": "stack", "language": "code", "text": CODE_TEXT}
+    for part in ("train", "validation"):
+        write_documents(tmp_path / "split" / part, [code, {"source": "web", "language": "en", "text": CODE_TEXT}])
+    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=64), 0)
+
+    def tokens(folder):
+        (path,) = (tmp_path / "rows").glob(folder)
+        rows = np.concatenate([np.load(file) for file in sorted(path.glob("tokens-*.npy"))])
+        if folder.startswith("validation"):  # a row begins with the last token of the row before it
+            rows = np.concatenate([rows[0], *(row[1:] for row in rows[1:])])
+        return rows[rows != PAD].tolist()
+
+    text = tokenizer.encode(CODE_TEXT)
+    assert not {CODE, ENDCODE, EOS} & set(text), "raw text never becomes a control id"
+    for part in ("train", "validation"):
+        assert tokens(f"{part}/*code") == [BOS, CODE, *text, ENDCODE, EOS]
+        assert tokens(f"{part}/*en") == [BOS, *text, EOS]
+    predicted = np.load(next((tmp_path / "rows" / "validation").glob("*code/row_bytes-*.npy")))
+    assert predicted.sum() == len(CODE_TEXT.encode()), "bits per byte count the bytes of the text alone"
+
+
+@pytest.mark.parametrize(("text", "language"), [(ENGLISH, "en"), (FRENCH, "fr"), (GERMAN, "de")])
+def test_languages_are_told_from_each_other_by_all_of_a_text(text, language):
+    for written in (text, f"{text} " * 100, text.replace(" ", "\n"), f"{SPANISH} " * 3 + f"{text} " * 60):
+        found, probability = identify_language(written)
+        assert found == language and 0.7 <= probability <= 1
+    assert identify_language(text.upper()) == identify_language(text.lower())
+    assert identify_language(text.title())[0] == language and identify_language(text.title())[1] > 0.7
+    assert identify_language("") == identify_language(" \n\t") == identify_language("12 345 | 6,789 " * 30) == ("", 0.0)
+    both = language_probabilities(f"{text} {text} {SPANISH} {SPANISH}", 3)
+    assert {language, "es"} <= set(both) <= known_languages() and sum(both.values()) <= 1.01

@@ -1,0 +1,213 @@
+"""Documents to rows: all of them once, whole, with their bytes and where they came from."""
+
+import hashlib
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
+
+from affinage.config.data import PackingSettings
+from affinage.data.dataloader import ValidationRows
+from affinage.data.documents import read_documents
+from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.token_shards import file_safe, open_shards
+from affinage.data.tokenize import tokenize
+from affinage.data.tokenizer import Tokenizer
+from affinage.errors import UserError
+from source_forms import write_documents
+from tiny_corpus import write_split
+
+CONTEXT = 32
+
+
+Documents = dict[tuple[str, str], str]  # text by source and id
+
+
+@pytest.fixture(scope="module")
+def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of rows by the way of packing."""
+    folder = tmp_path_factory.mktemp("rows")
+    for packing in ("concat", "best_fit"):
+        settings = PackingSettings(seq_len=CONTEXT, num_shards=8, strategy=packing)
+        tokenize(split_folder, bpe, folder / packing, settings, seed=0)
+    return {packing: folder / packing for packing in ("concat", "best_fit")}
+
+
+def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
+    groups: dict[str, Documents] = defaultdict(dict)
+    for batch in read_documents(split_folder / part):
+        for told in batch.to_pylist():
+            groups[f"{file_safe(told['source'])}.{told['language']}"][told["source"], told["id"]] = told["text"]
+    return groups
+
+
+def spans_in(folder: Path) -> list[dict]:
+    """The pieces of documents of a folder, their rows numbered through all shards."""
+    found, first = [], 0
+    for file in sorted(folder.glob("documents-*.parquet")):
+        found += [span | {"row": span["row"] + first} for span in pq.read_table(file).to_pylist()]
+        first += len(np.load(file.parent / file.name.replace("documents", "tokens").replace(".parquet", ".npy")))
+    return found
+
+
+def read_all(folder: Path) -> np.ndarray:
+    """All rows of a folder, with numpy alone."""
+    facts = json.loads((folder / "shards.json").read_text())
+    return np.concatenate([np.load(folder / name) for name in facts["files"] if name.startswith("tokens")])
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize(("part", "overlap"), [("train", 0), ("validation", 1)])
+def test_rows_hold_every_token_of_every_document_and_tell_whose_it_is(
+    packed: dict[str, Path], split_folder: Path, bpe: Tokenizer, packing: str, part: str, overlap: int
+):
+    """A validation row that continues a document begins with the last token of the row before it."""
+    groups = documents_by_group(split_folder, part)
+    assert {path.name for path in (packed[packing] / part).iterdir()} == set(groups)
+    for group, documents in groups.items():
+        folder = packed[packing] / part / group
+        rows, facts = read_all(folder), json.loads((folder / "shards.json").read_text())
+        assert rows.dtype == np.uint16 and rows.shape[1] == CONTEXT
+        expected = {name: [BOS, *bpe.encode(text), EOS] for name, text in documents.items()}
+        found = {name: np.zeros(len(tokens), int) for name, tokens in expected.items()}
+        covered, last = np.zeros(rows.shape, int), 0
+        for span in spans_in(folder):
+            name, row, begin, end = (span["source"], span["id"]), span["row"], span["start"], span["stop"]
+            said = slice(span["offset"], span["offset"] + end - begin)
+            assert rows[row, begin:end].tolist() == expected[name][said]
+            found[name][said] += 1
+            covered[row, begin:end] += 1
+            assert span["url"] == f"file:///{span['source']}" and row >= last
+            last = row
+        assert (covered == (rows != PAD)).all()
+        repeated = sum(int((times - 1).sum()) for times in found.values())
+        assert all(times.min() == 1 for times in found.values()) and repeated == overlap * (len(rows) - 1)
+        assert facts["tokens"] == sum(map(len, expected.values())) and facts["documents"] == len(documents)
+        assert facts["bytes"] == sum(len(text.encode()) for text in documents.values())
+
+
+def test_every_byte_of_validation_text_is_predicted_exactly_once(
+    packed: dict[str, Path], split_folder: Path, bpe: Tokenizer
+):
+    """Bits per byte: the bytes that are counted are those of the tokens that the loss counts."""
+    for group, documents in documents_by_group(split_folder, "validation").items():
+        validation = ValidationRows(packed["concat"] / "validation" / group, batch=4)
+        predicted = ends = 0
+        for batch in validation:
+            ids, targets = batch["segment_ids"], batch["tokens"][:, 1:]
+            counted = (batch["loss_mask"][:, 1:] > 0) & (ids[:, 1:] == ids[:, :-1])
+            predicted += bpe.piece_bytes[targets[counted]].sum()
+            ends += np.count_nonzero(targets[counted] == EOS)
+        assert validation.bytes == predicted == sum(len(text.encode()) for text in documents.values())
+        assert ends == len(documents)
+
+
+def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: dict[str, Path]):
+    folder = next((packed["concat"] / "validation").iterdir())
+    whole, limited = ValidationRows(folder, batch=4), ValidationRows(folder, batch=4, limit=5)
+    assert limited.rows == 5 and len(limited) == 2
+    assert limited.bytes == np.load(folder / "row_bytes-00000-of-00001.npy")[np.arange(5) * whole.rows // 5].sum()
+    last = limited.batch(1)
+    assert last["tokens"].shape == (4, CONTEXT)
+    assert last["loss_mask"][1:].sum() == 0 and (last["tokens"][1:] == PAD).all()
+
+
+def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, bpe: Tokenizer, tmp_path: Path):
+    again = write_split(tmp_path / "split", reverse=True)
+    for split, seed, name in ((split_folder, 0, "a"), (again, 0, "b"), (again, 1, "c")):
+        tokenize(split, bpe, tmp_path / name, PackingSettings(seq_len=CONTEXT), seed=seed)
+    a, b, c = (read_all(tmp_path / name / "train/tales.en") for name in "abc")
+    assert (a == b).all() and a.shape == c.shape and (a != c).any()
+    ids = [span["id"] for span in spans_in(tmp_path / "a/train/tales.en")]
+    assert ids != sorted(ids)
+
+
+def test_shards_are_counted_hashed_and_hold_consecutive_documents_of_about_equal_size(
+    packed: dict[str, Path], split_folder: Path
+):
+    folder = packed["concat"] / "train/tales.en"
+    facts = json.loads((folder / "shards.json").read_text())
+    assert list(facts["files"]) == [f"tokens-{i:05d}-of-00003.npy" for i in range(3)]
+    for name, counted in facts["files"].items():
+        content = (folder / name).read_bytes()
+        assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
+    heights = [counted["rows"] for counted in facts["files"].values()]
+    assert sum(heights) == facts["rows"] and max(heights) <= 1.5 * min(heights)
+    assert len(list(packed["concat"].glob("train/*/tokens-*.npy"))) == 8  # over four groups, by their size
+    order = list(documents_by_group(split_folder, "train")["tales.en"])
+    shards = [{(s["source"], s["id"]) for s in pq.read_table(file).to_pylist()} for file in sorted(folder.glob("doc*"))]
+    edges = np.cumsum([0, *map(len, shards)])
+    assert [set(order[first:last]) for first, last in itertools.pairwise(edges)] == shards
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_any_number_of_shards_holds_every_document_once(split_folder: Path, bpe: Tokenizer, tmp_path: Path, count: int):
+    settings = PackingSettings(seq_len=CONTEXT, num_shards=count)
+    summary = tokenize(split_folder, bpe, tmp_path, settings, seed=0)
+    groups = documents_by_group(split_folder, "train")
+    assert summary["shards"] == max(count, len(groups)) or summary["shards"] <= sum(map(len, groups.values()))
+    for group, documents in groups.items():
+        found = [(span["source"], span["id"]) for span in spans_in(tmp_path / "train" / group) if span["offset"] == 0]
+        assert sorted(found) == sorted(documents)
+
+
+def split_of(folder: Path, train: str, *validation: str) -> Path:
+    for part, texts in (("train", [train] if train else []), ("validation", validation)):
+        write_documents(folder / part, [{"text": text} for text in texts])
+    return folder
+
+
+def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_path: Path):
+    text = "漢 the 漢字 river" * 9
+    tokenize(
+        split_of(tmp_path, "the river", text), characters, tmp_path / "rows", PackingSettings(seq_len=CONTEXT), seed=0
+    )
+    assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
+
+
+def words(folder: Path, vocabulary: int = 0) -> Tokenizer:
+    """A tokenizer of whole words, which counts the spaces before a word as the word's."""
+    pieces = ["[UNK]", "a", "b", "user", "assistant", *map(str, range(vocabulary))]
+    fast = FastTokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
+    folder.mkdir()
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(0, "uint16"), (2**16, "uint32")])
+def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
+    tmp_path: Path, vocabulary: int, dtype: str
+):
+    text = "a" + " " * 300 + "b" + " " * 700 + "b"
+    tokenizer = words(tmp_path / "words", vocabulary)
+    split = split_of(tmp_path, text, text, text)
+    summary = tokenize(split, tokenizer, tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
+    assert summary["dtype"] == dtype and read_all(tmp_path / "rows/train/s.und").dtype == dtype
+    predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
+    assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
+
+
+def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):
+    settings = PackingSettings(seq_len=CONTEXT)
+    with pytest.raises(UserError):
+        tokenize(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0)
+    tokenize(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
+    shard = tmp_path / "rows/train/s.und/tokens-00000-of-00001.npy"
+    content = shard.read_bytes()
+    for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
+                   (shard.parent / "shards.json").unlink):  # fmt: skip
+        open_shards(shard.parent)
+        damage()
+        with pytest.raises(UserError) as error:
+            open_shards(shard.parent)
+        assert error.value.where == str(shard.parent) and error.value.fix
+        shard.write_bytes(content)
