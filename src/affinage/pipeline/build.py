@@ -104,14 +104,20 @@ def _released(place: str) -> tuple[str, ...]:
 
 
 def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], last: str) -> Step:
+    config, files = _searched(recipe, data, targets)
+    fn = steps_data.decontaminate
+    return Step("decontaminate", fn, config, (last,), version=3, files=files, resumable=True)
+
+
+def _searched(recipe: Recipe, data: DataSettings, targets: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings and files that decide which items of benchmarks text must not hold."""
     assert data.decontaminate is not None
     config: dict[str, Any] = {"data": _json(data, "decontaminate")}
     files = [*task_files(filter(_is_task_file, targets)), *data.decontaminate.benchmark_files]
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    fn, read = steps_data.decontaminate, tuple(files)
-    return Step("decontaminate", fn, config, (last,), version=3, files=read, resumable=True)
+    return config, tuple(files)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
@@ -146,6 +152,10 @@ def _tuning_data_step(
         config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
+    if recipe.data is not None and (targets := contamination_targets(recipe)):
+        searched, more = _searched(recipe, recipe.data, targets)
+        config |= searched
+        files += more
     inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
     return Step(name, fn, config, inputs, version=2, files=tuple(files), resumable=True)
 
