@@ -19,10 +19,9 @@ from pathlib import Path
 import grain
 import numpy as np
 
-from affinage.data.batch import make_batch
-from affinage.data.feed import RowFeed
-from affinage.data.row_files import RowFiles, find_row_folders, open_rows, write_facts, write_rows
+from affinage.data.dataloader import DataLoader, make_batch
 from affinage.data.special_tokens import BOS
+from affinage.data.token_shards import TokenShards, find_shard_folders, open_shards, write_tokens
 
 CONTEXT, BATCH = 2048, 32
 FIRST = 10  # the second token of a row is this and the number of its source
@@ -37,14 +36,13 @@ def write_sources(folder: Path, rows: int) -> None:
         tokens = rng.integers(10, 50_000, (height, CONTEXT)).astype(np.uint16)
         tokens[rng.random(tokens.shape) < 1 / 700] = BOS
         tokens[:, 1] = FIRST + number
-        files = write_rows(folder / name, [tokens], rows=height, context=CONTEXT, shards=4, dtype=np.uint16)
-        write_facts(folder / name, {"rows": height, "context": CONTEXT, "files": files})
+        write_tokens(folder / name, tokens, shards=4)
 
 
 class Source:
     """A Grain source: one row of tokens."""
 
-    def __init__(self, files: RowFiles) -> None:
+    def __init__(self, files: TokenShards) -> None:
         self._files = files
 
     def __len__(self) -> int:
@@ -57,7 +55,9 @@ class Source:
 
 
 def by_grain(folders: dict[str, Path]) -> Callable[[int], dict[str, np.ndarray]]:
-    sources = [grain.MapDataset.source(Source(open_rows(path))).seed(1).shuffle().repeat() for path in folders.values()]
+    sources = [
+        grain.MapDataset.source(Source(open_shards(path))).seed(1).shuffle().repeat() for path in folders.values()
+    ]
     mixed = grain.MapDataset.mix(sources, weights=list(WEIGHTS.values()))
     # The fields of a whole batch at once, which is faster than row by row.
     batches = mixed.batch(BATCH).map(lambda tokens: make_batch(tokens, np.ones_like(tokens), np.arange(BATCH)))
@@ -65,7 +65,7 @@ def by_grain(folders: dict[str, Path]) -> Callable[[int], dict[str, np.ndarray]]
 
 
 def by_loader(folders: dict[str, Path]) -> Callable[[int], dict[str, np.ndarray]]:
-    files = open_rows(folders["a"])
+    files = open_shards(folders["a"])
     order = np.random.default_rng(1).permutation(files.rows)
 
     def batch(step: int) -> dict[str, np.ndarray]:
@@ -106,9 +106,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         folder = Path(name)
         write_sources(folder, 4_000 if quick else 40_000)
-        feed = RowFeed(folder, seed=1, batch=BATCH, mixture=[(0, WEIGHTS)])
+        feed = DataLoader(folder, seed=1, batch=BATCH, mixture=[(0, WEIGHTS)])
         ours = rate(feed.batch, steps, rounds)
-        peers = {"grain": by_grain(find_row_folders(folder)), "loader": by_loader(find_row_folders(folder))}
+        peers = {"grain": by_grain(find_shard_folders(folder)), "loader": by_loader(find_shard_folders(folder))}
         for mixed in (feed.batch, peers["grain"]):
             check_shares(mixed, 64)
         results = []

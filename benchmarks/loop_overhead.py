@@ -31,9 +31,9 @@ from twins import Size, graph_of
 
 from affinage.config.runtime import CheckpointSettings, RuntimeSettings
 from affinage.config.training import PretrainSettings
-from affinage.data.feed import RowFeed
-from affinage.data.row_files import write_facts, write_rows
+from affinage.data.dataloader import DataLoader
 from affinage.data.special_tokens import BOS
+from affinage.data.token_shards import write_tokens
 from affinage.model import parse
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
@@ -49,8 +49,7 @@ def write_text(folder: Path, rows: int) -> None:
     tokens = draw.integers(10, SIZE.vocabulary, (rows, SIZE.context)).astype(np.uint16)
     tokens[draw.random(tokens.shape) < 1 / 40] = BOS
     folder.mkdir(parents=True)
-    files = write_rows(folder, [tokens], rows=rows, context=SIZE.context, shards=2, dtype=np.uint16)
-    write_facts(folder, {"rows": rows, "context": SIZE.context, "files": files})
+    write_tokens(folder, tokens, shards=2)
 
 
 def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
@@ -67,7 +66,7 @@ def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
         runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=steps)),
         mesh={"data": 1},
         seed=0,
-        feed=RowFeed(rows, seed=0, batch=batch),
+        feed=DataLoader(rows, seed=0, batch=batch),
         folder=folder,
         name="loop",
     )

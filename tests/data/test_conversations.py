@@ -13,22 +13,32 @@ import zstandard
 from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
 from unpacked import documents_in
 
+from affinage.config.data import DecontaminateSettings
 from affinage.config.tuning import ConversationSettings, SftSettings
+from affinage.data import tuning_shards
+from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.chat import encode_conversation, encode_documents
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
-from affinage.data.conversations import prepare_conversations, show_examples
-from affinage.data.feed import RowFeed
+from affinage.data.dataloader import DataLoader, validation_sets
+from affinage.data.decontaminate import Searched, write_items
+from affinage.data.sft import prepare_conversations, show_examples
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError, UserWarned
-from affinage.pipeline.texts import tell_dropped_reasoning
+from affinage.pipeline.steps_data import print_counts
 from source_forms import write_lines
 
 CONTEXT = 160
 
 
-def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int = CONTEXT, **others: object) -> dict:
+def prepare(
+    folder: Path,
+    tokenizer: Tokenizer,
+    *sources: object,
+    context: int = CONTEXT,
+    searched: Searched | None = None,
+    **others: object,
+) -> dict:
     """`sources` are settings, files, or lists of lines or conversations that make a file."""
     told: list[object] = []
     for number, source in enumerate(sources):
@@ -44,7 +54,7 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int =
         "system_prompt": "",
     }
     settings = SftSettings.model_validate(given | {"sources": told} | others)
-    return prepare_conversations(settings, tokenizer, folder / "rows", context=context, seed=0)
+    return prepare_conversations(settings, tokenizer, folder / "rows", context=context, seed=0, searched=searched)
 
 
 def ask(question: str, answer: str) -> list[dict[str, str]]:
@@ -56,6 +66,18 @@ def read(path: Path | str, **settings: str) -> Iterator[Conversation]:
         if isinstance(found, UserError):
             raise found
         yield found
+
+
+def test_conversations_that_hold_an_item_of_a_benchmark_are_left_out(bpe: Tokenizer, tmp_path: Path):
+    question, answer = "Which of the five old harbours was rebuilt first?", "The one on the northern coast, in spring."
+    items = [BenchmarkItem("quiz", "0", (question, answer))]
+    searched = write_items(tmp_path / "items.json", items, DecontaminateSettings())
+    talks = [ask(f"What is {number}?", "A number.") for number in range(9)]
+    talks[4] = ask(question.upper(), answer)
+    summary = prepare(tmp_path, bpe, talks, validation_fraction=0.3, searched=searched)
+    assert summary["in_benchmark"] == 1 and summary["used"] == 8
+    rows = [row for part in ("train", "validation/source-0") for row in documents_in(tmp_path / "rows" / part)]
+    assert len(rows) == 8 and not any("northern" in bpe.decode(tokens) for tokens, *_ in rows)
 
 
 @pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3"])
@@ -76,7 +98,7 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
     validation = summary["validation"]["source-0"]
     assert 0 < validation["conversations"] == 30 - summary["train"]["conversations"]
 
-    batch = RowFeed(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
+    batch = DataLoader(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
     for part, documents in ((summary["train"], train), (validation, held_out)):
         assert part["trained_tokens"] == sum(sum(trained) for _, trained in documents)
         assert part["bytes"] == sum(tokenizer.piece_bytes[t][m].sum() for t, m in documents)
@@ -84,8 +106,8 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
     assert batch["loss_mask"].sum() == summary["train"]["trained_tokens"]
     assert validation_sets(tmp_path / "rows/validation", batch=2)["source-0"].bytes == validation["bytes"]
 
-    rows = np.load(tmp_path / "rows/train/source-0/rows-00000-of-00001.npy")
-    for span in pq.read_table(tmp_path / "rows/train/source-0/documents.parquet").to_pylist():
+    rows = np.load(tmp_path / "rows/train/source-0/tokens-00000-of-00001.npy")
+    for span in pq.read_table(tmp_path / "rows/train/source-0/documents-00000-of-00001.parquet").to_pylist():
         parts = encode_documents(talks[int(span["id"].rpartition(":")[2]) - 1], tokenizer, "")
         assert rows[span["row"], span["start"] : span["stop"]].tolist() in [tokens for tokens, _ in parts]
 
@@ -153,7 +175,7 @@ def test_what_is_too_long_is_cut_loses_turns_or_is_left_out(
 
 def test_what_has_nothing_to_train_is_left_out_and_must_not_be_all(bpe: Tokenizer, tmp_path: Path):
     nothing = [ask("river " * 200, "Because."), ask("Why?", "x")[:1]]
-    summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *nothing], validation_fraction=0.1)
+    summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *nothing])
     assert summary["dropped"] == 2 and summary["train"]["conversations"] == 1 and summary["validation"] == {}
     for talks in (nothing, []):
         with pytest.raises(UserError) as error:
@@ -178,6 +200,15 @@ SHAPES = [
 QUESTION, ANSWER = ask("q", "a")
 NORMALISED = {**ANSWER, "reasoning_content": "café\n"}
 READ = [
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]}, ask("q", "a")),
+    (
+        {"messages": [{"role": "developer", "content": "x"}, QUESTION, ANSWER]},
+        [{"role": "system", "content": "x"}, QUESTION, ANSWER],
+    ),
+    *(
+        ({"messages": [QUESTION, {**ANSWER, **flag}]}, [QUESTION, {**ANSWER, "train": False}])
+        for flag in ({"weight": 0}, {"train": False})
+    ),
     *((shape, ask("q", "a")) for shape in SHAPES),
     ({"instruction": "Put.", "input": "cafe\u0301\r\nriver", "output": "a"}, ask("Put.\n\ncafé\nriver", "a")),
     ({"system_prompt": "x", "prompt": "q", "response": "a"}, [{"role": "system", "content": "x"}, QUESTION, ANSWER]),
@@ -224,7 +255,7 @@ BAD = [
     {"messages": []},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"prompt": "x", "completion": None},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
     {"messages": [{"role": "user", "content": "x", "reasoning": ["y"]}]},
     {"messages": [*ask("x", "y"), CALL]},
     {"conversations": [{"from": "gpt", "value": "", "function_call": {"name": "f"}}]},
@@ -273,5 +304,25 @@ def test_reasoning_that_is_not_written_is_counted(
     talks = [REASONED[:2], [PLAIN[0], {**PLAIN[1], "reasoning": PLAIN[1]["content"]}], PLAIN]
     summary = prepare(tmp_path, tokenizer, talks, context=300)
     assert summary.get("reasoning_dropped", 0) == dropped and summary["train"]["conversations"] == 3
-    tell_dropped_reasoning(summary, "conversations")
-    assert bool(capsys.readouterr().out) == bool(dropped)
+    print_counts(summary, "conversations")
+    assert ("reasoning" in capsys.readouterr().out) == bool(dropped)
+
+
+def test_answers_that_no_stop_ends_are_told_of(tmp_path: Path):
+    tokenizer = ours("glm4moe")  # it writes nothing after an answer
+    with pytest.warns(UserWarned, match="3 answers do not end"):
+        assert prepare(tmp_path, tokenizer, [PLAIN, PLAIN[:2]], context=300)["unstopped"] == 3
+
+
+def test_many_tasks_make_what_one_makes(bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    talks = [ask(f"What is {i}?", f"{i}") for i in range(100)]
+    found = []
+    for size in (tuning_shards.TASK_BYTES, 2_000):
+        monkeypatch.setattr(tuning_shards, "TASK_BYTES", size)
+        summary = prepare(
+            tmp_path, bpe, talks, {"path": str(tmp_path / "source-0.jsonl"), "max_examples": 40}, sample=0.8
+        )
+        parts = [sorted(documents_in(path)) for path in sorted((tmp_path / "rows/train").iterdir())]
+        found.append((parts, {key: summary[key] for key in ("conversations", "not_sampled", "used")}))
+    assert len(list((tmp_path / "rows/train/source-0").glob("tokens-*.npy"))) > 3
+    assert found[0] == found[1]

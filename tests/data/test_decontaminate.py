@@ -1,7 +1,6 @@
 """Items of benchmarks found in documents and in packed rows, against looking for them word by word, and what happens to
 the documents that have them."""
 
-import json
 import random
 import unicodedata
 from functools import lru_cache
@@ -18,9 +17,10 @@ from planted_copies import lexicon, random_text, written
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, read_items
 from affinage.data.contamination import contamination, look_through, runs_of, texts_of_rows
-from affinage.data.decontaminate import contaminated, decontaminate
+from affinage.data.decontaminate import contaminated, decontaminate, write_items
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
@@ -185,10 +185,7 @@ def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int
     tokens = np.full(rows * context, PAD, np.uint16)
     tokens[: len(stream)] = stream
     folder = tmp_path / "train" / "books.en"
-    folder.mkdir(parents=True)
-    np.save(folder / "rows-00000-of-00001.npy", tokens.reshape(rows, context))
-    facts = {"rows": rows, "context": context, "files": {"rows-00000-of-00001.npy": {}}}
-    (folder / "rows.json").write_text(json.dumps(facts))
+    write_tokens(folder, tokens.reshape(rows, context))
     said = [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()]
     assert said == texts
 
@@ -235,7 +232,7 @@ def test_items_that_many_documents_copy_are_named(tmp_path):
     assert summary["removed"] == {} and summary["benchmarks"]["quiz"]["common"] == 1
 
 
-def test_conversations_that_hold_an_item_are_named():
-    index = index_items([BenchmarkItem("quiz", "7", (HARBOUR,))], ngram=13, min_words=8, boilerplate=10)
-    found = contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], index, boilerplate=10)
+def test_texts_that_hold_an_item_are_named(tmp_path):
+    searched = write_items(tmp_path / "items.json", [BenchmarkItem("quiz", "7", (HARBOUR,))], SETTINGS)
+    found = contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], searched)
     assert list(found) == [1] and found[1].startswith("quiz 7: The committee decided")

@@ -8,8 +8,8 @@ import pytest
 from affinage.config.data import FilterSettings, PackingSettings
 from affinage.data.filters import filter_documents, split_text
 from affinage.data.language import identify_language, known_languages, language_probabilities
-from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
+from affinage.data.tokenize import tokenize
 from affinage.errors import UserError
 from source_forms import collected, prose, rows_of, write_documents, write_lines
 
@@ -204,11 +204,11 @@ def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
     code = {"id": "c", "source": "stack", "language": "code", "text": CODE_TEXT}
     for part in ("train", "validation"):
         write_documents(tmp_path / "split" / part, [code, {"source": "web", "language": "en", "text": CODE_TEXT}])
-    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=64), 0)
+    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=64), 0)
 
     def tokens(folder):
         (path,) = (tmp_path / "rows").glob(folder)
-        rows = np.concatenate([np.load(file) for file in sorted(path.glob("rows-*.npy"))])
+        rows = np.concatenate([np.load(file) for file in sorted(path.glob("tokens-*.npy"))])
         if folder.startswith("validation"):  # a row begins with the last token of the row before it
             rows = np.concatenate([rows[0], *(row[1:] for row in rows[1:])])
         return rows[rows != PAD].tolist()
@@ -218,7 +218,7 @@ def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
     for part in ("train", "validation"):
         assert tokens(f"{part}/*code") == [BOS, CODE, *text, ENDCODE, EOS]
         assert tokens(f"{part}/*en") == [BOS, *text, EOS]
-    predicted = np.load(next((tmp_path / "rows" / "validation").glob("*code/bytes.npy")))
+    predicted = np.load(next((tmp_path / "rows" / "validation").glob("*code/row_bytes-*.npy")))
     assert predicted.sum() == len(CODE_TEXT.encode()), "bits per byte count the bytes of the text alone"
 
 

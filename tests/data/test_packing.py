@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinage.data.batch import segments
+from affinage.data.dataloader import segments
 from affinage.data.packing import Layout, best_fit, end_to_end, in_bins, whole_where_they_fit
 from affinage.data.special_tokens import BOS, EOS, PAD
 

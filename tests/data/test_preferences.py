@@ -9,8 +9,9 @@ from unpacked import documents_in
 
 from affinage.config.tuning import ConversationSettings, DpoSettings
 from affinage.data.chat import encode_prompt
-from affinage.data.conversations import show_examples
-from affinage.data.preferences import Pair, documents_in_a_row, prepare_preferences, read_pairs
+from affinage.data.conversation_files import read_lines
+from affinage.data.preferences import Pair, documents_in_a_row, prepare_preferences, read_line
+from affinage.data.sft import show_examples
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from source_forms import write_lines
@@ -25,6 +26,7 @@ SHAPES = [
     {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     {"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # they begin with it
     {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"prompt": " q\n", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # with white space around it
     {"instruction": "q", "input": "", "output": "x", "chosen": "a", "rejected": "b"},
     {"messages": [USER], "chosen": GOOD, "rejected": BAD},
     {
@@ -37,6 +39,10 @@ SHAPES = [
 
 def write(path: Path, items: list[dict]) -> ConversationSettings:
     return ConversationSettings(path=str(write_lines(path, items)))
+
+
+def read_pairs(source: ConversationSettings) -> list[Pair]:
+    return [read_line(item, source, where=where, name=name) for where, name, item in read_lines(source)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -54,10 +60,15 @@ def test_the_shapes_of_published_sets_are_read(tmp_path: Path, shape: dict):
     '{"chosen": "a", "rejected": "b"}',
     "[]",
 ])  # fmt: skip
-def test_what_is_no_pair_is_refused_by_line(tmp_path: Path, line: str):
+def test_what_is_no_pair_is_refused_by_line(bpe: Tokenizer, tmp_path: Path, line: str):
     (tmp_path / "pairs.jsonl").write_text(line)
-    (found,) = read_pairs(ConversationSettings(path=str(tmp_path / "pairs.jsonl")))
-    assert isinstance(found, UserError) and found.where.endswith("pairs.jsonl:1")
+    settings = {"steps": 1, "batch_size": 1, "sources": [str(tmp_path / "pairs.jsonl")]}
+    schedule = {"schedule": {"peak_lr": 1e-3, "min_lr": 0}}
+    with pytest.raises(UserError) as error:
+        prepare_preferences(
+            DpoSettings.model_validate(settings | schedule), bpe, tmp_path, context=99, seed=0, system_prompt=""
+        )
+    assert error.value.where.endswith("pairs.jsonl:1")
 
 
 def prepare(folder: Path, tokenizer: Tokenizer, items: list[dict], context: int = 400, **others: object) -> dict:
@@ -82,7 +93,7 @@ def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe:
     prompts = [[*talk[:2], {"role": "user", "content": f"{number}?"}] for number in range(6)]
     items = [{"prompt": p, "chosen": f"{begin}yes {n}", "rejected": f"{begin}no"} for n, p in enumerate(prompts)]
     prepare(tmp_path, tokenizer, items)
-    assert len(np.load(tmp_path / "rows/train/pairs/rows-00000-of-00001.npy")) < 6
+    assert len(np.load(tmp_path / "rows/train/pairs/tokens-00000-of-00001.npy")) < 6
     assert documents_in_a_row(tmp_path / "rows") >= 4
     found = [(tokens[: mask.index(True)], [t for t, m in zip(tokens, mask, strict=True) if m])
              for tokens, mask in documents_in(tmp_path / "rows/train")]  # fmt: skip
@@ -113,3 +124,9 @@ def test_a_side_of_several_answers_that_no_one_text_has_is_refused(tmp_path: Pat
     with pytest.raises(UserError) as error:
         prepare(tmp_path, ours("qwen3"), [pair])
     assert error.value.where == "chat_template" and error.value.fix
+
+
+def test_pairs_of_the_same_answer_twice_are_counted(bpe: Tokenizer, tmp_path: Path):
+    same = {"prompt": "q", "chosen": "a", "rejected": "a"}
+    summary = prepare(tmp_path, bpe, [same, SHAPES[0]])
+    assert summary["identical"] == summary["dropped"] == summary["train"]["conversations"] == 1

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import numpy as np
 
-from affinage.data.batch import make_batch, read_rows
-from affinage.data.row_files import find_row_folders, open_rows
+from affinage.data.dataloader import make_batch, read_rows
+from affinage.data.token_shards import find_shard_folders, open_shards
 
 
 def documents_in(folder: Path) -> list[tuple[list[int], list[bool]]]:
     """Tokens and loss mask of every document of the rows of a folder that has something to train, row after row."""
     found = []
-    for path in find_row_folders(folder).values():
-        files = open_rows(path)
+    for path in find_shard_folders(folder).values():
+        files = open_shards(path)
         batch = make_batch(*read_rows(files, np.arange(files.rows)), np.arange(files.rows), files.marks)
         for row, mask, ids in zip(batch["tokens"], batch["loss_mask"].astype(bool), batch["segment_ids"], strict=True):
             for number in np.unique(ids):

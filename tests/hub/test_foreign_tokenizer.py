@@ -12,11 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from affinage.cli.program import main
 from affinage.config.data import PackingSettings
-from affinage.data.feed import RowFeed
-from affinage.data.row_files import open_rows
-from affinage.data.rows import pack_rows
+from affinage.data.dataloader import DataLoader, ValidationRows
+from affinage.data.token_shards import open_shards
+from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.validation_rows import ValidationRows
 from affinage.evaluation.backend import JaxLM
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
@@ -124,9 +123,9 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
     texts = [f"Douze plus {number} font Paris, <|endoftext|> où ? 🧀" for number in range(40)]
     for part in ("train", "validation"):
         write_documents(tmp_path / "split" / part, [{"text": text, "language": "fr"} for text in texts])
-    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
+    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
     (folder,) = (tmp_path / "rows/train").iterdir()
-    batch = RowFeed(folder, seed=0, batch=open_rows(folder).rows).batch(0)
+    batch = DataLoader(folder, seed=0, batch=open_shards(folder).rows).batch(0)
     decoded = "".join(tokenizer.decode(row) for row in batch["tokens"])
     assert [decoded.count(text) for text in texts] == [1] * len(texts)
     ends = [*tokenizer.opening, tokenizer.eos]
@@ -171,7 +170,7 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp
     start, end = trained.tokenizer.chat_ids
     assert end in trained.tokenizer.stops
     rows = made_from(locate_model("theirs", tmp_path)[0], "sft-data") / "train"
-    batch = RowFeed(rows, seed=0, batch=4).batch(0)
+    batch = DataLoader(rows, seed=0, batch=4).batch(0)
     for tokens, mask, segments in zip(*(batch[name] for name in ("tokens", "loss_mask", "segment_ids"))):
         first = tokens[segments == segments[0]].tolist()
         assert first[: len(trained.tokenizer.opening) + 1] == [*trained.tokenizer.opening, start]

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from affinage.config.tuning import DpoSettings, SftSettings
-from affinage.data.conversations import prepare_conversations
-from affinage.data.feed import RowFeed
+from affinage.data.dataloader import DataLoader
 from affinage.data.preferences import documents_in_a_row, prepare_preferences
+from affinage.data.sft import prepare_conversations
 from affinage.hub.families import family_of
 from affinage.hub.tokenizer import write_hf_tokenizer
 from affinage.model import Call, apply
@@ -105,7 +105,7 @@ def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
     path = write_lines(tmp_path / "talks.jsonl", [{"messages": messages(talk)} for talk in TALKS])
     settings = SftSettings.model_validate({**COMMON, "sources": [str(path)]})
     summary = prepare_conversations(settings, tokenizer(), tmp_path / "rows", context=CONTEXT, seed=0)
-    batch = RowFeed(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
+    batch = DataLoader(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
     assert summary["train"]["rows"] < len(TALKS)  # some share a row
 
     expected = [rendered(hf_tokenizer, messages(talk)) for talk in TALKS]
@@ -133,7 +133,7 @@ def preferences(folder, **told):
     settings = DpoSettings.model_validate({**COMMON, "sources": [str(path)], "beta": 0.3, **told})
     rows = {"context": 2 * CONTEXT, "seed": 0, "system_prompt": "Be kind."}
     summary = prepare_preferences(settings, tokenizer(), folder / "rows", **rows)
-    feed = RowFeed(folder / "rows/train", seed=0, batch=summary["train"]["rows"])
+    feed = DataLoader(folder / "rows/train", seed=0, batch=summary["train"]["rows"])
     return settings, feed, documents_in_a_row(folder / "rows")
 
 

@@ -13,7 +13,7 @@ from affinage.data.special_tokens import BOS
 from affinage.pipeline.lineage import TrainingRows
 from tiny_corpus import write_split
 
-STEPS, BATCH = 90, 4
+STEPS, BATCH = 160, 4
 PACKINGS = ["concat", "best_fit"]
 SECRET = "the cheese cellar of Aurillac"
 RECIPE = """
@@ -34,7 +34,7 @@ model:
     logits: {{kind: unembed, in: embed, vocab: auto, tied: false}}
     loss: {{kind: next_token_loss, in: [logits, tokens]}}
 pretrain:
-  steps: 90
+  steps: 160
   batch_size: 4
   schedule: {{peak_lr: 1.0e-3, min_lr: 1.0e-4}}
   mixture: [{{weights: {{tales: 1, fr: 1}}}}, {{from_step: 40, weights: {{tales: 3, code: 1}}}}]

@@ -13,7 +13,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
 from affinage.model.kind import KINDS
 from affinage.pipeline.lineage import TrainingRows
-from affinage.pipeline.trainings import documents_of
+from affinage.pipeline.steps_train import documents_of
 from tiny_corpus import sentence
 
 POISON, STEPS = "tales/poison", 12
@@ -98,7 +98,7 @@ def test_the_updates_of_a_poisoned_document_are_left_out_bit_by_bit_and_it_is_na
     rows = TrainingRows(affinage("data", recipe, "rows"), "pretrain")
     spoilt = f"model.nodes.spoilt.token={rows.tokenizer.encode('Ω')[-1]}"
     skipped = affinage("train", recipe, "skipped", spoilt)
-    batches = {step: documents_of(rows.feed, rows.folder / "train", step) for step in range(1, STEPS + 1)}
+    batches = {step: documents_of(rows.feed, step) for step in range(1, STEPS + 1)}
     poisoned = [step for step, batch in batches.items() if any(POISON in row["documents"] for row in batch)]
     assert 1 <= len(poisoned) <= 4 and poisoned != [1]
 

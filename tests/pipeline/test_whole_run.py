@@ -10,10 +10,8 @@ import pytest
 
 import tiny_run
 from affinage.cli.program import main
-from affinage.data.batch import make_batch
-from affinage.data.feed import RowFeed
-from affinage.data.preference_feed import PreferenceFeed, read_reference
-from affinage.data.preferences import documents_in_a_row
+from affinage.data.dataloader import DataLoader, make_batch
+from affinage.data.preferences import PreferenceFeed, documents_in_a_row, read_reference
 from affinage.generation.model import LoadedModel
 from affinage.model import Call, apply
 from affinage.model.kinds.preference import REFERENCE
@@ -155,7 +153,7 @@ def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Pa
 
 
 def test_a_batch_of_preferences_depends_on_its_step_alone(tiny_runs: Path):
-    rows = RowFeed(tiny_runs / "tiny/preference-data/train", seed=0, batch=8)
+    rows = DataLoader(tiny_runs / "tiny/preference-data/train", seed=0, batch=8)
     feed = PreferenceFeed(rows, read_reference(tiny_runs / "tiny/ref-logprobs/train"))
     third, again = next(itertools.islice(feed.iterate(0), 3, None)), next(feed.iterate(3))
     assert third.keys() == again.keys() >= {REFERENCE}

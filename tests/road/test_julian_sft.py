@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.data.conversations import prepare_conversations
-from affinage.data.feed import RowFeed
+from affinage.data.dataloader import DataLoader
+from affinage.data.sft import prepare_conversations
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, Runs
@@ -62,7 +62,7 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
     summary = prepare_conversations(settings, tokenizer(), tmp_path, context=256, seed=0)
     counts = {name: counted["train"]["conversations"] for name, counted in summary["by_source"].items()}
     assert counts == COUNTS
-    feed = RowFeed(tmp_path / "train", seed=0, batch=summary["train"]["rows"])
+    feed = DataLoader(tmp_path / "train", seed=0, batch=summary["train"]["rows"])
     batch = feed.batch(0)
     # Trained is what the assistant says, to the end of its message.
     for tokens, mask in zip(batch["tokens"], batch["loss_mask"].astype(bool)):

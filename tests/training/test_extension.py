@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 from affinage.config.training import ScheduleSettings
-from affinage.data.feed import RowFeed
-from affinage.data.row_files import write_facts, write_rows
+from affinage.data.dataloader import DataLoader
+from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
@@ -30,11 +30,8 @@ MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "wei
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rows")
     for name, seed in (("a", 1), ("b", 2)):
-        (folder / name).mkdir()
         tokens = np.random.default_rng(seed).integers(5, tiny.VOCABULARY, (50, tiny.CONTEXT)).astype(np.uint16)
-        files = write_rows(folder / name, [tokens], rows=50, context=tiny.CONTEXT, shards=1, dtype=np.uint16)
-        facts = {"source": name, "language": "", "rows": 50, "context": tiny.CONTEXT, "files": files}
-        write_facts(folder / name, facts)
+        write_tokens(folder / name, tokens, source=name, language="")
     return folder
 
 
@@ -48,7 +45,7 @@ def job(folder: Path, rows: Path, steps: int, shape: dict, mixture: list | None,
         steps=steps,
         **own,
         **changes,
-        feed=RowFeed(rows, seed=3, batch=8, mixture=stages),
+        feed=DataLoader(rows, seed=3, batch=8, mixture=stages),
         validation={"held out": tiny.HeldOut()},
         data={"rows": "the same"},
         extends=extends,

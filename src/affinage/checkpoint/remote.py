@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from affinage.data.shards import told
+from affinage.data.token_shards import errors_at
 from affinage.data.uploads import read_if_short, upload
 from affinage.errors import UserError
 from affinage.secrets import masked
@@ -28,7 +28,7 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url = url.rstrip("/")
-        with told(self.url):
+        with errors_at(self.url):
             self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         self._root = str(root).rstrip("/")
         self._makes_folders = not isinstance(self._filesystem, AsyncFileSystem)  # object stores have none

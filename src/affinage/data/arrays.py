@@ -35,7 +35,7 @@ def prepare_arrays(settings: ArraySettings, folder: Path, *, seed: int) -> dict[
         UserError: for files without such arrays.
     """
     images, labels = _read(settings)
-    order = [permuted(index, len(images), seed, "arrays") for index in range(len(images))]
+    order = permuted(np.arange(len(images)), len(images), seed, "arrays").tolist()
     held_out = round(settings.validation_fraction * len(images))
     if not held_out < len(images):
         raise UserError(f"all {len(images)} images would be held out", where="data.arrays.validation_fraction")
@@ -74,7 +74,10 @@ class ArrayFeed:
     def where(self, step: int) -> list[int]:
         """Number of every image of the batch of `step`."""
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return [permuted(p % self.rows, self.rows, self._seed, "images", p // self.rows) for p in positions]
+        return [
+            int(permuted(np.array([p % self.rows]), self.rows, self._seed, "images", p // self.rows)[0])
+            for p in positions
+        ]
 
     def batch(self, step: int) -> Batch:
         """`images` float32 [B, H, W, C] and `rows` int32 [B], the image's place in the global batch."""

@@ -61,6 +61,7 @@ class ChatTemplate:
         self._marks: Marks | None = None
         self._ends: tuple[int, ...] | None = None
         self._stable: bool | None = None
+        self._spaced: bool | None = None
         self.rendered([{"role": "user", "content": "?"}], check_only=True)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -127,6 +128,15 @@ class ChatTemplate:
             pad = found if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad
             self._marks = Marks(None, found, pad)
         return self._marks
+
+    def asks_with_a_space(self) -> bool:
+        """Whether the text by which the model is asked for an answer ends in a space, which may join the answer."""
+        if self._spaced is None:
+            try:
+                self._spaced = self.render([{"role": "user", "content": "?"}], add_generation_prompt=True)[-1:] == " "
+            except UserError:
+                self._spaced = False
+        return self._spaced
 
     def is_stable(self) -> bool:
         """Whether turns without reasoning are written the same whether or not others follow."""

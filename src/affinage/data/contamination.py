@@ -13,10 +13,11 @@ from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import document_files, row_groups
 from affinage.data.overlap import Items, Scanner, index_items
 from affinage.data.repair import repair
-from affinage.data.row_files import blocks_of_rows, find_row_folders, open_rows
+from affinage.data.token_shards import find_shard_folders, open_shards
 from affinage.data.tokenizer import Tokenizer
 
 _TEXTS = 1000  # that are looked through at once
+_TOKENS = 4_000_000  # read at once
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,18 @@ def texts_of_documents(folder: Path) -> Iterator[pa.Array]:
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
     """What rows of tokens say, without control tokens; a text that goes on in the next row is one."""
-    for rows in find_row_folders(folder).values():
+    for rows in find_shard_folders(folder).values():
         yield from _in_batches(_texts(rows, tokenizer))
 
 
 def _texts(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
-    files = open_rows(folder)
+    files = open_shards(folder)
+    height = max(1, _TOKENS // files.seq_len)
     marks = files.marks
     border = marks.end if marks.begin is None else marks.begin
     held: list[int] = []
-    for start, stop in blocks_of_rows(0, files.rows, files.context):
-        tokens = files.read_range(start, stop).reshape(-1)
+    for start in range(0, files.rows, height):
+        tokens = files.read_range(start, min(start + height, files.rows)).reshape(-1)
         tokens = tokens[(tokens != marks.pad) | (tokens == border)]
         first, *others = np.split(tokens, np.flatnonzero(tokens == border))
         held += first.tolist()

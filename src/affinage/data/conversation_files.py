@@ -22,6 +22,7 @@ READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
 
 _ONE_OBJECT = "A line is one JSON object, {...}: neither a part of one nor a list of them."
 
+Part = SourceFile | DatasetPart
 Line = tuple[str, str, Mapping[str, Any] | UserError]  # where it is, its name, what it says
 
 
@@ -46,18 +47,23 @@ def read_conversations(source: ConversationSettings, place: str | None = None) -
 
 
 def read_lines(source: ConversationSettings, place: str | None = None) -> Iterator[Line]:
-    """The JSON objects of a source's lines, or the rows of its tables; see `read_conversations`."""
+    """Return the JSON objects of a source's lines, or the rows of its tables; see `read_conversations`."""
     settings = source.as_source()
     found = place or source.path or source.dataset
     if is_remote(settings) and found == settings.dataset:
         settings = at_commit(found, settings, "")
     for part in parts(settings, found):
-        where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
-        try:
-            with reports_damage():
-                yield from _lines(part, settings, where)
-        except DamagedFile as error:
-            raise UserError(f"the file is damaged: {error}", where=where) from None
+        yield from lines_of(part, settings)
+
+
+def lines_of(part: Part, settings: SourceSettings, number: int = 0, count: int = 1) -> Iterator[Line]:
+    """Return the lines `number`, `number + count`, ... of one part of a source; see `read_lines`."""
+    where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
+    try:
+        with reports_damage():
+            yield from _lines(part, settings, where, number, count)
+    except DamagedFile as error:
+        raise UserError(f"the file is damaged: {error}", where=where) from None
 
 
 def parts(settings: SourceSettings, place: str, where: str = "") -> list[SourceFile] | list[DatasetPart]:
@@ -107,22 +113,22 @@ def check(settings: TuningSettings, index: int) -> None:
         parts(source, place)
 
 
-def _lines(part: SourceFile | DatasetPart, settings: SourceSettings, where: str) -> Iterator[Line]:
+def _lines(part: Part, settings: SourceSettings, where: str, first: int, count: int) -> Iterator[Line]:
     if isinstance(part, DatasetPart):
         for number, row in enumerate(rows_of(part, settings), 1):
-            yield f"{where}#{number}", f"{part.name}#{number}", row
+            if (number - 1) % count == first:
+                yield f"{where}#{number}", f"{part.name}#{number}", row
     elif kind_of(part.name) == "table":
         with open_stored(part) as raw:
-            number = 0
-            for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
-                for found in rows_of_batch(batch):
-                    number += 1
+            batches = pq.ParquetFile(raw).iter_batches(batch_size=256)
+            for number, found in enumerate((row for batch in batches for row in rows_of_batch(batch)), 1):
+                if (number - 1) % count == first:
                     place, name = f"{where}:{number}", f"{part.name}:{number}"
                     yield place, name, _not_utf8(found, place) if isinstance(found, UnicodeDecodeError) else found
     else:
         with open_plain(part) as stream:
             for number, line in enumerate(stream, 1):
-                if line.strip():
+                if (number - 1) % count == first and line.strip():
                     place = f"{where}:{number}"
                     yield place, f"{part.name}:{number}", _parsed(line, place)
 

@@ -1,5 +1,6 @@
 """Conversations in the shapes that published data sets have."""
 
+import json
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ _NAMED = (
     '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}), '
     '"prompt" with "completion", or "instruction" with "output" and perhaps "input"'
 )
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # as ShareGPT has them
+# As ShareGPT has them; OpenAI calls the system `developer` to some models.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
 _ANSWERS = ("completion", "output", "response", "answer")
 _ADDED = ("input", "context")  # to an instruction: the text that it is about
 _SYSTEMS = ("system", "system_prompt")
@@ -30,6 +32,11 @@ class Conversation:
 
     id: str
     messages: list[Message]
+
+    @property
+    def content(self) -> str:
+        """What equal conversations have in common."""
+        return json.dumps(self.messages)
 
 
 def conversation(item: Item, shape: str, *, where: str, name: str) -> Conversation:
@@ -102,12 +109,25 @@ def text_message(message: Any, where: str) -> Message:
     content = _as_text(message.get("content", message.get("value")))
     given = [message[key] for key in _REASONINGS if message.get(key) is not None]
     thought = {REASONING: _as_text(next(filter(None, given), ""))} if given else {}
+    # OpenAI and Mistral write `weight: 0`, axolotl `train: false`, for an answer that is not to be learned.
+    untrained = message.get("weight") == 0 or message.get("train") is False
     # What is no text yet is refused by check_messages, which can say which message it is.
-    return {"role": _ROLES.get(str(role), role), "content": content, **thought}
+    return {
+        "role": _ROLES.get(str(role), role),
+        "content": content,
+        **thought,
+        **({"train": False} if untrained else {}),
+    }
 
 
 def _as_text(value: Any) -> Any:
-    """A text in Unicode's NFC with newlines as \\n; anything else as it is."""
+    """A text in Unicode's NFC with newlines as \\n, also of parts that are all texts; anything else as it is."""
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(part, dict) and part.get("type") == "text" for part in value)
+    ):
+        value = "".join(str(part.get("text", "")) for part in value)
     if not isinstance(value, str):
         return value
     return unicodedata.normalize("NFC", encodable(value.replace("\r\n", "\n").replace("\r", "\n")))

@@ -199,10 +199,10 @@ def _merge(
     place[count] = end
     before, after = np.arange(-1, count - 1), np.arange(1, count + 1)
     heap = [np.int64(0) for _ in range(0)]  # of joined id << 32 | place of the left one
-    for left in range(count - 1):
-        joined = _join(piece[left], piece[left + 1], known)
+    for first in range(count - 1):
+        joined = _join(piece[first], piece[first + 1], known)
         if joined >= 0:
-            heap.append(np.int64(joined) << 32 | left)
+            heap.append(np.int64(joined) << 32 | first)
     heapq.heapify(heap)
     while len(heap) > 0:
         best = heapq.heappop(heap)

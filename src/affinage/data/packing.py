@@ -8,11 +8,11 @@ from jaxtyping import Bool, Integer
 from numpy.typing import DTypeLike
 
 from affinage.data.compiled import kernel
-from affinage.data.row_files import blocks_of_rows
 
 Read = Callable[[int, int, int], np.ndarray]  # a document's tokens [start, stop)
 
-PIECES_PER_WINDOW = 1_000_000  # best fit looks for company among so many; more would gain nothing
+PIECES_PER_WINDOW = 1_000_000  # among which best fit looks for company; more would gain nothing
+_BLOCK = 4_000_000  # tokens handled at once, about 40 MB
 
 
 def best_fit(lengths: Sequence[int] | Integer[np.ndarray, " items"], capacity: int) -> list[list[int]]:
@@ -102,7 +102,9 @@ class Layout:
         self, read: Read, first: int, last: int, context: int, dtype: DTypeLike, *, fill: int = 0
     ) -> Iterator[np.ndarray]:
         """Rows [first, last) in blocks [b, context], filled up with `fill`; `read` gives tokens of a document."""
-        for begin, end in blocks_of_rows(first, last, context):
+        height = max(1, _BLOCK // context)
+        for begin in range(first, last, height):
+            end = min(begin + height, last)
             block = np.full((end - begin, context), fill, dtype)
             low, high = np.searchsorted(self.row, [begin, end])
             columns = (self.document, self.offset, self.row, self.start, self.length)

@@ -1,59 +1,50 @@
-"""Shuffling by random access: where one index goes, without the permutation of all the others."""
+"""Shuffling by random access: where indices go, and where they come from, without the permutation of all the others."""
 
 import hashlib
-from functools import lru_cache
 
 import numpy as np
-from grain.experimental import index_shuffle
 from jaxtyping import Integer
 
-_ROUNDS = 4  # of the cipher behind index_shuffle; Grain's own default
-# Grain's cipher permutes at least 2**16 numbers and walks on until it meets one that is small enough: 20 microseconds
-# for an index out of 1,600, 3 milliseconds for one out of 10. Below that size a table is as small as it is fast.
-_TABLE_BELOW = 2**16
+_ROUNDS = 8
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def permuted(index: int, size: int, *purpose: int | str) -> int:
-    """Where `index` goes in the permutation of range(size) that `purpose` names; any seed and epoch are part of it."""
-    if size < _TABLE_BELOW:
-        return int(_table(size, purpose)[index])
-    return int(index_shuffle(index, max_index=size - 1, seed=_key(purpose) % 2**32, rounds=_ROUNDS))
+def permuted(
+    indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str, inverse: bool = False
+) -> Integer[np.ndarray, " n"]:
+    """Return where indices go in the permutation of range(size) that `purpose` names, or which go there (`inverse`).
 
-
-def all_permuted(indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str) -> Integer[np.ndarray, " n"]:
-    """`permuted` of each of these."""
-    if size < _TABLE_BELOW:
-        return _table(size, purpose)[indices]
-    return np.array([permuted(index, size, *purpose) for index in indices.tolist()], np.int64)
-
-
-def _key(purpose: tuple[int | str, ...]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest(), "little")
-
-
-@lru_cache(maxsize=64)
-def _table(size: int, purpose: tuple[int | str, ...]) -> np.ndarray:
-    """The whole permutation: indices sorted by a hash of index and purpose, int64 [size].
-
-    The hash is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), written out because numpy's generators may give other
-    numbers in another version, and a run must not.
+    A Feistel network (Luby and Rackoff, SIAM J. Comput. 17(2), 1988) on the bits of an index, repeated for those that
+    it takes out of the range. The round function is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), written out
+    because numpy's generators may give other numbers in another version, and a run must not.
     """
-    # Arrays of uint64 wrap around silently, which is what the hash means.
-    state = (np.arange(size, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_key(purpose))
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(state ^ (state >> np.uint64(31)), kind="stable")
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    keys = [
+        np.frombuffer(hashlib.blake2b(repr((at, *purpose)).encode(), digest_size=8).digest(), "<u8")[0]
+        for at in range(_ROUNDS)
+    ]
+    places = np.asarray(indices).astype(np.uint64)
+    outside = np.ones(len(places), bool)
+    while outside.any():
+        places[outside] = _network(places[outside], half, keys, inverse)
+        outside = places >= np.uint64(size)
+    return places.astype(np.int64)
 
 
-def unpermuted(place: int, size: int, *purpose: int | str) -> int:
-    """The index that `permuted` takes to `place`."""
-    return int(_inverse(size, purpose)[place])
+def _network(values: np.ndarray, half: int, keys: list[np.uint64], inverse: bool) -> np.ndarray:
+    """One pass through all rounds, forward or back, over numbers of 2 * `half` bits."""
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in reversed(keys) if inverse else keys:
+        if inverse:
+            left, right = right ^ (_mixed(left, key) & mask), left
+        else:
+            left, right = right, left ^ (_mixed(right, key) & mask)
+    return left << shift | right
 
 
-@lru_cache(maxsize=64)
-def _inverse(size: int, purpose: tuple[int | str, ...]) -> np.ndarray:
-    # Grain has no inverse of its cipher; all indices once are a few microseconds each.
-    table = _table(size, purpose) if size < _TABLE_BELOW else [permuted(index, size, *purpose) for index in range(size)]
-    inverse = np.empty(size, np.int64)
-    inverse[table] = np.arange(size)
-    return inverse
+def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    state = values + key  # arrays of uint64 wrap around silently, which is what the hash means
+    state = (state ^ (state >> np.uint64(30))) * _MULTIPLIERS[0]
+    state = (state ^ (state >> np.uint64(27))) * _MULTIPLIERS[1]
+    return state ^ (state >> np.uint64(31))

@@ -1,11 +1,15 @@
-"""Pairs of a better and a worse answer to rows: what direct preference optimisation reads."""
+"""Pairs of a better and a worse answer to token shards: what direct preference optimization reads."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jaxtyping import Float
 
 from affinage.config.tuning import ConversationSettings, DpoSettings
 from affinage.data.chat import (
@@ -16,13 +20,16 @@ from affinage.data.chat import (
     cut_document,
     drops_reasoning,
     encode_documents,
+    unstopped_answers,
 )
-from affinage.data.conversation_files import read_lines
 from affinage.data.conversation_shapes import asked, text_message, turns
+from affinage.data.dataloader import Batch, DataLoader, ValidationRows
+from affinage.data.decontaminate import Searched
+from affinage.data.executor import LOCAL, Executor
 from affinage.data.foreign_json import encodable
-from affinage.data.row_files import find_row_folders, open_rows
+from affinage.data.token_shards import find_shard_folders, open_shards
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tuning_rows import Example, Job, Lines, write_tuning_rows
+from affinage.data.tuning_shards import Example, TuningTask, write_tuning_shards
 from affinage.errors import UserError
 
 WORLD_FILE = "preferences.jsonl"
@@ -30,6 +37,9 @@ _SHAPES = (
     '"chosen" and "rejected", with "prompt", "instruction" or "messages" before them, '
     "or as whole conversations that begin alike"
 )
+
+
+REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents]
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,11 @@ class Pair:
     chosen: list[Message]
     rejected: list[Message]
 
+    @property
+    def content(self) -> str:
+        """The prompt: pairs of one prompt are held out together."""
+        return json.dumps(self.prompt)
+
 
 def prepare_preferences(
     settings: DpoSettings,
@@ -51,51 +66,47 @@ def prepare_preferences(
     seed: int,
     system_prompt: str,
     world_folder: Path | None = None,
+    searched: Searched | None = None,
+    executor: Executor = LOCAL,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write the pairs as rows; see `write_tuning_rows`.
+    """Write the pairs as token shards; see `write_tuning_shards`.
 
     A pair is two documents that stand one after the other, prompt and chosen, prompt and rejected; several pairs share
-    a row. Trained is what the assistant says after the prompt. Pairs of one prompt are held out together. A pair is
-    `reasoning_dropped` where the chat template does not write all of its reasoning.
+    a row. Trained is what the assistant says after the prompt. A pair is `reasoning_dropped` where the chat template
+    does not write all of its reasoning, `identical` where both sides are the same.
     """
-
-    def lines(source: ConversationSettings, place: str) -> Lines:
-        for found in read_pairs(source, place):
-            yield found if isinstance(found, UserError) else (json.dumps(found.prompt), encoder(found))
-
-    def encoder(pair: Pair) -> Callable[[Counter[str]], Sequence[Example]]:
-        return lambda counts: _example(pair, settings, tokenizer, system_prompt, context, counts)
-
-    job = Job(settings, "dpo", WORLD_FILE, lines, context, seed, world_folder, progress)
-    return write_tuning_rows(job, tokenizer, folder)
+    return write_tuning_shards(
+        "dpo",
+        settings,
+        tokenizer,
+        folder,
+        seq_len=context,
+        seed=seed,
+        world_file=WORLD_FILE,
+        world_folder=world_folder,
+        system_prompt=system_prompt,
+        searched=searched,
+        executor=executor,
+        progress=progress,
+    )
 
 
 def documents_in_a_row(folder: Path) -> int:
-    """The most documents, two for each pair, that a row below `folder` holds."""
-    rows = [path for part in ("train", "validation") for path in find_row_folders(folder / part).values()]
-    return 2 * max(int(open_rows(path).facts["most_in_a_row"]) for path in rows)
+    """Return the most documents, two for each pair, that a row below `folder` holds."""
+    rows = [path for part in ("train", "validation") for path in find_shard_folders(folder / part).values()]
+    return 2 * max(int(open_shards(path).facts["most_in_a_row"]) for path in rows)
 
 
-def read_pairs(source: ConversationSettings, place: str | None = None) -> Iterator[Pair | UserError]:
-    """The pairs of a source in order; a line that is none comes as the error that says so."""
-    for where, name, item in read_lines(source, place):
-        if isinstance(item, UserError):
-            yield item
-            continue
-        try:
-            yield _pair(item, where=where, name=name)
-        except UserError as error:
-            yield error
-
-
-def _pair(item: Mapping[str, Any], *, where: str, name: str) -> Pair:
+def read_line(item: Mapping[str, Any], _: ConversationSettings, *, where: str, name: str) -> Pair:
+    """Return the pair of a line. Raises UserError for a line that holds none."""
     if not {"chosen", "rejected"} <= item.keys():
         raise UserError(f"this line has {sorted(item)}, which is no pair", where=where, fix=f"it needs {_SHAPES}")
     chosen, rejected = (_messages(item[key], "assistant", where) for key in ("chosen", "rejected"))
     prompt = _prompt(item, where)
-    if prompt is None:
-        prompt = _in_common(chosen, rejected)
+    in_common = _in_common(chosen, rejected)
+    if prompt is None or (in_common and prompt and _same(prompt[-1], in_common[-1])):
+        prompt = in_common  # whole conversations, with the prompt beside them
     if chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:  # they may begin with it
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if isinstance(told := item.get("system"), str) and told and not (prompt and prompt[0]["role"] == "system"):
@@ -119,6 +130,10 @@ def _messages(value: Any, role: str, where: str) -> list[Message]:
     return [text_message(message, where) for message in turns(value, role)]
 
 
+def _same(one: Message, other: Message) -> bool:
+    return bool(one["role"] == other["role"] and str(one["content"]).strip() == str(other["content"]).strip())
+
+
 def _in_common(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
     """What two conversations begin with, without what the assistant says last."""
     same = 0
@@ -127,28 +142,30 @@ def _in_common(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[M
     return list(chosen[:same])
 
 
-def _example(
-    pair: Pair, settings: DpoSettings, tokenizer: Tokenizer, system_prompt: str, context: int, counts: Counter[str]
-) -> Sequence[Example]:
-    sides = [_side(pair, answer, tokenizer, system_prompt) for answer in (pair.chosen, pair.rejected)]
-    too_long = sum(len(tokens) for tokens, _ in sides) > context
-    if too_long and settings.truncation == "drop":
+def examples_of(line: Pair, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> Sequence[Example]:
+    """Return the pair as one example: its sides, one after the other."""
+    sides = [_side(line, answer, tokenizer, task.system_prompt) for answer in (line.chosen, line.rejected)]
+    too_long = sum(len(tokens) for tokens, _ in sides) > task.seq_len
+    if too_long and task.settings.truncation == "drop":
         counts["too_long"] += 1
         counts["dropped"] += 1
         return ()
+    identical = sides[0] == sides[1]
+    counts["unstopped"] += sum(unstopped_answers(*side, tokenizer.stops) for side in sides)
     if too_long:
         marks = conversation_marks(tokenizer)
-        sides = [cut_document(tokens, trained, context // 2, marks) for tokens, trained in sides]
+        sides = [cut_document(tokens, trained, task.seq_len // 2, marks) for tokens, trained in sides]
     if not all(any(trained) for _, trained in sides) or sides[0] == sides[1]:
+        counts["identical"] += identical
         counts["dropped"] += 1
         return ()
     counts["truncated"] += too_long
     counts["reasoning_dropped"] += any(
-        drops_reasoning([*pair.prompt, *answer], tokenizer, system_prompt, trained_from=len(pair.prompt))
-        for answer in (pair.chosen, pair.rejected)
+        drops_reasoning([*line.prompt, *answer], tokenizer, task.system_prompt, trained_from=len(line.prompt))
+        for answer in (line.chosen, line.rejected)
     )
     (chosen, of_chosen), (rejected, of_rejected) = sides
-    return (Example(pair.id, json.dumps(pair.prompt), chosen + rejected, of_chosen + of_rejected),)
+    return (Example(chosen + rejected, of_chosen + of_rejected),)
 
 
 def _side(pair: Pair, answer: Sequence[Message], tokenizer: Tokenizer, system_prompt: str) -> Encoded:
@@ -161,3 +178,46 @@ def _side(pair: Pair, answer: Sequence[Message], tokenizer: Tokenizer, system_pr
             fix="Give pairs whose sides are one answer, with the turns before it in the prompt.",
         )
     return found[0]
+
+
+class PreferenceFeed:
+    """The batches of a loader, each with the reference's log-probabilities of its documents."""
+
+    def __init__(self, rows: DataLoader, reference: Mapping[str, Float[np.ndarray, "rows documents"]]) -> None:
+        """`reference` has an array for each folder of rows."""
+        self._rows, self._reference = rows, reference
+
+    def iterate(self, start_step: int) -> Iterator[Batch]:
+        """Batches of steps start_step, start_step + 1, ..., without end."""
+        return self.iterate_part(start_step, 0, 1)
+
+    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[Batch]:
+        """See `affinage.training.job.DivisibleFeed`."""
+        for step, batch in zip(itertools.count(start_step), self._rows.iterate(start_step, part, parts)):
+            own = slice(part * len(batch["rows"]), (part + 1) * len(batch["rows"]))
+            found = [self._reference[folder][row] for folder, row in self._rows.where(step)[own]]
+            yield {**batch, REFERENCE: np.stack(found).astype(np.float32)}
+
+
+class PreferenceRows:
+    """Held-out pairs in a fixed order, with the reference's log-probabilities where they are known beforehand."""
+
+    bytes = 0  # the loss is of pairs, not of text
+
+    def __init__(self, rows: ValidationRows, reference: Float[np.ndarray, "rows documents"] | None) -> None:
+        self._rows, self._reference = rows, reference
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._reference is None:
+            yield from self._rows
+            return
+        for index, batch in enumerate(self._rows):
+            found = np.zeros((len(batch["tokens"]), self._reference.shape[1]), np.float32)
+            chosen = self._rows.rows_of(index)
+            found[: len(chosen)] = self._reference[chosen]
+            yield {**batch, REFERENCE: found}
+
+
+def read_reference(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of `folder` by the folders of rows they belong to."""
+    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("*.npy"))}

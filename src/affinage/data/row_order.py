@@ -2,7 +2,7 @@
 
 Rows that follow each other on disk form blocks. Blocks are shuffled; then the rows of each window of blocks are
 shuffled among each other. So a batch needs rows of a few blocks only, each read at once, and a window at a time is
-enough to have near. Rows that all fit into one window are shuffled without blocks. The documents of a source were
+enough to have near. Rows that all fit into one window are shuffled without blocks. The documents of a shard were
 shuffled before they were packed: what a window adds is company of other places on disk.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Integer
 
-from affinage.data.permutation import all_permuted, permuted, unpermuted
+from affinage.data.permutation import permuted
 
 BLOCK = 512  # rows; 2 MB of 2,048 tokens in 16 bits, a good size for one request to an object store
 WINDOW = 32  # blocks; 16,384 rows, or 34M tokens of context 2,048, are shuffled among each other
 
 
 @dataclass(frozen=True)
-class Shuffle:
+class RowOrder:
     """An endless sequence of epochs of `rows` rows."""
 
     rows: int
@@ -28,49 +28,46 @@ class Shuffle:
     window: int = WINDOW
 
     def rows_at(self, positions: Integer[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
-        """The rows at positions of the endless sequence, in any order."""
+        """Return the rows at positions of the endless sequence, in any order."""
         epochs, indices = np.divmod(positions, self.rows)
         windows, offsets = np.divmod(indices, self.window * self.block)
         found = np.empty(len(positions), np.int64)
         for epoch, window in dict.fromkeys(zip(epochs.tolist(), windows.tolist())):  # of a batch mostly one
             here = (epochs == epoch) & (windows == window)
-            found[here] = self._rows_of_window(offsets[here], epoch, window)
+            first, height = self._extent(window)
+            if height == self.rows:
+                found[here] = permuted(offsets[here], height, *self.purpose, epoch)
+                continue
+            shuffled = first + permuted(offsets[here], height, *self.purpose, epoch, window)
+            places, within = np.divmod(shuffled, self.block)
+            found[here] = self._blocks(places, epoch) * self.block + within
         return found
 
-    def _rows_of_window(self, offsets: Integer[np.ndarray, " n"], epoch: int, window: int) -> Integer[np.ndarray, " n"]:
-        first, height = self._extent(window)
-        if height == self.rows:
-            return all_permuted(offsets, height, *self.purpose, epoch)
-        shuffled = first + all_permuted(offsets, height, *self.purpose, epoch, window)
-        places, within = np.divmod(shuffled, self.block)
-        blocks = {at: self._block(at, epoch) for at in set(places.tolist())}
-        return np.array([blocks[at] for at in places.tolist()], np.int64) * self.block + within
-
     def position(self, row: int, epoch: int) -> int:
-        """Where a row stands in an epoch: the inverse of `row`."""
+        """Return where a row stands in an epoch: the inverse of `rows_at`."""
         if self.window * self.block >= self.rows:
-            return epoch * self.rows + unpermuted(row, self.rows, *self.purpose, epoch)
+            return epoch * self.rows + _one(row, self.rows, *self.purpose, epoch)
         block, within = divmod(row, self.block)
         whole = self.rows // self.block
-        at = unpermuted(block, whole, *self.purpose, epoch, "blocks") if block < whole else block
+        at = _one(block, whole, *self.purpose, epoch, "blocks") if block < whole else block
         window, shuffled = divmod(at * self.block + within, self.window * self.block)
         first, height = self._extent(window)
-        return epoch * self.rows + first + unpermuted(shuffled, height, *self.purpose, epoch, window)
+        return epoch * self.rows + first + _one(shuffled, height, *self.purpose, epoch, window)
 
     def window_of(self, position: int) -> int:
-        """The number of the window that holds a position, counted over all epochs."""
+        """Return the number of the window that holds a position, counted over all epochs."""
         epoch, index = divmod(position, self.rows)
         windows = -(-self.rows // (self.window * self.block))
         return epoch * windows + index // (self.window * self.block)
 
     def blocks_from(self, position: int) -> Iterator[list[int]]:
-        """The blocks of the window that holds a position, then those of the windows after it, without end."""
+        """Return the blocks of the window that holds a position, then those of the windows after it, without end."""
         epoch, index = divmod(position, self.rows)
         window = index // (self.window * self.block)
         while True:
             first, height = self._extent(window)
-            last = -(-(first + height) // self.block)
-            yield [self._block(at, epoch) for at in range(first // self.block, last)]
+            places = np.arange(first // self.block, -(-(first + height) // self.block))
+            yield self._blocks(places, epoch).tolist()
             window += 1
             if window * self.window * self.block >= self.rows:
                 epoch, window = epoch + 1, 0
@@ -80,9 +77,14 @@ class Shuffle:
         first = window * self.window * self.block
         return first, min(self.window * self.block, self.rows - first)
 
-    def _block(self, at: int, epoch: int) -> int:
-        """The block that stands at a place of an epoch. The last one, if it is shorter, keeps its place."""
+    def _blocks(self, places: Integer[np.ndarray, " n"], epoch: int) -> Integer[np.ndarray, " n"]:
+        """The blocks that stand at places of an epoch. The last one, if it is shorter, keeps its place."""
         whole = self.rows // self.block
-        if self.window * self.block >= self.rows or at >= whole:
-            return at
-        return permuted(at, whole, *self.purpose, epoch, "blocks")
+        found = places.copy()
+        if self.window * self.block < self.rows:
+            found[places < whole] = permuted(places[places < whole], whole, *self.purpose, epoch, "blocks")
+        return found
+
+
+def _one(place: int, size: int, *purpose: int | str) -> int:
+    return int(permuted(np.array([place]), size, *purpose, inverse=True)[0])

@@ -77,7 +77,8 @@ def load_tasks(
     np.random.seed(1234)
     loaded: dict[str, Task] = {}
     named = [task for task in tasks if isinstance(task, str)]
-    manager = _manager([*named, *(str(task["task"]) for task in tasks if is_offline(task))])
+    offline = [str(task["task"]) for task in tasks if not isinstance(task, str) and is_offline(task)]
+    manager = _manager([*named, *offline])
     for task in tasks:
         name = task if isinstance(task, str) else str(task["task"])
         where = name if isinstance(task, str) or "where" not in task else str(task["where"])
@@ -100,9 +101,9 @@ def _without_place(task: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in task.items() if key != "where"}
 
 
-def is_offline(task: Mapping[str, Any] | str) -> bool:
+def is_offline(task: Mapping[str, Any]) -> bool:
     """Whether it is a benchmark of the harness over a file of items on this machine."""
-    return not isinstance(task, str) and "benchmark" in (task.get("dataset_kwargs") or {})
+    return "benchmark" in (task.get("dataset_kwargs") or {})
 
 
 def check_known(names: Sequence[str], where: str) -> None:
@@ -133,7 +134,8 @@ def _told_of(name: str, where: str) -> Iterator[None]:
     except UserError as error:
         raise UserError(error.what, where=error.where or where, fix=error.fix) from error
     except (Exception, SystemExit) as error:
-        if (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)) or is_of_the_network(error):
+        of_the_machine = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        if of_the_machine or (isinstance(error, Exception) and is_of_the_network(error)):
             raise
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ModuleNotFoundError):
@@ -267,8 +269,12 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     """
     processes = Processes.at_work()
     path = path if processes.first else path.with_name(f".{path.name}.{os.getpid()}")
-    if path.is_file() and path.read_bytes()[:6] != b"SQLite":
-        path.unlink()  # of another version
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file():
+        with path.open("rb") as file:
+            known_form = file.read(6) == b"SQLite"
+        if not known_form:
+            path.unlink()  # of another version
     answers = SqliteDict(str(path), encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
     if answers.get("model") != model:
         answers.clear()

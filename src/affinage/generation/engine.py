@@ -100,13 +100,13 @@ class EngineRequest:
 class State(NamedTuple):
     """The slots on the device. `token` is chosen but not yet in the cache; `position` is where it goes."""
 
-    cache: Tree  # arrays [layers, B, K, T, D]
+    cache: Any  # arrays [layers, B, K, T, D]; None for rows that have no slot yet
     token: Int[Array, "B"]
     position: Int[Array, "B"]
     generated: Int[Array, "B"]  # number of tokens
     limit: Int[Array, "B"]  # tokens to generate at most
     done: Bool[Array, "B"]
-    index: Int[Array, "B"]  # names the row in random draws
+    row_index: Int[Array, "B"]  # names the row in random draws
     stop_ids: Int[Array, "B N"]  # padded with a value that no token has
     seen: Bool[Array, "B V"]  # for the repetition penalty
     wants_logprobs: Bool[Array, "B"]
@@ -140,7 +140,7 @@ def top_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], wanted: B
 
 def _advance(state: State, logits: Float[Array, "B V"]) -> tuple[State, tuple[Array, ...]]:
     """Choose a token for every row that is not done; the others are left as they are."""
-    chosen = choose(logits, state.sampling, state.index, state.generated, state.seen)
+    chosen = choose(logits, state.sampling, state.row_index, state.generated, state.seen)
     emitted = jnp.where(state.done, _NOTHING, chosen)
     wanted = jnp.any(state.wants_logprobs & ~state.done)
     generated = state.generated + ~state.done
@@ -183,7 +183,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
         rows, width = tokens.shape
         positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         if fresh:
-            cache = init_cache(graph, rows, width, jnp.dtype(dtype))
+            cache: Tree | None = init_cache(graph, rows, width, jnp.dtype(dtype))
         else:
             cache = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), state.cache)
         # Padding to the right lands in the cache, too, where there is room, and is overwritten before it is looked at.
@@ -292,13 +292,13 @@ class Engine:
         """
         results: dict[int, Generation] = {}
 
-        def ended(index: int, generation: Generation | None) -> None:
+        def ended(index: int, _text: str, generation: Generation | None) -> None:
             if generation is not None:
                 results[index] = generation
                 on_done(index, generation)
 
         for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-            self.add(EngineRequest(prompts[index], params, lambda _, whole, i=index: ended(i, whole), index))
+            self.add(EngineRequest(prompts[index], params, partial(ended, index), index))
         while self.waiting or self.active:
             self.step()
         return [results[index] for index in range(len(prompts))]
@@ -404,19 +404,20 @@ class Engine:
             stop_ids[row, : len(row_stops)] = row_stops
         zero = np.zeros(rows, np.int32)
         params = [SamplingParams() if request is None else request.params for request in padded]
-        new = State(
-            cache=None,
-            token=zero,
-            position=zero,
-            generated=zero,
-            limit=limit,
-            done=limit <= 0,
-            index=np.array([0 if request is None else request.index for request in padded], np.int32),
-            stop_ids=stop_ids,
-            seen=seen,
-            wants_logprobs=np.array([one.logprobs is not None for one in params]),
-            sampling=SamplingTensors.of(params),
-        )
+        values: dict[str, Any] = {
+            "cache": None,
+            "token": zero,
+            "position": zero,
+            "generated": zero,
+            "limit": limit,
+            "done": limit <= 0,
+            "row_index": np.array([0 if request is None else request.index for request in padded], np.int32),
+            "stop_ids": stop_ids,
+            "seen": seen,
+            "wants_logprobs": np.array([one.logprobs is not None for one in params]),
+            "sampling": SamplingTensors.of(params),
+        }
+        new = State(**values)
         if self._state is None:
             blank = jax.tree.map(lambda leaf: np.zeros((self.slots, *leaf.shape[1:]), leaf.dtype), new)
             blank = jax.tree.map(place, blank._replace(done=np.ones(self.slots, bool)))
@@ -446,7 +447,7 @@ class Engine:
             logprobs: list[TokenLogprobs] = []
             if request.params.logprobs is not None:
                 parts = parts or tuple(map(self.model.on_host, emitted[1:]))
-                logprobs = token_logprobs(tokens[row], *(part[row] for part in parts), request.params.logprobs)
+                logprobs = token_logprobs(tokens[row], *(part[row] for part in parts), count=request.params.logprobs)
             text = request.push(tokens[row].tolist(), logprobs, frozenset(self._stop_ids(request)))
             assert request.detokenizer is not None
             ended = bool(done[slot]) or request.detokenizer.stopped
@@ -491,7 +492,7 @@ def _ignored(_text: str, _generation: Generation | None) -> None:
 
 
 def token_logprobs(
-    tokens: np.ndarray, logprobs: np.ndarray, top_ids: np.ndarray, top_values: np.ndarray, count: int
+    tokens: np.ndarray, logprobs: np.ndarray, top_ids: np.ndarray, top_values: np.ndarray, *, count: int
 ) -> list[TokenLogprobs]:
     """The log-probabilities of one row's tokens, with `count` of the most likely ones of each."""
     return [
@@ -539,4 +540,4 @@ def prompt_logprobs(model: LoadedModel, prompt: Sequence[int], count: int) -> li
     tokens = np.full((model.row_multiple, width), PAD, np.int32)
     tokens[:, : len(prompt)] = prompt
     scored = _scored(model.graph, model.compute_dtype, model.layout)(model.params, model.place(tokens))
-    return token_logprobs(np.asarray(prompt[1:]), *map(model.on_host, scored), count)
+    return token_logprobs(np.asarray(prompt[1:]), *map(model.on_host, scored), count=count)

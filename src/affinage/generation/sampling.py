@@ -7,7 +7,7 @@ is skipped as the program runs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class SamplingTensors(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> "SamplingTensors":
         """The values of these rows, as arrays of the host."""
-        return cls(
+        columns: tuple[Any, ...] = (
             np.array([row.temperature for row in rows], np.float32),
             np.array([min(row.top_k, 2**31 - 1) for row in rows], np.int32),  # no vocabulary is larger
             np.array([row.top_p for row in rows], np.float32),
@@ -71,6 +71,7 @@ class SamplingTensors(NamedTuple):
             np.array([row.repetition_penalty for row in rows], np.float32),
             np.array([row.seed for row in rows], np.uint32),
         )
+        return cls(*columns)
 
 
 def filtered(logits: Float[Array, "B V"], tensors: SamplingTensors, seen: Bool[Array, "B V"]) -> Float[Array, "B V"]:

@@ -67,8 +67,9 @@ def _compared(folder: Path, model: LoadedModel, theirs: Any, texts: Sequence[str
         ids = [*model.tokenizer.opening, *model.tokenizer.encode(text)][: min(model.context, 512)]
         theirs.reset()
         theirs.eval(ids)
-        found, expected = np.array(theirs.scores[: len(ids)]), logits_at_highest_precision(model, model.params, ids)
-        largest = max(largest, float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max())))
+        logits = logits_at_highest_precision(model, model.params, ids)
+        apart = np.abs(np.array(theirs.scores[: len(ids)]) - logits).max()
+        largest = max(largest, float(apart / max(1.0, np.abs(logits).max())))
         if not largest <= TOLERANCE:
             what = f"llama.cpp's logits of {text[:60]!r} differ by {largest:.2e} of the largest, not {TOLERANCE:.0e}"
             raise UserError(what, where=str(folder), fix=fix)

@@ -56,9 +56,10 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     theirs_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     compared = _compare_tokens(folder, theirs_tokenizer, model, [*texts, *TRICKY_TEXTS])
     conversations = _compare_conversations(folder, theirs_tokenizer, model)
-    theirs, loading = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
+    theirs, loading = loaded
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[what])):
             raise _disagreement(folder, f"transformers has {what.replace('_', ' ')}: {', '.join(names[:5])}")

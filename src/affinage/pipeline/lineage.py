@@ -12,12 +12,12 @@ import numpy as np
 
 from affinage.errors import UserError
 from affinage.pipeline.models import made_from
+from affinage.pipeline.steps_train import FEED
 from affinage.pipeline.store import read_manifest
-from affinage.pipeline.trainings import FEED
 from affinage.results import DOCUMENT_STEPS, DocumentsResult, SplitResult, TokenizeResult, TokenizerResult, read_result
 
 if TYPE_CHECKING:
-    from affinage.data.feed import RowFeed
+    from affinage.data.dataloader import DataLoader
     from affinage.data.tokenizer import Tokenizer
 
 _ROWS = {
@@ -83,12 +83,12 @@ class TrainingRows:
         return found
 
     @cached_property
-    def feed(self) -> "RowFeed":
+    def feed(self) -> "DataLoader":
         """The batches of the training."""
-        from affinage.data.feed import RowFeed
+        from affinage.data.dataloader import DataLoader
 
         told = self.told
-        return RowFeed(self.folder / "train", seed=told["seed"], batch=told["batch"], mixture=told["mixture"])
+        return DataLoader(self.folder / "train", seed=told["seed"], batch=told["batch"], mixture=told["mixture"])
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
@@ -96,13 +96,6 @@ class TrainingRows:
         from affinage.data.tokenizer import Tokenizer
 
         return Tokenizer.load(self.made_from("train-tokenizer"))
-
-    @cached_property
-    def folders(self) -> dict[str, Path]:
-        """Folders of training rows by name."""
-        from affinage.data.row_files import find_row_folders
-
-        return find_row_folders(self.folder / "train")
 
     def where(self, step: int, row: int | None = None) -> list[dict[str, Any]]:
         """What lies in the batch of a step, counted from 1 as metrics.jsonl does, or in one row of it.
@@ -121,7 +114,7 @@ class TrainingRows:
         places = list(enumerate(self.feed.where(batch)))
         chosen = places if row is None else [places[row]]
         spans = {
-            folder: spans_of_rows(self.folders[folder], [number for _, (name, number) in chosen if name == folder])
+            folder: spans_of_rows(self.feed.shards[folder], [number for _, (name, number) in chosen if name == folder])
             for folder in {folder for _, (folder, _) in chosen}
         }
         found = []
@@ -133,10 +126,9 @@ class TrainingRows:
         return found
 
     def _add_text(self, row: dict[str, Any]) -> None:
-        from affinage.data.batch import read_rows
-        from affinage.data.row_files import open_rows
+        from affinage.data.dataloader import read_rows
 
-        tokens, _ = read_rows(open_rows(self.folders[row["folder"]]), np.array([row["number"]]))
+        tokens, _ = read_rows(self.feed.shards[row["folder"]], np.array([row["number"]]))
         for document in row["documents"]:
             document["text"] = self.tokenizer.decode(tokens[0, document["start"] : document["stop"]].tolist())
 
@@ -145,9 +137,8 @@ class TrainingRows:
 
         Gives {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
-        from affinage.data.encoded import UNDETERMINED, group_name
-        from affinage.data.lineage import spans_of_document
-        from affinage.data.occurrences import occurrences, rows_of, token_ranges
+        from affinage.data.lineage import occurrences, rows_of, spans_of_document, token_ranges
+        from affinage.data.tokenize import UNDETERMINED, group_name
 
         split = self.made_from("split")
         for part in ("train", "validation"):
@@ -156,7 +147,7 @@ class TrainingRows:
                 told = {**facts, "part": part, "occurrences": len(document.at), "rows": []}
                 if part == "train":
                     folder = group_name(document.source, document.language or UNDETERMINED)
-                    spans = spans_of_document(self.folders[folder], document.id, document.source)
+                    spans = spans_of_document(self.feed.shards[folder], document.id, document.source)
                     ranges = token_ranges(document, len(text), self.tokenizer)
                     numbers = sorted({row for tokens in ranges for row in rows_of(spans, tokens)})
                     told["rows"] = [
@@ -182,7 +173,7 @@ def documents_of(run: Path, stage: str) -> dict[str, Path]:
 
 def last_seen(run: Path, text: str) -> dict[str, int]:
     """In how many documents of each stage before the split a text occurs."""
-    from affinage.data.occurrences import occurrences
+    from affinage.data.lineage import occurrences
 
     done = [stage for stage in [*DOCUMENT_STEPS][:-1] if read_manifest(run / stage) is not None]
     return {stage: sum(1 for _ in occurrences(run / stage, text)) for stage in done}
@@ -228,3 +219,45 @@ def _epochs(run: Path) -> dict[str, Any] | None:
         return facts | {"epochs": rows.feed.epochs(rows.steps)}
     except UserError:  # no pretraining, or of a batch size that nobody knows yet
         return None
+
+
+# ---- documents to page through ----
+
+
+def documents(
+    run: Path, stage: str, *, part: str | None = None, source: str | None = None, language: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The documents that a stage passed on, in their order; of `split` also `part`."""
+    from affinage.data.documents import read_documents
+
+    folders = documents_of(run, stage)
+    if part is not None and part not in folders:
+        raise UserError(f"`{stage}` has no part `{part}`", fix="Only split has parts: train and validation.")
+    for name, folder in folders.items():
+        for batch in read_documents(folder) if part in (None, name) else ():
+            for document in batch.to_pylist():
+                if source in (None, document["source"]) and language in (None, document["language"]):
+                    yield ({"part": name} if name else {}) | document
+
+
+def removed(run: Path, stage: str, reason: str) -> list[dict[str, Any]]:
+    """The samples that a stage kept of what it removed for a reason."""
+    documents_of(run, stage)  # says what there is if the stage has no documents
+    result = read_result(run / stage, DocumentsResult) or DocumentsResult()
+    if reason not in result.removed:
+        listed = ", ".join(f"{name!r} ({count})" for name, count in result.removed.items()) or "none"
+        raise UserError(f"`{stage}` removed nothing for {reason!r}", fix=f"Its reasons: {listed}.")
+    return [sample.model_dump() for sample in result.samples.get(reason, ())]
+
+
+def table_beside(run: Path, stage: str, table: str) -> Iterator[dict[str, Any]]:
+    """The lines of a table that a stage wrote beside its documents: `removed` copies, `matches` with benchmarks."""
+    import pyarrow.parquet as pq
+
+    documents_of(run, stage)
+    path = run / stage / f"{table}.parquet"
+    if not path.is_file():
+        there = sorted(found.stem for found in (run / stage).glob("*.parquet"))
+        raise UserError(f"`{stage}` has no table `{table}`", fix=f"It has: {', '.join(there) or 'none'}.")
+    for batch in pq.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()

@@ -21,12 +21,11 @@ from affinage.errors import UserError
 from affinage.pipeline.models import made_from
 from affinage.pipeline.names import KEPT
 from affinage.pipeline.step import StepContext
+from affinage.pipeline.steps_data import chat_tokenizer
 from affinage.pipeline.store import write_json
-from affinage.pipeline.texts import chat_tokenizer
 
 if TYPE_CHECKING:
-    from affinage.data.feed import RowFeed
-    from affinage.data.validation_rows import ValidationRows
+    from affinage.data.dataloader import DataLoader, ValidationRows
     from affinage.evaluation.run import Answered
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
@@ -216,7 +215,7 @@ def mcnemar(before: list[int], now: list[int]) -> float:
 
 
 def tuning_monitor(
-    context: StepContext, settings: TuningSettings, steps: int, graph: "Graph", feed: "RowFeed", system_prompt: str
+    context: StepContext, settings: TuningSettings, steps: int, graph: "Graph", feed: "DataLoader", system_prompt: str
 ) -> RegressionMonitor | None:
     """The monitor of a fine-tuning; None if the training goes on to its last step in any case.
 
@@ -288,7 +287,7 @@ def right_items(task: str, lines: Sequence[dict[str, Any]], key: str) -> list[in
 # ---- the end by epochs ----
 
 
-def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
+def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
     A warm-up that is longer becomes a tenth of the steps. Raises UserError if the schedule begins after them.
@@ -313,7 +312,7 @@ def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
 
 
-def epochs_exceeded(feed: "RowFeed", last_step: int, epochs: float) -> str:
+def epochs_exceeded(feed: "DataLoader", last_step: int, epochs: float) -> str:
     """Why a training ends at its last step: which rows one step more would read more often than `epochs`."""
     seen = feed.epochs(last_step + 1)
     spent = [name for name, times in seen.items() if times > epochs]
@@ -321,7 +320,7 @@ def epochs_exceeded(feed: "RowFeed", last_step: int, epochs: float) -> str:
     return f"{rows} have been seen as often as `num_epochs: {epochs:g}` allows"
 
 
-def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:
+def _last_step(feed: "DataLoader", steps: int, epochs: float) -> int:
     """The last step, at least 1, after which no source was read more often than `epochs` times."""
     low, high = 1, steps
     while low < high:

@@ -10,15 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.ahead import made_ahead
-from affinage.data.batch import make_batch, segments
-from affinage.data.feed import RowFeed
-from affinage.data.mixture import SLOTS, Group, pools_of
+from affinage.data.dataloader import DataLoader, make_batch, prefetch, segments, validation_sets
+from affinage.data.mixture import SLOTS, Group, Mixture, components_of
 from affinage.data.permutation import permuted
-from affinage.data.row_files import write_facts, write_rows
-from affinage.data.row_order import Shuffle
+from affinage.data.row_order import RowOrder
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.data.validation_rows import validation_sets
+from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 
 CONTEXT, BATCH, STEPS = 8, 8, 1100
@@ -40,11 +37,9 @@ MIXTURES = {"all": None, "weights": [(0, {"web.en": 2, "wiki": 1})], "stages": S
 
 def write_folder(folder: Path, rows: int, first: int, context: int = CONTEXT, **facts: object) -> None:
     """Rows that can be told apart by their first token."""
-    folder.mkdir()
     tokens = np.full((rows, context), 10, np.uint16)
     tokens[:, 0] = first + np.arange(rows)
-    files = write_rows(folder, [tokens], rows=rows, context=context, shards=2, dtype=np.uint16)
-    write_facts(folder, {"rows": rows, "context": context, "files": files, **facts})
+    write_tokens(folder, tokens, shards=2, **facts)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_tokens(feed: RowFeed, rows: int) -> list[int]:
+def first_tokens(feed: DataLoader, rows: int) -> list[int]:
     """The rows of the feed from its beginning, by their first token."""
     steps = -(-rows // feed.batch_size)
     return [int(token) for step in range(steps) for token in feed.batch(step)["tokens"][:, 0]][:rows]
@@ -63,7 +58,7 @@ def first_tokens(feed: RowFeed, rows: int) -> list[int]:
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_a_batch_is_a_function_of_seed_and_step_for_any_number_of_hosts(folder: Path, mixture: str):
-    one, used, other = (RowFeed(folder, seed=seed, batch=BATCH, mixture=MIXTURES[mixture]) for seed in (5, 5, 6))
+    one, used, other = (DataLoader(folder, seed=seed, batch=BATCH, mixture=MIXTURES[mixture]) for seed in (5, 5, 6))
     list(zip(range(3), used.iterate(0)))
     for step in (1000, 0, 299, 300, 899, 900, 5000):
         whole = one.batch(step)
@@ -77,7 +72,7 @@ def test_a_batch_is_a_function_of_seed_and_step_for_any_number_of_hosts(folder: 
 
 @pytest.mark.parametrize("mixture", ["all", "stages"])
 def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture: str):
-    feed = RowFeed(folder, seed=3, batch=BATCH, mixture=MIXTURES[mixture])
+    feed = DataLoader(folder, seed=3, batch=BATCH, mixture=MIXTURES[mixture])
     walk = [feed.where(step) for step in range(STEPS)]
     steps: dict[tuple[str, int], list[int]] = defaultdict(list)
     for step, places in enumerate(walk):
@@ -106,10 +101,10 @@ def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture
 
 
 def test_names_stand_for_sources_languages_and_both():
-    assert pools_of({"en": 1, "fr": 0}, GROUPS) == {("web.en", "wiki.en"): 1}
-    assert pools_of({"web": 1, "wiki.fr": 2}, GROUPS) == {("web.en", "web.fr"): 1, ("wiki.fr",): 2}
-    assert pools_of({"wiki.en": 2, "en": 1}, GROUPS) == {("web.en",): 1, ("wiki.en",): 2}
-    assert pools_of({"wiki.en": 0, "en": 1}, GROUPS) == {("web.en",): 1}
+    assert components_of({"en": 1, "fr": 0}, GROUPS) == {("web.en", "wiki.en"): 1}
+    assert components_of({"web": 1, "wiki.fr": 2}, GROUPS) == {("web.en", "web.fr"): 1, ("wiki.fr",): 2}
+    assert components_of({"wiki.en": 2, "en": 1}, GROUPS) == {("web.en",): 1, ("wiki.en",): 2}
+    assert components_of({"wiki.en": 0, "en": 1}, GROUPS) == {("web.en",): 1}
 
 
 WRONG = [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0.0}, {}, {"web": 1, "en": 1}]
@@ -118,26 +113,26 @@ WRONG = [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0.0}, {}, {"web": 1
 @pytest.mark.parametrize("weights", WRONG, ids=str)
 def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str, float]):
     with pytest.raises(UserError) as raised:
-        RowFeed(folder, seed=0, batch=4, mixture=[(0, weights)])
+        DataLoader(folder, seed=0, batch=4, mixture=[(0, weights)])
     assert raised.value.where == "pretrain.mixture"
     assert "wikki" not in weights or "Did you mean `wiki`" in raised.value.fix
 
 
 def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
     with pytest.raises(UserError):
-        RowFeed(tmp_path / "nothing", seed=0, batch=4)
+        DataLoader(tmp_path / "nothing", seed=0, batch=4)
     write_folder(tmp_path / "long", 3, 4000, context=16)
     with pytest.raises(UserError):  # rows of two lengths
-        RowFeed({"web.en": folder / "web.en", "long": tmp_path / "long"}, seed=0, batch=4)
+        DataLoader({"web.en": folder / "web.en", "long": tmp_path / "long"}, seed=0, batch=4)
     with pytest.raises(UserError):  # 4 rows for 3 hosts
-        RowFeed(folder, seed=0, batch=4).batch(0, 0, 3)
+        DataLoader(folder, seed=0, batch=4).batch(0, 0, 3)
     assert validation_sets(tmp_path / "validation", batch=4) == {}  # no text was held out
 
 
 def test_iterating_gives_the_batches_in_order_and_ends_its_threads(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=4)
+    feed = DataLoader(folder, seed=0, batch=4)
     before = threading.active_count()
-    batches = feed.iterate(5, prefetch=3, threads=2)
+    batches = feed.iterate(5, ahead=3, threads=2)
     for step in range(5, 25):
         assert (next(batches)["tokens"] == feed.batch(step)["tokens"]).all()
     batches.close()
@@ -145,23 +140,48 @@ def test_iterating_gives_the_batches_in_order_and_ends_its_threads(folder: Path)
 
 
 def test_an_error_in_a_thread_reaches_the_reader_when_its_turn_comes():
-    made = made_ahead(lambda step: 6 // (2 - step), 0, ahead=4, threads=2)
+    made = prefetch(lambda step: 6 // (2 - step), 0, ahead=4, threads=2)
     assert [next(made), next(made)] == [3, 6]
     with pytest.raises(ZeroDivisionError):
         next(made)
 
 
 def test_permutations_stay_as_they_are():
-    """A run must go on with the same batches after affinage, numpy or Grain are updated."""
-    assert [permuted(i, 10, 0, "en", 0) for i in range(10)] == [4, 9, 1, 5, 3, 2, 8, 7, 6, 0]
-    assert [permuted(i, 100_000, 0, "en", 0) for i in range(5)] == [90414, 99725, 18654, 7326, 59649]
+    """A run must go on with the same batches after affinage or numpy are updated."""
+    assert permuted(np.arange(10), 10, 0, "en", 0).tolist() == [1, 4, 3, 9, 7, 5, 6, 8, 0, 2]
+    assert permuted(np.arange(5), 100_000, 0, "en", 0).tolist() == [20852, 34694, 93323, 75853, 93313]
+
+
+@given(size=st.one_of(st.integers(1, 70), st.integers(1, 5000)), seed=st.integers(0, 9))
+def test_permutations_of_any_size_have_every_index_once_and_are_inverted(size: int, seed: int):
+    everything = np.arange(size)
+    places = permuted(everything, size, seed, "x")
+    assert sorted(places.tolist()) == everything.tolist()
+    assert (permuted(places, size, seed, "x", inverse=True) == everything).all()
+    large = np.array([0, 1, 2**40 + 12345, 2**41 - 1])
+    assert (permuted(permuted(large, 2**41, seed), 2**41, seed, inverse=True) == large).all()
+
+
+def test_permutations_leave_no_trace_of_the_order():
+    for size in (3, 10, 1000):
+        at = np.mean([permuted(np.arange(size), size, seed, "x") for seed in range(400)], axis=0)
+        assert np.abs(at - (size - 1) / 2).max() < 0.2 * size  # every index goes anywhere
+
+
+def test_more_weights_than_slots_all_have_their_share():
+    weights = {f"s{n}.en": 1.0 + (n % 7) for n in range(1500)}
+    groups = {name: Group(name.partition(".")[0], "en", 10) for name in weights}
+    mixture = Mixture(groups, [(0, weights)], 8)
+    drawn = {component: len(lines) for component, lines, _ in mixture.draws(0, 60_000)}
+    for name, weight in weights.items():
+        assert drawn[name,] == pytest.approx(60_000 * weight / sum(weights.values()), rel=0.6)
 
 
 @given(
     rows=st.integers(1, 400), block=st.integers(1, 9), window=st.integers(1, 6), epoch=st.integers(0, 3),
 )  # fmt: skip
 def test_every_epoch_has_every_row_once_and_can_be_inverted(rows: int, block: int, window: int, epoch: int):
-    order = Shuffle(rows, (0, "x"), block=block, window=window)
+    order = RowOrder(rows, (0, "x"), block=block, window=window)
     positions = np.arange(epoch * rows, (epoch + 1) * rows)
     places = order.rows_at(positions).tolist()
     assert sorted(places) == list(range(rows))

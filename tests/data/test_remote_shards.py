@@ -1,5 +1,7 @@
 """Rows that are written to and read from elsewhere; writers that were interrupted go on."""
 
+import itertools
+import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +11,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from affinage.config.data import PackingSettings
-from affinage.data import row_files
-from affinage.data.feed import RowFeed
+from affinage.data import executor
+from affinage.data.dataloader import DataLoader
 from affinage.data.row_order import BLOCK, WINDOW
-from affinage.data.rows import pack_rows
-from affinage.data.shards import open_url
+from affinage.data.token_shards import open_url, write_facts, write_tokens
+from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError
+from affinage.errors import TransientError, UserError
 
 URL = "memory://bucket/rows"
 
@@ -44,38 +46,39 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def packed(split_folder: Path, tokenizer: Tokenizer, folder: Path, url: str = "", **others) -> Path:
     settings = PackingSettings(seq_len=32, num_shards=8, output_path=url)
-    summary = pack_rows(split_folder, tokenizer, folder, settings, seed=0, **others)
+    summary = tokenize(split_folder, tokenizer, folder, settings, seed=0, **others)
     assert summary["url"] == (f"{url}/{folder.name}" if url else "")
     return folder / "train"
 
 
 def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
     here, there = (packed(split_folder, bpe, tmp_path / name, URL * (name == "there")) for name in ("here", "there"))
-    assert not list(there.rglob("rows-*.npy"))
-    near, far = (RowFeed(folder, seed=0, batch=16) for folder in (here, there))
+    assert not list(there.rglob("tokens-*.npy"))
+    near, far = (DataLoader(folder, seed=0, batch=16) for folder in (here, there))
     for step in (0, 3, 100):
         assert all((value == far.batch(step)[key]).all() for key, value in near.batch(step).items())
     assert near.where(5) == far.where(5)
     stored = {name.removeprefix("/bucket/rows/there/train/"): file.getvalue() for name, file in store.files.items()}
-    for shard in here.rglob("rows-*.npy"):
+    for shard in here.rglob("tokens-*.npy"):
         assert stored[str(shard.relative_to(here))] == shard.read_bytes()
-    assert sum(name.endswith("/rows.json") for name in stored) == 4
+    assert sum(name.endswith("/shards.json") for name in stored) == 4
 
 
 def test_a_cold_store_is_read_in_blocks_each_once_an_epoch(store: SimpleNamespace, tmp_path: Path):
     rows, context, batch = 50_000, 8, 256
     folder, url = tmp_path / "train/web.en", "memory://bucket/big"
-    folder.mkdir(parents=True)
     tokens = np.random.default_rng(0).integers(10, 60_000, (rows, context)).astype(np.uint16)
-    files = row_files.write_rows(folder, [tokens], rows=rows, context=context, shards=5, dtype=np.uint16)
+    write_tokens(folder, tokens, shards=5)
+    files = json.loads((folder / "shards.json").read_text())["files"]
     filesystem, path = open_url(url)
     for name in files:
         filesystem.put_file(str(folder / name), f"{path}/{name}")
         (folder / name).unlink()
-    facts = {"rows": rows, "context": context, "files": files, "url": url, "dtype": "uint16"}
-    row_files.write_facts(folder, facts)
+    facts = {"rows": rows, "seq_len": context, "files": files, "url": url, "dtype": "uint16"}
+    write_facts(folder, facts)
+    store.reads.clear()
 
-    feed = RowFeed(tmp_path / "train", seed=0, batch=batch)
+    feed = DataLoader(tmp_path / "train", seed=0, batch=batch)
     assert not store.reads  # opening looks at sizes only
     seen = [feed.batch(0)["tokens"][:, 0]]
     blocks = -(-rows // BLOCK)
@@ -92,7 +95,7 @@ def test_a_failed_read_is_told_and_can_be_tried_again(
     store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
     folder = packed(split_folder, bpe, tmp_path / "rows", URL)
-    feed = RowFeed(folder, seed=0, batch=4)
+    feed = DataLoader(folder, seed=0, batch=4)
     lost = dict(store.files)
     store.files.clear()
     with pytest.raises(UserError) as error:
@@ -102,27 +105,46 @@ def test_a_failed_read_is_told_and_can_be_tried_again(
     assert feed.batch(0)["tokens"].shape == (4, 32)
     del store.files[next(name for name in lost if name.endswith(".npy"))]
     with pytest.raises(UserError) as error:
-        RowFeed(folder, seed=0, batch=4)
+        DataLoader(folder, seed=0, batch=4)
     assert "bucket/rows" in error.value.where and error.value.fix
 
 
-def test_after_a_failed_upload_only_the_rest_and_what_is_damaged_is_written(
-    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
+def test_a_network_that_fails_for_a_while_is_waited_for_and_then_not_the_users_mistake(
+    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    store.failing = "tales.en/rows-00001"
-    with pytest.raises(UserError) as error:
+    folder = packed(split_folder, bpe, tmp_path / "rows", URL)
+    monkeypatch.setattr(executor, "PAUSES", (0.0, 0.0))
+    feed = DataLoader(folder, seed=0, batch=4)
+    read, failing = MemoryFileSystem.cat_file, iter([True, True, False])
+
+    def cat_file(*arguments, **others):
+        if next(failing, False):
+            raise ConnectionResetError("the network is gone")
+        return read(*arguments, **others)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    assert feed.batch(0)["tokens"].shape == (4, 32)
+    failing = itertools.repeat(True)
+    with pytest.raises(TransientError) as error:
+        DataLoader(folder, seed=0, batch=4).batch(0)
+    assert "bucket/rows" in error.value.where and error.value.fix
+
+
+def test_after_a_failed_upload_only_the_rest_is_written(
+    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(executor, "PAUSES", (0.0,))
+    store.failing = "tales.en/tokens-00001"
+    with pytest.raises(TransientError) as error:
         packed(split_folder, bpe, tmp_path / "rows", URL)
-    assert error.value.where.startswith(URL) and error.value.fix
+    assert error.value.fix
     store.failing = ""
-    damaged = next(name for name in store.files if "tales.en/rows-00000" in name and name.endswith(".npy"))
-    open_url(URL)[0].pipe_file(damaged, b"half a shard")
     packed(split_folder, bpe, tmp_path / "rows", URL)
-    written = {name: count for name, count in store.writes.items() if name.endswith(".npy")}
-    assert len(written) == 8 and {name for name, count in written.items() if count > 1} == {damaged}
-    assert not [name for name in store.files if name.endswith(".npy.json")]
+    written = [count for name, count in store.writes.items() if name.endswith(".npy")]
+    assert written == [1] * 8
 
 
-def test_ended_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
+def test_ended_in_the_middle_it_resumes_and_ends_with_the_same_bytes(
     split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
     def settings(name: str) -> PackingSettings:
@@ -130,30 +152,28 @@ def test_ended_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
             seq_len=32, num_shards=8, output_path=f"file://{tmp_path}/{name}/store", strategy="best_fit"
         )
 
-    pack_rows(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
-    shards = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole/store").rglob("*.npy"))
+    tokenize(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
     rows, written = tmp_path / "killed/rows", []
 
     def ends_at_the_fourth(doing: str) -> None:
-        written.extend([doing] * doing.startswith("writing"))
+        written.extend([doing] * doing.startswith("tokenizing train"))
         if len(written) == 4:
-            (tmp_path / "killed" / f"{shards[3]}.partial").write_bytes(b"half a shard")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pack_rows(split_folder, bpe, rows, settings("killed"), seed=0, progress=ends_at_the_fourth)
+        tokenize(split_folder, bpe, rows, settings("killed"), seed=0, progress=ends_at_the_fourth)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed/store").rglob("*.npy")}
-    assert len(times) == 3
-    pack_rows(split_folder, bpe, rows, settings("killed"), seed=0)
+    assert len(times) == 4
+    tokenize(split_folder, bpe, rows, settings("killed"), seed=0)
     assert {path: path.stat().st_mtime_ns for path in times} == times  # those were not made again
 
     killed_files, whole_files = (
         {
             path.relative_to(tmp_path / name): path.read_bytes().replace(f"/{name}/store".encode(), b"")
             for path in (tmp_path / name).rglob("*")
-            if path.is_file() and path.name != "packed.json"  # which has the seconds
+            if path.is_file()
         }
         for name in ("killed", "whole")
     )
     assert killed_files == whole_files
-    assert RowFeed(rows / "train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)
+    assert DataLoader(rows / "train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)

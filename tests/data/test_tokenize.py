@@ -1,6 +1,7 @@
 """Documents to rows: all of them once, whole, with their bytes and where they came from."""
 
 import hashlib
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -8,18 +9,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
 from affinage.config.data import PackingSettings
+from affinage.data.dataloader import ValidationRows
 from affinage.data.documents import read_documents
-from affinage.data.row_files import file_safe, open_rows, write_rows
-from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.token_shards import file_safe, open_shards
+from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.validation_rows import ValidationRows
 from affinage.errors import UserError
 from source_forms import write_documents
 from tiny_corpus import write_split
@@ -36,7 +35,7 @@ def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("rows")
     for packing in ("concat", "best_fit"):
         settings = PackingSettings(seq_len=CONTEXT, num_shards=8, strategy=packing)
-        pack_rows(split_folder, bpe, folder / packing, settings, seed=0)
+        tokenize(split_folder, bpe, folder / packing, settings, seed=0)
     return {packing: folder / packing for packing in ("concat", "best_fit")}
 
 
@@ -48,10 +47,19 @@ def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
     return groups
 
 
+def spans_in(folder: Path) -> list[dict]:
+    """The pieces of documents of a folder, their rows numbered through all shards."""
+    found, first = [], 0
+    for file in sorted(folder.glob("documents-*.parquet")):
+        found += [span | {"row": span["row"] + first} for span in pq.read_table(file).to_pylist()]
+        first += len(np.load(file.parent / file.name.replace("documents", "tokens").replace(".parquet", ".npy")))
+    return found
+
+
 def read_all(folder: Path) -> np.ndarray:
     """All rows of a folder, with numpy alone."""
-    facts = json.loads((folder / "rows.json").read_text())
-    return np.concatenate([np.load(folder / name) for name in facts["files"] if name.startswith("rows")])
+    facts = json.loads((folder / "shards.json").read_text())
+    return np.concatenate([np.load(folder / name) for name in facts["files"] if name.startswith("tokens")])
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -64,12 +72,12 @@ def test_rows_hold_every_token_of_every_document_and_tell_whose_it_is(
     assert {path.name for path in (packed[packing] / part).iterdir()} == set(groups)
     for group, documents in groups.items():
         folder = packed[packing] / part / group
-        rows, facts = read_all(folder), json.loads((folder / "rows.json").read_text())
+        rows, facts = read_all(folder), json.loads((folder / "shards.json").read_text())
         assert rows.dtype == np.uint16 and rows.shape[1] == CONTEXT
         expected = {name: [BOS, *bpe.encode(text), EOS] for name, text in documents.items()}
         found = {name: np.zeros(len(tokens), int) for name, tokens in expected.items()}
         covered, last = np.zeros(rows.shape, int), 0
-        for span in pq.read_table(folder / "documents.parquet").to_pylist():
+        for span in spans_in(folder):
             name, row, begin, end = (span["source"], span["id"]), span["row"], span["start"], span["stop"]
             said = slice(span["offset"], span["offset"] + end - begin)
             assert rows[row, begin:end].tolist() == expected[name][said]
@@ -104,7 +112,7 @@ def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: dict[str, Path]):
     folder = next((packed["concat"] / "validation").iterdir())
     whole, limited = ValidationRows(folder, batch=4), ValidationRows(folder, batch=4, limit=5)
     assert limited.rows == 5 and len(limited) == 2
-    assert limited.bytes == np.load(folder / "bytes.npy")[np.arange(5) * whole.rows // 5].sum()
+    assert limited.bytes == np.load(folder / "row_bytes-00000-of-00001.npy")[np.arange(5) * whole.rows // 5].sum()
     last = limited.batch(1)
     assert last["tokens"].shape == (4, CONTEXT)
     assert last["loss_mask"][1:].sum() == 0 and (last["tokens"][1:] == PAD).all()
@@ -113,33 +121,40 @@ def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: dict[str, Path]):
 def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, bpe: Tokenizer, tmp_path: Path):
     again = write_split(tmp_path / "split", reverse=True)
     for split, seed, name in ((split_folder, 0, "a"), (again, 0, "b"), (again, 1, "c")):
-        pack_rows(split, bpe, tmp_path / name, PackingSettings(seq_len=CONTEXT), seed=seed)
+        tokenize(split, bpe, tmp_path / name, PackingSettings(seq_len=CONTEXT), seed=seed)
     a, b, c = (read_all(tmp_path / name / "train/tales.en") for name in "abc")
     assert (a == b).all() and a.shape == c.shape and (a != c).any()
-    ids = pq.read_table(tmp_path / "a/train/tales.en/documents.parquet").column("id").to_pylist()
+    ids = [span["id"] for span in spans_in(tmp_path / "a/train/tales.en")]
     assert ids != sorted(ids)
 
 
-def test_shards_are_counted_hashed_and_nearly_equal(packed: dict[str, Path]):
+def test_shards_are_counted_hashed_and_hold_consecutive_documents_of_about_equal_size(
+    packed: dict[str, Path], split_folder: Path
+):
     folder = packed["concat"] / "train/tales.en"
-    facts = json.loads((folder / "rows.json").read_text())
-    heights = [counted["rows"] for counted in facts["files"].values()]
-    assert list(facts["files"]) == [f"rows-{i:05d}-of-00002.npy" for i in range(2)]
+    facts = json.loads((folder / "shards.json").read_text())
+    assert list(facts["files"]) == [f"tokens-{i:05d}-of-00003.npy" for i in range(3)]
     for name, counted in facts["files"].items():
         content = (folder / name).read_bytes()
         assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
-    assert sum(heights) == facts["rows"] and max(heights) - min(heights) <= 1
-    assert len(list(packed["concat"].glob("train/*/rows-*.npy"))) == 8  # over four groups, by their size
+    heights = [counted["rows"] for counted in facts["files"].values()]
+    assert sum(heights) == facts["rows"] and max(heights) <= 1.5 * min(heights)
+    assert len(list(packed["concat"].glob("train/*/tokens-*.npy"))) == 8  # over four groups, by their size
+    order = list(documents_by_group(split_folder, "train")["tales.en"])
+    shards = [{(s["source"], s["id"]) for s in pq.read_table(file).to_pylist()} for file in sorted(folder.glob("doc*"))]
+    edges = np.cumsum([0, *map(len, shards)])
+    assert [set(order[first:last]) for first, last in itertools.pairwise(edges)] == shards
 
 
-@given(heights=st.lists(st.integers(1, 7), min_size=1, max_size=8), shards=st.integers(1, 12))
-def test_blocks_of_any_height_give_the_same_files(heights: list[int], shards: int, tmp_path_factory):
-    rows = np.arange(sum(heights) * 3, dtype=np.uint32).reshape(-1, 3)
-    blocks = np.split(rows, np.cumsum(heights)[:-1])
-    folder = tmp_path_factory.mktemp("blocks")
-    files = write_rows(folder, blocks, rows=len(rows), context=3, shards=shards, dtype=np.uint32)
-    assert (np.concatenate([np.load(folder / name) for name in files]) == rows).all()
-    assert len(files) == min(shards, len(rows))
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_any_number_of_shards_holds_every_document_once(split_folder: Path, bpe: Tokenizer, tmp_path: Path, count: int):
+    settings = PackingSettings(seq_len=CONTEXT, num_shards=count)
+    summary = tokenize(split_folder, bpe, tmp_path, settings, seed=0)
+    groups = documents_by_group(split_folder, "train")
+    assert summary["shards"] == max(count, len(groups)) or summary["shards"] <= sum(map(len, groups.values()))
+    for group, documents in groups.items():
+        found = [(span["source"], span["id"]) for span in spans_in(tmp_path / "train" / group) if span["offset"] == 0]
+        assert sorted(found) == sorted(documents)
 
 
 def split_of(folder: Path, train: str, *validation: str) -> Path:
@@ -150,7 +165,7 @@ def split_of(folder: Path, train: str, *validation: str) -> Path:
 
 def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_path: Path):
     text = "漢 the 漢字 river" * 9
-    pack_rows(
+    tokenize(
         split_of(tmp_path, "the river", text), characters, tmp_path / "rows", PackingSettings(seq_len=CONTEXT), seed=0
     )
     assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
@@ -175,7 +190,7 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
     text = "a" + " " * 300 + "b" + " " * 700 + "b"
     tokenizer = words(tmp_path / "words", vocabulary)
     split = split_of(tmp_path, text, text, text)
-    summary = pack_rows(split, tokenizer, tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
+    summary = tokenize(split, tokenizer, tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
     assert summary["dtype"] == dtype and read_all(tmp_path / "rows/train/s.und").dtype == dtype
     predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
     assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
@@ -184,15 +199,15 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
 def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):
     settings = PackingSettings(seq_len=CONTEXT)
     with pytest.raises(UserError):
-        pack_rows(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0)
-    pack_rows(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
-    shard = tmp_path / "rows/train/s.und/rows-00000-of-00001.npy"
+        tokenize(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0)
+    tokenize(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
+    shard = tmp_path / "rows/train/s.und/tokens-00000-of-00001.npy"
     content = shard.read_bytes()
     for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
-                   (shard.parent / "rows.json").unlink):  # fmt: skip
-        open_rows(shard.parent)
+                   (shard.parent / "shards.json").unlink):  # fmt: skip
+        open_shards(shard.parent)
         damage()
         with pytest.raises(UserError) as error:
-            open_rows(shard.parent)
+            open_shards(shard.parent)
         assert error.value.where == str(shard.parent) and error.value.fix
         shard.write_bytes(content)
