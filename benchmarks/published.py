@@ -122,6 +122,14 @@ CASES = (
         ),
     ),
     Published(
+        "GPT-2 124M on one TPU host",
+        "gpt2-124m-tpu",
+        "v3-8",
+        7 * 3600 / 75_000,
+        "about 7 hours, 'Train a GPT2 model with JAX on TPU for free'; 7.37B tokens are assumed",
+    ),
+    Published("the same", "gpt2-124m-tpu", "v6e-8", 1.5 * 3600 / 75_000, "about 1.5 hours, the same"),
+    Published(
         "nanoGPT 124M",
         "gpt2-124m",
         "a100-40gbx8",

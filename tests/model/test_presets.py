@@ -42,7 +42,7 @@ TOTALS = {
     "fax-350m": gpt2(1024, 24, 2048),
     "fax-5120": gpt2(5120, 40, 2048, 50432),
     "fax-10240": gpt2(10240, 70, 2048, 50432),
-    "fax-16384": gpt2(16384, 110, 2048, 50432),
+    "fax-16384": gpt2(16384, 100, 2048, 50432),
     "quickstart": llama(VOCABULARY, 128, 3, 384),
     "moe-small-dense": llama(VOCABULARY, 64, 3, 192),
     "moe-small": llama(VOCABULARY, 64, 3, 8 * 96, router=64 * 8),

@@ -8,7 +8,7 @@ from quiet import Quiet
 from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.looking import table_beside
+from affinage.pipeline.lineage import table_beside
 from affinage.pipeline.runner import PipelineRunner, Runs
 from choice_task import write_items, write_task
 

@@ -13,7 +13,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
 from affinage.model.kind import KINDS
 from affinage.pipeline.lineage import TrainingRows
-from affinage.pipeline.trainings import documents_of
+from affinage.pipeline.steps_train import documents_of
 from tiny_corpus import sentence
 
 POISON, STEPS = "tales/poison", 12

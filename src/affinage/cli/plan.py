@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Never
 
 import typer
 
@@ -23,11 +26,7 @@ if TYPE_CHECKING:
     from affinage.planning.compiled import CompileReport
     from affinage.planning.plan import Counted, Training
 
-_DATA = {
-    "pretrain": "tokenize",
-    "sft": "sft-data",
-    "dpo": "preference-data",
-}  # prepare a training's data
+_DATA = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the steps that prepare training data
 
 
 def add_to(app: typer.Typer) -> None:
@@ -235,13 +234,26 @@ def _dividing(planned: _Planned, where: "Slice") -> _Planned:
     return replace(planned, overrides=overrides, loaded=load_recipe(planned.recipe, overrides))
 
 
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Ctrl-C ends what is inside; another one, while it ends, is ignored: it would be answered by a traceback."""
+
+    def interrupted(*_: object) -> Never:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def _search(planned: _Planned, where: "Slice", count: int, compile_step: bool, as_json: bool) -> None:
     """Print the best `count` settings, with the compiler's report of each where the step is compiled."""
     from affinage.cli.plan_view import search_rows, search_view
     from affinage.planning.search import search
 
     recipe, section = planned.loaded.recipe, planned.section
-    with Working("searching", lines=True) as working:
+    with _one_interrupt(), Working("searching", lines=True) as working:
         found = search(recipe, planned.graph, where, count, working.progressed)
     if not as_json:
         ways = f"{found.candidates:,} ways to split it, in full: {found.estimated}"

@@ -255,7 +255,7 @@ def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
 
 def _micro_batches(settings: TrainSettings, devices: int) -> list[int]:
     rows = settings.batch_size or (settings.per_device_batch_size or 1) * devices
-    return [n for n in _divisors(rows) if n <= MOST_MICRO_BATCHES]
+    return [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
 
 
 def _divisors(number: int) -> list[int]:

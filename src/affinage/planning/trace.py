@@ -32,7 +32,7 @@ _PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_di
 _WRAPPERS = dict.fromkeys("shard_map jit pjit checkpoint remat2".split(), "jaxpr")
 _WRAPPERS |= dict.fromkeys("closed_call custom_jvp_call custom_vjp_call".split(), "call_jaxpr")
 _WRAPPERS |= {"custom_vjp_call_jaxpr": "fun_jaxpr", "custom_vmap_call": "call"}
-_REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
+_REWRITINGS = frozenset("convert_element_type reshape transpose squeeze split slice broadcast_in_dim copy".split())
 _CUDNN = "dot_product_attention"  # in the names of the primitives of JAX's wrapper
 _CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}
 # A TPU's kernel reads and writes rows padded to a multiple of 128 lanes. XLA lays out its own arrays without padding,
@@ -255,13 +255,19 @@ class _Walker:
         return _Value(size, kind, share=share, read=size)
 
     def _materialized(self, atom: Any, value: _Value) -> _Value:
-        """A factor of a product that was computed by element-wise operations, written to memory once."""
-        if value.stored or value.share is not None or not value.sources or _is_view(value):
+        """A factor of a product as it lies in memory: what element-wise operations compute is written once. Weights are
+        copied once into the dtype of the product, gathered from the devices that have parts of them."""
+        roots = value.roots()
+        gathered = value.share is not None and value.share < 1
+        in_place = value.stored or not roots or _is_view(value)
+        in_place = in_place or (value.share is not None and any(root.cut for root in roots))
+        if in_place and not (gathered and not any(root.size for root in roots)):
             return value
         if value not in self.copies:
             self.copies[value] = copy = self._stored(atom, _bytes(atom), None, "activations")
-            op = Op("fusion", self.scope, 0.0, sum(v.read for v in value.sources), copy.size, {})
-            self.steps.append(_Step(op, value.roots(), (copy,)))
+            copy.kind = copy.kind if value.share is None else "buffers" if gathered else "weights"
+            op = Op("fusion", self.scope, 0.0, sum(v.read for v in roots), copy.size, {})
+            self.steps.append(_Step(op, roots, (copy,)))
         return self.copies[value]
 
     def _grouped_product(self, product: Any, arguments: Sequence[_Value]) -> _Value:
@@ -428,7 +434,9 @@ def _whole(variable: Any, padded: Padded = frozenset()) -> float:
     aval = variable.aval
     if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0.0
-    fill = padding(aval.shape[-1], _LANES) if aval.shape[-2:] in padded else 1
+    # Also what a kernel reads with heads and positions swapped: it is laid out for the kernel where it is made.
+    of_kernel = aval.shape[-2:] in padded or (aval.shape[-3:-2] + aval.shape[-1:]) in padded
+    fill = padding(aval.shape[-1], _LANES) if of_kernel else 1
     return float(math.prod(aval.shape) * aval.dtype.itemsize * fill)
 
 
