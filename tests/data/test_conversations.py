@@ -25,7 +25,7 @@ from affinage.data.decontaminate import Searched, write_items
 from affinage.data.sft import prepare_conversations, show_examples
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
-from affinage.pipeline.texts import print_counts
+from affinage.pipeline.steps_data import print_counts
 from source_forms import write_lines
 
 CONTEXT = 160

@@ -1,4 +1,4 @@
-"""The work of the data stages: from sources to rows of tokens."""
+"""The steps from sources to packed tokens: of documents, conversations and preference pairs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
 
 
-def world(context: StepContext) -> Summary:
+def synthesize(context: StepContext) -> Summary:
     """Generate the pocket world: documents, conversations, preferences and benchmarks."""
     from affinage.data.synthetic import write_world
 
@@ -129,7 +129,7 @@ def split(context: StepContext) -> Summary:
         return split(documents, context.folder, settings.split, context.recipe.seed, executor=executor)
 
 
-def tokenizer(context: StepContext) -> Summary:
+def train_tokenizer(context: StepContext) -> Summary:
     """Train the tokenizer on the training documents."""
     from affinage.data.tokenizer_training import train_tokenizer
 
@@ -138,7 +138,7 @@ def tokenizer(context: StepContext) -> Summary:
     return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
 
 
-def given_tokenizer(context: StepContext) -> Summary:
+def base_tokenizer(context: StepContext) -> Summary:
     """Take the tokenizer of the model that the recipe begins with."""
     from affinage.data.fertility import measure
     from affinage.data.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ def tokenize(context: StepContext) -> Summary:
         )
 
 
-def conversations(context: StepContext) -> Summary:
+def sft_data(context: StepContext) -> Summary:
     """Write conversations as token shards with masks of the tokens that are trained on."""
     from affinage.data.executor import open_executor
     from affinage.data.sft import prepare_conversations
@@ -195,6 +195,31 @@ def conversations(context: StepContext) -> Summary:
             progress=context.progress,
         )
     print_counts(summary, "conversations")
+    return summary
+
+
+def preference_data(context: StepContext) -> Summary:
+    """Write pairs of answers as token shards."""
+    from affinage.data.executor import open_executor
+    from affinage.data.preferences import prepare_preferences
+
+    recipe = context.recipe
+    assert recipe.dpo is not None
+    settings = recipe.data or DataSettings.model_construct()
+    with searched_benchmarks(context) as searched, open_executor(settings) as executor:
+        summary = prepare_preferences(
+            recipe.dpo,
+            chat_tokenizer(context),
+            context.folder,
+            context=recipe.dpo.seq_len or recipe.packing.seq_len,
+            seed=recipe.seed,
+            system_prompt=recipe.chat_system_prompt,
+            world_folder=context.inputs.get("synthesize"),
+            searched=searched,
+            executor=executor,
+            progress=context.progress,
+        )
+    print_counts(summary, "pairs")
     return summary
 
 
