@@ -1,6 +1,6 @@
 """Items per second and parity of an evaluation beside lm-evaluation-harness's `hf` backend, on one machine's CPU.
 
-    python benchmarks/evaluation.py --quick                        # the tests' items, copied; a random model
+    python benchmarks/evaluation.py --quick     # that it runs: its items are copies, of which the speed says little
     python benchmarks/evaluation.py --data FOLDER --items 200 [--model HUGGING_FACE_FOLDER] [--tasks hellaswag,piqa]
 
 Both backends answer the same requests through the harness's own classes. The first pass compiles and is compared:

@@ -33,7 +33,7 @@ _MODULES = (
     "affinage.cli.program",
     "affinage.api",
     "affinage.pipeline.runner",
-    "affinage.pipeline.trainings",
+    "affinage.pipeline.steps_train",
     "affinage.training",
     "affinage.evaluation.run",
     "numba",

@@ -56,7 +56,7 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
     """
     prepare()
     from affinage.model import parse
-    from affinage.pipeline.trainings import with_vocabulary
+    from affinage.pipeline.steps_train import with_vocabulary
     from affinage.plugins import load_plugins
 
     load_plugins(loaded)

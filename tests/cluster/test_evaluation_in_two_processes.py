@@ -1,4 +1,4 @@
-"""Two hosts whose devices share one model judge it as one device does: in the loop, watched, and as a stage."""
+"""Two processes whose devices share one model score it as one device does: in the loop, monitored, and as a step."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 
 def launched(*words: str) -> list[str]:
-    """What two hosts with two devices each have said."""
+    """What two processes with two devices each have printed."""
     command = [
         sys.executable,
         "-m",
@@ -38,7 +38,7 @@ def launched(*words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
-    """The folder of runs after the road was walked by two hosts, the task, and what they said."""
+    """The folder of runs after the road was run by two processes, the task, and what they said."""
     folder = tmp_path_factory.mktemp("two")
     task = str(write_task(folder / "task", "sums", sums(20)))
     settings = [
@@ -60,7 +60,7 @@ def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints
     runs, task, said = road
     rows = [json.loads(line) for line in (runs / "tiny" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "evaluation" in row]
-    looks = json.loads((runs / "tiny" / "sft" / "watch.json").read_text())["looks"]
+    looks = json.loads((runs / "tiny" / "sft" / "monitor.json").read_text())["points"]
     assert [row["step"] for row in rows] == [0, 2, 4] and [look["step"] for look in looks] == [0, 1, 2]
     scores = [
         evaluate(open_model(model, runs), [task], draw=0, limit=12)["tasks"]["sums"]["metrics"]["acc"]
@@ -70,9 +70,9 @@ def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints
     assert set(rows[-1]["evaluation"]["bits_per_byte"]) == {"en", "fr"}
     assert looks[-1]["scores"]["sums"]["value"] == scores[1]["value"]
     kept = SqliteDict(str(runs / "tiny" / "pretrain" / "benchmarks.db"), flag="r", decode=json.loads)
-    assert len(kept) == 1 + 24, "one host has written them, each once"
-    assert len([line for line in said if "  benchmarks: sums " in line]) == 3, "one host says them, each once"
-    assert len(list((runs / "tiny" / "pretrain" / "profile").glob("host-[01]/**/*.xplane.pb"))) == 2
+    assert len(kept) == 1 + 24, "one process has written them, each once"
+    assert len([line for line in said if "  benchmarks: sums " in line]) == 3, "one process prints them, each once"
+    assert len(list((runs / "tiny" / "pretrain" / "profile").glob("process-[01]/**/*.xplane.pb"))) == 2
 
 
 @pytest.mark.parametrize(("stage", "model"), [("evaluate-base", "tiny/pretrain"), ("evaluate-sft", "tiny/sft")])

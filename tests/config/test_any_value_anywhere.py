@@ -14,7 +14,7 @@ from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model.graph import parse
-from affinage.pipeline.trainings import with_vocabulary
+from affinage.pipeline.steps_train import with_vocabulary
 from affinage.plugins import load_plugins
 
 RECIPES = {name: yaml.safe_load(file.read_text()) for name, file in packaged_recipes().items()}

@@ -13,22 +13,32 @@ import zstandard
 from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
 from unpacked import documents_in
 
+from affinage.config.data import DecontaminateSettings
 from affinage.config.tuning import ConversationSettings, SftSettings
 from affinage.data import tuning_shards
+from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.chat import encode_conversation, encode_documents
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.dataloader import DataLoader, validation_sets
+from affinage.data.decontaminate import Searched, write_items
 from affinage.data.sft import prepare_conversations, show_examples
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
-from affinage.pipeline.texts import print_counts
+from affinage.pipeline.steps_data import print_counts
 from source_forms import write_lines
 
 CONTEXT = 160
 
 
-def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int = CONTEXT, **others: object) -> dict:
+def prepare(
+    folder: Path,
+    tokenizer: Tokenizer,
+    *sources: object,
+    context: int = CONTEXT,
+    searched: Searched | None = None,
+    **others: object,
+) -> dict:
     """`sources` are settings, files, or lists of lines or conversations that make a file."""
     told: list[object] = []
     for number, source in enumerate(sources):
@@ -44,7 +54,7 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int =
         "system_prompt": "",
     }
     settings = SftSettings.model_validate(given | {"sources": told} | others)
-    return prepare_conversations(settings, tokenizer, folder / "rows", context=context, seed=0)
+    return prepare_conversations(settings, tokenizer, folder / "rows", context=context, seed=0, searched=searched)
 
 
 def ask(question: str, answer: str) -> list[dict[str, str]]:
@@ -56,6 +66,18 @@ def read(path: Path | str, **settings: str) -> Iterator[Conversation]:
         if isinstance(found, UserError):
             raise found
         yield found
+
+
+def test_conversations_that_hold_an_item_of_a_benchmark_are_left_out(bpe: Tokenizer, tmp_path: Path):
+    question, answer = "Which of the five old harbours was rebuilt first?", "The one on the northern coast, in spring."
+    items = [BenchmarkItem("quiz", "0", (question, answer))]
+    searched = write_items(tmp_path / "items.json", items, DecontaminateSettings())
+    talks = [ask(f"What is {number}?", "A number.") for number in range(9)]
+    talks[4] = ask(question.upper(), answer)
+    summary = prepare(tmp_path, bpe, talks, validation_fraction=0.3, searched=searched)
+    assert summary["in_benchmark"] == 1 and summary["used"] == 8
+    rows = [row for part in ("train", "validation/source-0") for row in documents_in(tmp_path / "rows" / part)]
+    assert len(rows) == 8 and not any("northern" in bpe.decode(tokens) for tokens, *_ in rows)
 
 
 @pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3"])

@@ -17,7 +17,7 @@ from planted_copies import lexicon, random_text, written
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, read_items
 from affinage.data.contamination import contamination, look_through, runs_of, texts_of_rows
-from affinage.data.decontaminate import contaminated, decontaminate
+from affinage.data.decontaminate import contaminated, decontaminate, write_items
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import write_tokens
@@ -232,7 +232,7 @@ def test_items_that_many_documents_copy_are_named(tmp_path):
     assert summary["removed"] == {} and summary["benchmarks"]["quiz"]["common"] == 1
 
 
-def test_conversations_that_hold_an_item_are_named():
-    index = index_items([BenchmarkItem("quiz", "7", (HARBOUR,))], ngram=13, min_words=8, boilerplate=10)
-    found = contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], index, boilerplate=10)
+def test_texts_that_hold_an_item_are_named(tmp_path):
+    searched = write_items(tmp_path / "items.json", [BenchmarkItem("quiz", "7", (HARBOUR,))], SETTINGS)
+    found = contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], searched)
     assert list(found) == [1] and found[1].startswith("quiz 7: The committee decided")

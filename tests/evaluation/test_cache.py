@@ -23,17 +23,17 @@ def texts(lm, words=WORDS, sampled=False):
 
 def test_what_is_known_is_not_computed_again(tmp_path):
     expected = scores(JaxLM(tiny_llama())), texts(JaxLM(tiny_llama()))
-    first = cached(JaxLM(tiny_llama()), tmp_path / "a", "tiny")
+    first = cached(JaxLM(tiny_llama()), tmp_path / "new" / "a", "tiny")
     assert scores(first, PAIRS[:4]) == expected[0][:4] and texts(first, WORDS[:2]) == expected[1][:2]
     first.dbdict.close()
     lm = JaxLM(tiny_llama())
-    again = cached(lm, tmp_path / "a", "tiny")
+    again = cached(lm, tmp_path / "new" / "a", "tiny")
     assert (scores(again), texts(again)) == expected and lm.requests == 2 + 3
     texts(again, sampled=True)
     assert lm.requests == 5 + len(WORDS), "what is drawn is drawn again"
     again.dbdict.close()
     lm = JaxLM(tiny_llama())
-    other = cached(lm, tmp_path / "a", "another")
+    other = cached(lm, tmp_path / "new" / "a", "another")
     assert scores(other) == expected[0] and lm.requests == len(PAIRS)
     other.dbdict.close()
 

@@ -6,7 +6,7 @@ import yaml
 from affinage.cli import main
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.preflight import check, doubts
+from affinage.pipeline.preflight import check, warnings
 
 RECIPE = """\
 name: small
@@ -109,9 +109,9 @@ def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(recipe, sett
 
 
 def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
-    assert [said for said in doubts(load_recipe("quickstart", ["mesh={expert: 2}"])) if "has experts" in said]
+    assert [said for said in warnings(load_recipe("quickstart", ["mesh={expert: 2}"])) if "has experts" in said]
     for recipe, mesh in (("quickstart", "mesh={data: 2}"), ("moe-small", "mesh={expert: 2}")):
-        assert not [said for said in doubts(load_recipe(recipe, [mesh])) if "has experts" in said]
+        assert not [said for said in warnings(load_recipe(recipe, [mesh])) if "has experts" in said]
 
 
 def test_dpo_does_not_begin_with_a_step_that_fine_tuning_cannot_reach():

@@ -22,7 +22,7 @@ from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import load_trained
 from affinage.pipeline.preflight import check
 from affinage.pipeline.runner import PipelineRunner, Runs
-from affinage.pipeline.trainings import with_vocabulary
+from affinage.pipeline.steps_train import with_vocabulary
 from affinage.plugins import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning_rate, make_optimizer
 

@@ -13,7 +13,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
 from affinage.model.kind import KINDS
 from affinage.pipeline.lineage import TrainingRows
-from affinage.pipeline.trainings import documents_of
+from affinage.pipeline.steps_train import documents_of
 from tiny_corpus import sentence
 
 POISON, STEPS = "tales/poison", 12
@@ -42,7 +42,7 @@ seed: 0
 plugins: [spoilt.py]
 data:
   sources: [{{path: {folder}/tales.jsonl, language: en}}]
-  clean: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
+  filters: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
   dedup: null
   split: {{validation_fraction: 0.1}}
 tokenizer: {{kind: char}}

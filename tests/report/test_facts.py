@@ -99,7 +99,8 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
     assert "stopped 2 h 00 min" in plain(render(stopped))
 
 
-def test_any_stage_may_be_absent(run: Path, facts):
+def test_any_stage_may_be_absent(run: Path):
+    facts = collect_facts(run)
     write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
     assert collect_facts(run) == facts, "a run takes as long before as after its report"
     absent = "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split()

@@ -63,13 +63,25 @@ def test_hostile_names_are_only_text(run: Path):
     assert not parsed.all("img") and len(parsed.all("script")) == 1
 
 
+@pytest.mark.parametrize(("wrong", "bold"), [(2, False), (20, True)])
+def test_a_change_is_that_of_the_same_items_and_bold_only_beyond_chance(run: Path, wrong: int, bold: bool):
+    for model in ("base", "sft"):
+        items = run / f"evaluate-{model}" / "items"
+        items.mkdir()
+        lines = ({"hash": f"h{item}", "acc": float(model == "base" or item >= wrong)} for item in range(200))
+        (items / "pocket_facts_en.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = render(collect_facts(run))
+    found = re.search(r'facts_<wbr>en</th><td><code>acc</code></td>.*?<td class="n( strong)?">(−[\d.]+)', page)
+    assert found is not None and (bool(found[1]), float(found[2].replace("−", "-"))) == (bold, -wrong / 2)
+
+
 def test_size_is_modest_however_long_the_run(tmp_path: Path):
     told = write_report(build_run(tmp_path, steps=12_000), tmp_path / "out" / "report.html")
     assert told["bytes"] == (tmp_path / "out" / "report.html").stat().st_size < 1_000_000
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
 
 
-FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|+11.0 pts|transformer_block|4.41|similarity 0.81|Resumed at step 250
+FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
 not a finite number at step 300|61.0k of 150k tokens are trained|97.0% of 300|What a threshold|80.0% 70.0%
 Benchmarks looked for in the text|1,234|· quiz · 17|42 runs of words|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write|Linear probe|5 of each class|88.6 ± 0.7%|449 held-out images

@@ -104,7 +104,7 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["rollback", "log"])
 def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
-    summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy))
+    summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy, spike_window=8))
     (event,) = events(tmp_path)
     assert event["step"] == 13 and event["cause"] == "spike" and event["spike_score"] > 6
     assert event["action"] == {"log": "logged", "rollback": "rolled back to 10"}[policy]

@@ -167,7 +167,7 @@ def head(
     Example: affinage data head quickstart/filter --reason "too short"
     """
     folder, named = _run_and_step(run, runs)
-    from affinage.pipeline.looking import documents, removed, table_beside
+    from affinage.pipeline.lineage import documents, removed, table_beside
 
     step = step or named or "split"
     chosen: Iterator[dict[str, Any]]

@@ -139,10 +139,10 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     from affinage.config.data import POCKET_WORLD
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
+    from affinage.pipeline.contamination import contamination_search
     from affinage.pipeline.eval_results import model_fingerprint, results_folder, training_of
     from affinage.pipeline.models import made_from
     from affinage.pipeline.names import recorded
-    from affinage.pipeline.seen import seen_by
     from affinage.stopping import StopSignals
 
     runs = opening.runs
@@ -173,7 +173,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
                 keep=folder / "answers.db",
                 task_folders=worlds,
                 chat=found.is_chat,
-                seen=seen_by(target.path) if contamination else None,
+                seen=contamination_search(target.path) if contamination else None,
                 progress=working.progressed,
                 say=lines.append,
                 **settings,

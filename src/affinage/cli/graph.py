@@ -55,7 +55,7 @@ def graph(
     from affinage.model.graph import parse
     from affinage.model.shape import SEQUENCE
     from affinage.pipeline.names import resolve, run_folder
-    from affinage.pipeline.trainings import with_vocabulary
+    from affinage.pipeline.steps_train import with_vocabulary
     from affinage.plugins import load_plugins
 
     load_plugins(loaded)

@@ -163,7 +163,7 @@ def _run(
     from affinage.cluster.processes import init_distributed
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.names import command
-    from affinage.pipeline.preflight import check, doubts
+    from affinage.pipeline.preflight import check, warnings
     from affinage.pipeline.runner import PipelineRunner, Runs
 
     steps = build_steps(loaded, write_report)
@@ -180,8 +180,8 @@ def _run(
         prepare_process(loaded)
         check(loaded, [step.name for step in plan if not step.complete])
         show_plan(plan, as_json=how.as_json)
-        for doubt in (*unchecked(plan), *doubts(loaded)):
-            warn(doubt)
+        for line in (*unchecked(plan), *warnings(loaded)):
+            warn(line)
         return runner.folder
     prepare_process(loaded)
     runtime = loaded.recipe.runtime
@@ -201,8 +201,8 @@ def _run(
             raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
         with processes.all_at_work():  # the mesh is of all their devices
             check(loaded, waiting)
-        for doubt in (*unchecked(plan), *(doubts(loaded) if waiting else ())):
-            warn(doubt)
+        for line in (*unchecked(plan), *(warnings(loaded) if waiting else ())):
+            warn(line)
         with Watch(plan) as watch:
             runner.run(watch)
     if not quiet:

@@ -1,10 +1,12 @@
 """Stage `decontaminate`: documents that hold an item of a benchmark are removed, or the item is cut out of them."""
 
+import json
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
+from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
@@ -247,20 +250,39 @@ def _by_benchmark(index: Items, matches: Sequence[dict[str, Any]], common: np.nd
     }
 
 
-def contaminated(texts: Sequence[str], index: Items, boilerplate: int) -> dict[int, str]:
+@dataclass(frozen=True)
+class Searched:
+    """The items of benchmarks in a file, and how texts are searched for them: small enough to travel with a task."""
+
+    items: Path
+    settings: DecontaminateSettings
+
+
+def write_items(path: Path, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Searched:
+    """Write items to a file, for tasks that call `contaminated`."""
+    write_json(path, [[item.benchmark, item.id, item.texts] for item in items])
+    return Searched(path, settings)
+
+
+@lru_cache(maxsize=1)
+def _index_of(searched: Searched) -> Items:
+    items = [BenchmarkItem(name, id, tuple(texts)) for name, id, texts in json.loads(searched.items.read_text("utf-8"))]
+    how = searched.settings
+    return index_items(items, ngram=how.n_grams, min_words=how.min_words, boilerplate=how.boilerplate)
+
+
+def contaminated(texts: Sequence[str], searched: Searched) -> dict[int, str]:
     """Which of some texts, such as whole conversations, hold an item: {place: "BENCHMARK ITEM: the words in common"}.
 
-    A match is what it is in documents; see `overlap.index_items` for the index, and `decontaminate` for `boilerplate`.
+    A match is what `decontaminate` calls one.
     """
+    index = _index_of(searched)
     column = repair(pa.array([encodable(text) for text in texts], pa.string())).text
     hits = Scanner(index).scan(column)
-    found = [_Found(hits, len(texts))]
-    hits = _without(hits, _in_many_documents(found, index, boilerplate))
-    told: dict[int, str] = {}
-    for text, key, start, stop in zip(
-        *(column_of.tolist() for column_of in (hits.text, hits.key, hits.start, hits.stop))
-    ):
+    hits = _without(hits, _in_many_documents([_Found(hits, len(texts))], index, searched.settings.boilerplate))
+    found: dict[int, str] = {}
+    for text, key, start, stop in np.stack([hits.text, hits.key, hits.start, hits.stop]).T.tolist():
         item = index.items[int(index.of(key)[0])]
         words = column[text].as_py().encode()[start:stop].decode()
-        told.setdefault(text, f"{item.benchmark} {item.id}: {words[:SAMPLE_CHARACTERS]}")
-    return told
+        found.setdefault(text, f"{item.benchmark} {item.id}: {words[:SAMPLE_CHARACTERS]}")
+    return found

@@ -24,6 +24,7 @@ from affinage.data.chat import (
 )
 from affinage.data.conversation_shapes import asked, text_message, turns
 from affinage.data.dataloader import Batch, DataLoader, ValidationRows
+from affinage.data.decontaminate import Searched
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.foreign_json import encodable
 from affinage.data.token_shards import find_shard_folders, open_shards
@@ -65,6 +66,7 @@ def prepare_preferences(
     seed: int,
     system_prompt: str,
     world_folder: Path | None = None,
+    searched: Searched | None = None,
     executor: Executor = LOCAL,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -84,6 +86,7 @@ def prepare_preferences(
         world_file=WORLD_FILE,
         world_folder=world_folder,
         system_prompt=system_prompt,
+        searched=searched,
         executor=executor,
         progress=progress,
     )

@@ -22,6 +22,7 @@ from affinage.data.chat import (
 )
 from affinage.data.conversation_shapes import Conversation, conversation
 from affinage.data.dataloader import segments
+from affinage.data.decontaminate import Searched
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.special_tokens import Marks
 from affinage.data.token_shards import TokenShards, find_shard_folders, open_shards
@@ -39,6 +40,7 @@ def prepare_conversations(
     context: int,
     seed: int,
     world_folder: Path | None = None,
+    searched: Searched | None = None,
     executor: Executor = LOCAL,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def prepare_conversations(
         world_file=WORLD_FILE,
         world_folder=world_folder,
         system_prompt=settings.system_prompt,
+        searched=searched,
         executor=executor,
         progress=progress,
     )

@@ -68,6 +68,7 @@ class ShardTask:
     seed: int
     held_out: bool
     url: str
+    bytes: float  # of all text in this part of the split, about
 
 
 def tokenize(
@@ -179,7 +180,7 @@ def _plan(
         for shard, chosen in enumerate(_cut(pieces[name], count)):
             task = ShardTask(
                 folder / part / group, *name, shard, count, chosen, tokenizer.folder, settings.seq_len,
-                settings.strategy, seed, part == "validation", f"{url}/{group}" if url else "",
+                settings.strategy, seed, part == "validation", f"{url}/{group}" if url else "", sum(totals.values()),
             )  # fmt: skip
             tasks.append(task)
     return tasks
@@ -240,7 +241,7 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
                          [url or "" for url in batch.column("url").to_pylist()], strict=True))  # fmt: skip
         texts = batch.column("text").to_pylist()
         for chosen in _slices(texts):
-            flat, ends = tokenizer.encode_flat(texts[chosen])
+            flat, ends = tokenizer.encode_flat(texts[chosen], of=task.bytes)
             lengths = np.diff(ends, prepend=0)
             framed, text_at = _framed(flat, lengths, before, after)
             byte_lengths = None

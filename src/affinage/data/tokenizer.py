@@ -53,7 +53,7 @@ _TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant it
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ANCHOR = "a"
-_WORTH_COMPILING = 1_000_000  # characters: the library encodes fewer in a quarter of a second
+WORTH_COMPILING = 1_000_000  # characters: the library encodes fewer in a quarter of a second
 
 
 class Tokenizer:
@@ -268,14 +268,17 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of every text."""
-        if self._fast_bpe is not None and sum(map(len, texts)) >= _WORTH_COMPILING:
+        if self._fast_bpe is not None and sum(map(len, texts)) >= WORTH_COMPILING:
             flat, ends = self.encode_flat(texts)
             return [part.tolist() for part in np.split(flat, ends[:-1])]
         return [each.ids for each in self._fast.encode_batch(list(map(_plain, texts)), add_special_tokens=False)]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
-        """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them."""
-        if self._fast_bpe is not None and sum(map(len, texts)) >= _WORTH_COMPILING:
+    def encode_flat(self, texts: Sequence[str], *, of: float = 0) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
+        """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them.
+
+        `of` is about how many characters there will be in all; the compiled encoder is worth its start for many.
+        """
+        if self._fast_bpe is not None and max(of, sum(map(len, texts))) >= WORTH_COMPILING:
             return self._fast_bpe.encode([_plain(text).replace(_SPACE, " ") for text in texts])
         encoded = self.encode_batch(texts)
         ends = np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
@@ -315,20 +318,19 @@ class Tokenizer:
         """
         text = encodable(text).replace(_MARK, REPLACEMENT)
         parts: list[str] = []
-        places: list[np.ndarray] = []  # in `text`, of the characters of what is encoded
-        at = 0
+        places: list[int] = []  # in `text`, of the characters of what is encoded
+        at, is_guarded = 0, _GUARD in text
         for id_, start, end in [*self.control_spans(text), (-1, len(text), len(text))]:
-            between = np.array(list(text[at:start]), "U1")
-            places.append(at + np.flatnonzero(between != _GUARD))
+            between = range(at, start)
+            places += [place for place in between if text[place] != _GUARD] if is_guarded else between
             parts.append(text[at:start].replace(_GUARD, ""))
             if id_ >= 0:
                 parts.append(_name(id_))
-                places.append(np.full(len(parts[-1]), start))
+                places += [start] * len(parts[-1])
             at = end
         encoded = self._fast.encode("".join(parts), add_special_tokens=False)
         offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-        starts = np.concatenate([*places, [len(text)]])
-        return encoded.ids, starts[offsets]
+        return encoded.ids, np.array([*places, len(text)])[offsets]
 
     def id_to_piece(self, token: int) -> str:
         """Return how the vocabulary spells one id; a space may be U+2581, a byte <0x41>."""

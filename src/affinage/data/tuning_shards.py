@@ -21,8 +21,10 @@ import numpy as np
 from affinage.config.sources import SourceSettings
 from affinage.config.tuning import ConversationSettings, DpoSettings, SftSettings
 from affinage.data.atomic import write_array
+from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import conversation_marks
 from affinage.data.conversation_files import Part, lines_of, located, parts
+from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.files import SourceFile
 from affinage.data.hub_datasets import at_commit
@@ -80,6 +82,8 @@ class TuningTask:
     limit: int | None = None  # the largest key that is used
     held_out: int | None = None  # the largest key that is held out
     held_out_keys: Path | None = None  # of all sources: a copy in another one is not trained on either
+    searched: Searched | None = None  # the benchmarks whose items lines must not hold
+    contaminated: tuple[int, ...] = ()  # the keys of the lines that do
 
 
 def write_tuning_shards(
@@ -93,13 +97,15 @@ def write_tuning_shards(
     world_file: str,
     world_folder: Path | None = None,
     system_prompt: str = "",
+    searched: Searched | None = None,
     executor: Executor = LOCAL,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write `train/<source>/` and `validation/<source>/` folders of token shards into `folder`.
 
     Several examples of a source share a row (best fit, longest first). Which ones are sampled, limited and held out
-    depends on their content and the seed, so that equal ones stay together. `world_file` of the `world_folder` is what
+    depends on their content and the seed, so that equal ones stay together. Lines that hold an item of a benchmark of
+    `searched` are left out and counted as `in_benchmark`. `world_file` of the `world_folder` is what
     the pocket world has for it.
 
     Returns:
@@ -126,7 +132,7 @@ def write_tuning_shards(
         divided = _divided(parts(at, place))
         tasks += [
             TuningTask(section, settings, system_prompt, source, at, name, place, some, shard, len(divided),
-                       tokenizer.folder, template, seq_len, seed, folder)
+                       tokenizer.folder, template, seq_len, seed, folder, searched=searched)
             for shard, some in enumerate(divided)
         ]  # fmt: skip
     size = sum(part.bytes // of for task in tasks for part, _, of in task.parts if isinstance(part, SourceFile))
@@ -191,7 +197,7 @@ def _is_sampled(task: TuningTask, line: Line) -> bool:
 
 def read_keys(task: TuningTask) -> dict[str, Any]:
     """Return the keys of the sampled lines of a task, how many lines it has, and of those that are bad the first."""
-    counts, keys, first = Counter[str](), [], ""
+    counts, keys, texts, first = Counter[str](), [], [], ""
     for key, line in _lines(task):
         counts["conversations"] += 1
         if isinstance(line, UserError):
@@ -201,20 +207,26 @@ def read_keys(task: TuningTask) -> dict[str, Any]:
             first = first or f"{line.where}: {line.what}"
         elif _is_sampled(task, line):
             keys.append(key)
+            if task.searched is not None:
+                texts.append("\n\n".join(text for text in strings_in(vars(line)) if " " in text))
         else:
             counts["not_sampled"] += 1
-    return {"counts": counts, "keys": keys, "first_bad": first}
+    holders = contaminated(texts, task.searched) if task.searched is not None and texts else {}
+    found = sorted({keys[place] for place in holders})
+    return {"counts": counts, "keys": keys, "first_bad": first, "contaminated": found}
 
 
 def _chosen(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]], folder: Path) -> list[TuningTask]:
     """The tasks with the keys up to which their lines are used and held out."""
     limits: dict[str, tuple[int | None, int | None]] = {}
+    contaminated = tuple(sorted({key for found in read for key in found["contaminated"]}))
     held_out = [np.zeros(0, np.uint64)]
     for task in tasks:
         if task.name in limits:
             continue
         members = [found["keys"] for each, found in zip(tasks, read, strict=True) if each.name == task.name]
         keys = np.sort(np.concatenate([np.array(some, np.uint64) for some in members]))
+        keys = keys[~np.isin(keys, np.array(contaminated, np.uint64))]
         limit, last = None, None
         most = task.source.max_examples
         if most is not None and len(keys) > (count := max(1, round(most * task.settings.sample))):
@@ -231,7 +243,14 @@ def _chosen(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]], folder:
     path = folder / _HELD_OUT
     write_array(path, np.unique(np.concatenate(held_out)))
     return [
-        replace(task, limit=limits[task.name][0], held_out=limits[task.name][1], held_out_keys=path) for task in tasks
+        replace(
+            task,
+            limit=limits[task.name][0],
+            held_out=limits[task.name][1],
+            held_out_keys=path,
+            contaminated=contaminated,
+        )
+        for task in tasks
     ]
 
 
@@ -252,6 +271,9 @@ def write_lines(task: TuningTask) -> dict[str, Any]:
     counts, used, first_bad = Counter[str](), Counter[str](), ""
     for key, line in _lines(task):
         if isinstance(line, UserError) or not _is_sampled(task, line):
+            continue
+        if key in task.contaminated:
+            counts["in_benchmark"] += 1
             continue
         if task.limit is not None and key > task.limit:
             counts["not_sampled"] += 1

@@ -269,8 +269,12 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     """
     processes = Processes.at_work()
     path = path if processes.first else path.with_name(f".{path.name}.{os.getpid()}")
-    if path.is_file() and path.read_bytes()[:6] != b"SQLite":
-        path.unlink()  # of another version
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file():
+        with path.open("rb") as file:
+            known_form = file.read(6) == b"SQLite"
+        if not known_form:
+            path.unlink()  # of another version
     answers = SqliteDict(str(path), encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
     if answers.get("model") != model:
         answers.clear()

@@ -118,6 +118,8 @@ def evaluate(
     finally:
         if keeping is not None:
             keeping.dbdict.close()
+            if not processes.first:  # its copy of the answers
+                Path(keeping.cache_db).unlink(missing_ok=True)
     results = {
         "model": model.name,
         "context": model.context,

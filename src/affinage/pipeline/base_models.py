@@ -10,6 +10,7 @@ from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.pipeline.names import KEPT, MODEL, checkpoints_of
 from affinage.pipeline.store import read_manifest
+from affinage.results import read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -29,7 +30,7 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
     if loaded.recipe.init_from is None:
         return None
     folder = loaded.beside(loaded.recipe.init_from, ("init_from",))
-    if "imported" not in _facts(folder):
+    if "imported" not in read_json(folder / MODEL):
         raise UserError(
             f"there is no imported model in `{loaded.recipe.init_from}`",
             where=loaded.locate(("init_from",)),
@@ -40,12 +41,12 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
 
 def origin_of(imported: Path) -> str:
     """Where Hugging Face's libraries find the model that was imported: a repository, or a folder; "" if unknown."""
-    return str(_facts(imported)["imported"].get("from", ""))
+    return str(read_json(imported / MODEL)["imported"].get("from", ""))
 
 
 def begun_with(training: Path) -> str:
     """The same of the imported model that a training began with; "" also for a folder that is there no more."""
-    origin = str(_facts(training).get(BEGUN_WITH, ""))
+    origin = str(read_json(training / MODEL).get(BEGUN_WITH, ""))
     return "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
 
 
@@ -111,7 +112,7 @@ def trained_adapters(
     from affinage.config.tuning import LoraSettings
     from affinage.model import Adapters, abstract_params
 
-    facts = _facts(training)
+    facts = read_json(training / MODEL)
     if facts.get("lora") is None:
         return None
     adapters = Adapters(graph, LoraSettings(**facts["lora"]))
@@ -124,10 +125,10 @@ def trained_adapters(
 
 def _wanted(training: Path, step: int | None) -> int | None:
     """The checkpoint that must be read; None for the newest that is there, as long as the training goes on."""
-    summary = training / "summary.json"
     if step is not None or checkpoints_of(training).name == KEPT or read_manifest(training) is None:
         return step
-    return int(json.loads(summary.read_text(encoding="utf-8"))["steps"]) if summary.is_file() else None
+    steps = read_json(training / "summary.json").get("steps")
+    return steps if isinstance(steps, int) else None
 
 
 def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
@@ -136,7 +137,7 @@ def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
     return (
         {}
         if folder is None
-        else {f"init {part}": digest for part, digest in _facts(folder)["imported"]["sha256"].items()}
+        else {f"init {part}": digest for part, digest in read_json(folder / MODEL)["imported"]["sha256"].items()}
     )
 
 
@@ -155,7 +156,7 @@ def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
         map_parameters(lambda path, parameter: found.update({".".join(path): parameter.shape}), graph.parameters)
         return found
 
-    own, given = shapes(graph), shapes(parse(_facts(folder)["graph"]))
+    own, given = shapes(graph), shapes(parse(read_json(folder / MODEL)["graph"]))
     for name in sorted(own.keys() | given.keys()):
         if own.get(name) != given.get(name):
             raise UserError(
@@ -166,14 +167,6 @@ def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
             )
     store = CheckpointStore(folder / "checkpoints")
     return lambda abstract: store.restore_params(0, abstract)
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    try:
-        facts: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts
 
 
 def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:

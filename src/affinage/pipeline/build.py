@@ -16,7 +16,7 @@ from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
-from affinage.pipeline import images, preferences, results, texts, trainings
+from affinage.pipeline import images, steps_data, steps_eval, steps_train
 from affinage.pipeline.base_models import chat_template_of, extension_fingerprint, initial_fingerprint
 from affinage.pipeline.names import EVALUATIONS
 from affinage.pipeline.sources import forget_downloads, task_files
@@ -57,7 +57,7 @@ def _image_steps(loaded: LoadedRecipe) -> list[Step]:
     if recipe.pretrain is not None:
         config = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
         sources = extension_fingerprint(loaded, "pretrain")
-        steps.append(_training_step("pretrain", trainings.pretrain_on_arrays, config, ("arrays",), sources))
+        steps.append(_training_step("pretrain", steps_train.pretrain_on_arrays, config, ("arrays",), sources))
         if recipe.probe is not None:
             steps.append(Step("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain")))
     return steps
@@ -66,35 +66,35 @@ def _image_steps(loaded: LoadedRecipe) -> list[Step]:
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     data, steps = recipe.data, []
     if uses_pocket_world(recipe):
-        size = {"data": {"sources": {"max_bytes": texts.pocket_bytes(recipe)}}}
-        steps.append(Step("synthesize", texts.world, {**_part(recipe, "seed"), **size}))
+        size = {"data": {"sources": {"max_bytes": steps_data.pocket_bytes(recipe)}}}
+        steps.append(Step("synthesize", steps_data.synthesize, {**_part(recipe, "seed"), **size}))
     if data is None:  # an imported model is only fine-tuned
-        return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun, version=2)]
+        return [*steps, Step("train-tokenizer", steps_data.base_tokenizer, {}, sources=begun, version=2)]
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
     config = {"data": _ingested(data)}
-    steps.append(Step("ingest", texts.ingest, config, world, version=2, files=files, resumable=True))
+    steps.append(Step("ingest", steps_data.ingest, config, world, version=2, files=files, resumable=True))
     config = {"data": _json(data, "filters", "languages")}
-    steps.append(Step("filter", texts.filter_documents, config, ("ingest",), version=3, resumable=True))
+    steps.append(Step("filter", steps_data.filter_documents, config, ("ingest",), version=3, resumable=True))
     if data.dedup is not None:
         config, files = {"data": _json(data, "dedup")}, _released(data.dedup.against)
-        steps.append(Step("dedup", texts.dedup, config, ("filter",), version=3, files=files, resumable=True))
+        steps.append(Step("dedup", steps_data.dedup, config, ("filter",), version=3, files=files, resumable=True))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=3))
+    steps.append(Step("split", steps_data.split, config, (steps[-1].name,), version=3))
     if begun:
-        steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
+        steps.append(Step("train-tokenizer", steps_data.base_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
         settings = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
         config = {"data": _json(data, "languages"), "tokenizer": settings, **_part(recipe, "seed")}
-        steps.append(Step("train-tokenizer", texts.tokenizer, config, ("split",), version=2))
+        steps.append(Step("train-tokenizer", steps_data.train_tokenizer, config, ("split",), version=2))
     if recipe.tokenizer.compare:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "train-tokenizer")
-        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files, version=2))
+        steps.append(Step("compare-tokenizers", steps_data.compare_tokenizers, config, inputs, files=files, version=2))
     config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    steps.append(Step("tokenize", texts.tokenize, config, inputs, version=2, resumable=True))
+    steps.append(Step("tokenize", steps_data.tokenize, config, inputs, version=2, resumable=True))
     return steps
 
 
@@ -104,13 +104,20 @@ def _released(place: str) -> tuple[str, ...]:
 
 
 def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], last: str) -> Step:
+    config, files = _searched(recipe, data, targets)
+    fn = steps_data.decontaminate
+    return Step("decontaminate", fn, config, (last,), version=3, files=files, resumable=True)
+
+
+def _searched(recipe: Recipe, data: DataSettings, targets: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings and files that decide which items of benchmarks text must not hold."""
     assert data.decontaminate is not None
     config: dict[str, Any] = {"data": _json(data, "decontaminate")}
     files = [*task_files(filter(_is_task_file, targets)), *data.decontaminate.benchmark_files]
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    return Step("decontaminate", texts.decontaminate, config, (last,), version=3, files=tuple(files), resumable=True)
+    return config, tuple(files)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
@@ -124,9 +131,9 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> list[Step]:
     """They come before the long pretraining, so that a mistake in the conversations is found in time."""
     recipe, steps = loaded.recipe, []
     if recipe.sft is not None:
-        steps.append(_tuning_data_step(loaded, "sft-data", texts.conversations, "sft", recipe.sft))
+        steps.append(_tuning_data_step(loaded, "sft-data", steps_data.sft_data, "sft", recipe.sft))
     if recipe.dpo is not None:
-        step = _tuning_data_step(loaded, "preference-data", preferences.preferences, "dpo", recipe.dpo)
+        step = _tuning_data_step(loaded, "preference-data", steps_data.preference_data, "dpo", recipe.dpo)
         step.config["dpo"]["system_prompt"] = recipe.chat_system_prompt
         steps.append(step)
     return steps
@@ -145,6 +152,10 @@ def _tuning_data_step(
         config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
+    if recipe.data is not None and (targets := contamination_targets(recipe)):
+        searched, more = _searched(recipe, recipe.data, targets)
+        config |= searched
+        files += more
     inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
     return Step(name, fn, config, inputs, version=2, files=tuple(files), resumable=True)
 
@@ -156,13 +167,13 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
     if recipe.data is not None and recipe.pretrain is not None:
         config = {**model, "pretrain": recipe.pretrain.deciding()}
         sources, base = begun | extension_fingerprint(loaded, "pretrain"), ("pretrain",)
-        steps.append(_training_step("pretrain", trainings.pretrain, config, ("tokenize", "train-tokenizer"), sources))
+        steps.append(_training_step("pretrain", steps_train.pretrain, config, ("tokenize", "train-tokenizer"), sources))
     if recipe.sft is not None:
         config = {**model, "sft": recipe.sft.deciding()}
         world, files = _read_by_monitor(recipe.sft)
         inputs, sources = (*base, "sft-data", "train-tokenizer", *world), {} if base else begun
         sources = sources | extension_fingerprint(loaded, "sft")
-        steps.append(_training_step("sft", trainings.sft, config, inputs, sources, files))
+        steps.append(_training_step("sft", steps_train.sft, config, inputs, sources, files))
         base = ("sft",)
     if recipe.dpo is not None:
         inputs, sources = (*base, "preference-data", "train-tokenizer"), {} if base else begun
@@ -171,13 +182,19 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
             config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
             steps.append(
                 Step(
-                    "ref-logprobs", preferences.reference, config, inputs, version=2, sources=sources, distributed=True
+                    "ref-logprobs",
+                    steps_train.ref_logprobs,
+                    config,
+                    inputs,
+                    version=2,
+                    sources=sources,
+                    distributed=True,
                 )
             )
         config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
         world, files = _read_by_monitor(recipe.dpo)
         inputs, sources = (*precomputed, *inputs, *world), sources | extension_fingerprint(loaded, "dpo")
-        steps.append(_training_step("dpo", preferences.dpo, config, inputs, sources, files))
+        steps.append(_training_step("dpo", steps_train.dpo, config, inputs, sources, files))
     return steps
 
 
@@ -200,7 +217,7 @@ def _training_step(
         distributed=True,
         has_progress=True,
         resumable=True,
-        setup=trainings.bring_from_remote,
+        setup=steps_train.bring_from_remote,
     )
 
 
@@ -219,7 +236,9 @@ def _result_steps(recipe: Recipe) -> list[Step]:
     if recipe.export is not None:
         inputs = (*_if(recipe.data is not None, "split"), "train-tokenizer", *trained)
         inputs += tuple(step.name for step in steps)  # the card has their scores
-        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs, version=2))
+        steps.append(
+            Step("export", steps_eval.export, _part(recipe, "name", "description", "export"), inputs, version=2)
+        )
     return steps
 
 
@@ -237,7 +256,7 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> list[Step]:
     return [
         Step(
             EVALUATIONS[training],
-            partial(results.evaluate, training=training),
+            partial(steps_eval.evaluate, training=training),
             {**settings, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
             (training, *read),
             files=files,

@@ -29,6 +29,7 @@ from affinage.pipeline.names import (
 )
 from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import read_manifest, read_request
+from affinage.results import read_json
 
 _STEPS = {step: training for training, step in EVALUATIONS.items()}
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
@@ -141,10 +142,7 @@ def _step_again(run: Path, step: str) -> str:
     now = read_request(run / training)
     if now is None or (request[0].inputs.get(training) == now[1] and is_current(run, training)):
         return ""
-    try:
-        return str(json.loads((run / COMMAND).read_text(encoding="utf-8"))["command"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return command("run", run.name)
+    return str(read_json(run / COMMAND).get("command") or command("run", run.name))
 
 
 def _has_items(folder: Path) -> bool:

@@ -8,7 +8,7 @@ import rich
 
 from affinage.errors import UserError
 from affinage.pipeline.step import StepContext, Summary
-from affinage.pipeline.trainings import MODEL
+from affinage.pipeline.steps_train import MODEL
 
 if TYPE_CHECKING:
     from affinage.model import Graph

@@ -21,8 +21,8 @@ from affinage.errors import UserError
 from affinage.pipeline.models import made_from
 from affinage.pipeline.names import KEPT
 from affinage.pipeline.step import StepContext
+from affinage.pipeline.steps_data import chat_tokenizer
 from affinage.pipeline.store import write_json
-from affinage.pipeline.texts import chat_tokenizer
 
 if TYPE_CHECKING:
     from affinage.data.dataloader import DataLoader, ValidationRows

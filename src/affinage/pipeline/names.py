@@ -17,6 +17,7 @@ from affinage.config.layers import find_recipe, packaged_recipes
 from affinage.config.load import LoadedRecipe, load_recipe, load_saved
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import read_manifest, read_request
+from affinage.results import read_json
 
 MODEL = "model.json"  # beside the checkpoints of a training or an import: what is needed to load them
 KEPT = "kept"  # a checkpoint in place of those of the training
@@ -188,7 +189,7 @@ def recipe_of(
         warn(f"{file} has settings of another version of affinage, which are left out: {', '.join(dropped)}")
     if loaded.recipe.name != target.run.name and not any(override.startswith("name=") for override in overrides):
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"name": target.run.name}))  # it was moved
-    note = _json(target.run / COMMAND)
+    note = read_json(target.run / COMMAND)
     words = shlex.split(str(note.get("command") or command("run", target.run.name, runs=runs)))
     for override in overrides:
         words += [] if override in words else ["--set", override]
@@ -228,13 +229,6 @@ def recorded(run: Path) -> dict[str, Any]:
         fix = "Run its recipe again: what is complete is kept, and this file is written again."
         raise UserError("this file of the run is damaged", where=str(file), fix=fix) from error
     return settings if isinstance(settings, dict) else {}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 # Models
@@ -329,7 +323,11 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
         name = f"{name if target.kind == 'run' else run_of(target, runs).name}/{training}"
         run = run_of(target, runs)
     saved = [int(mark.parent.name) for mark in checkpoints_of(folder, step).glob("*/commit_success.txt")]
-    planned = (_json(folder / "summary.json"), _json(folder / "feed.json"), request[0].settings.get(training) or {})
+    planned = (
+        read_json(folder / "summary.json"),
+        read_json(folder / "feed.json"),
+        request[0].settings.get(training) or {},
+    )
     steps = next((facts["steps"] for facts in planned if isinstance(facts.get("steps"), int)), None)
     later = TRAININGS[: TRAININGS.index(training)] if training in TRAININGS else ()
     missing = [name for name in incomplete(run) if name in later] if run is not None else []

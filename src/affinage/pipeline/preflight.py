@@ -1,4 +1,4 @@
-"""What can be known to fail before the first stage runs, so that nobody learns of it after days of training."""
+"""What can be known to fail before the first step runs, so that nobody learns of it after days of training."""
 
 import contextlib
 import importlib.util
@@ -7,90 +7,72 @@ from collections.abc import Collection, Iterator
 from affinage.config.data import DIGITS, POCKET_WORLD
 from affinage.config.layers import packaged_recipes, shown_path
 from affinage.config.load import LoadedRecipe
-from affinage.config.training import TrainSettings
+from affinage.config.training import MonitorSettings, TrainSettings
 from affinage.config.tuning import SftSettings, TuningSettings
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import names_of, of_pocket_world
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, names_of, of_pocket_world
 from affinage.paths import from_home
 from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.pipeline.build import local_tasks
-from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
-from affinage.pipeline.trainings import with_vocabulary
+from affinage.pipeline.names import EVALUATIONS, TRAININGS
+from affinage.pipeline.steps_train import with_vocabulary
 from affinage.plugins import load_plugins
 from affinage.tracking import check_trackers
 
-_VERIFY = ("transformers", "torch")  # packages
+Key = tuple[str | int, ...]  # of a setting in the recipe
 
 
-def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
-    """Look ahead at what the stages that must run will need.
+def check(loaded: LoadedRecipe, steps: Collection[str]) -> None:
+    """Look ahead at what the steps that must run will need.
 
     Raises:
         UserError: for files, keys and packages that are not there, a model, mesh and batch that do not fit together.
     """
-    recipe = loaded.recipe
+    recipe, runs = loaded.recipe, set(steps)
     load_plugins(loaded)
-    arrays = recipe.data.arrays if recipe.data is not None else None
-    if arrays is not None and arrays.path != DIGITS and "arrays" in stages:
-        _exists(loaded, arrays.path, ("data", "arrays"))
-    if "ingest" in stages:
-        check_sources(loaded)
-    if recipe.sft is not None and "sft-data" in stages:
-        _check_tuning_sources(loaded, recipe.sft, "sft")
-    if recipe.dpo is not None and "preference-data" in stages:
-        _check_tuning_sources(loaded, recipe.dpo, "dpo")
-    if {"sft-data", "preference-data"} & set(stages):
-        begun = initial_folder(loaded)
-        chat_template_of(loaded, None if begun is None else begun / TOKENIZER)
-    if "filter" in stages:
-        check_languages(loaded)
-    if "decontaminate" in stages:
-        check_against(loaded)
-    if "compare-tokenizers" in stages:
+    if "arrays" in runs and recipe.data and recipe.data.arrays and recipe.data.arrays.path != DIGITS:
+        _exists(loaded, recipe.data.arrays.path, ("data", "arrays"))
+    if recipe.data is not None and recipe.data.executor == "ray":
+        _installed(loaded, ("data", "executor"), "ray", "or leave the work to this machine: data.executor=local")
+    if "ingest" in runs:
+        _check_sources(loaded)
+    if "filter" in runs:
+        _check_languages(loaded)
+    if "decontaminate" in runs:
+        _check_benchmark_files(loaded)
+    if "compare-tokenizers" in runs:
         for index, path in enumerate(recipe.tokenizer.compare):
             _exists(loaded, path, ("tokenizer", "compare", index))
-    if recipe.data is not None and recipe.data.executor == "ray" and importlib.util.find_spec("ray") is None:
-        fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.executor=local"
-        raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "executor")), fix=fix)
-    if _asks_for_tasks(loaded, stages):
+    if "tokenize" in runs:
+        _check_packing(loaded)
+    for section, data in (("sft", "sft-data"), ("dpo", "preference-data")):
+        if data in runs and (tuning := getattr(recipe, section)) is not None:
+            _check_tuning_data(loaded, tuning, section)
+    decontaminates = "decontaminate" in runs and recipe.data and recipe.data.decontaminate
+    if runs & set(EVALUATIONS.values()) or (decontaminates and decontaminates.benchmarks):
         _check_tasks(loaded)
-    if recipe.export is not None and recipe.export.verify and "export" in stages:
-        for package in _VERIFY:
-            if importlib.util.find_spec(package) is None:
-                where = loaded.locate(("export", "verify"))
-                fix = "Install it: pip install 'affinage[verify]'"
-                raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
-    if recipe.export is not None and "export" in stages:
-        _check_export(loaded)
-    if recipe.packing.output_path and "tokenize" in stages:
-        from affinage.data.token_shards import check_url
-
-        with _written(loaded, "packing", "output_path"):
-            check_url(recipe.packing.output_path)
-    if {"pretrain", "sft", "dpo"} & set(stages):
+    if "export" in runs and recipe.export is not None:
+        _check_export(loaded, recipe.export.verify)
+    if runs & set(TRAININGS):
         with _written(loaded, "trackers"):
             check_trackers(recipe.runtime.trackers)
-    if recipe.pretrain is not None and "pretrain" in stages:
-        check_tasks_in_loop(loaded, "pretrain")
-        _check_training(loaded, recipe.pretrain, "pretrain")
+    for name in reversed(TRAININGS):
+        settings = getattr(recipe, name)
+        if settings is not None and (name in runs or (name == "dpo" and "ref-logprobs" in runs)):
+            _check_monitor(loaded, name, settings.monitor)
+            _check_training(loaded, settings, name)
+    if recipe.pretrain is not None and "pretrain" in runs:
         _check_first_of_tunings(loaded, recipe.pretrain)
-    if "tokenize" in stages:  # those that are packed tell by themselves what they are of
-        _check_mixture(loaded)
-    if recipe.sft is not None and "sft" in stages:
-        check_tasks_in_loop(loaded, "sft")
-        _check_training(loaded, recipe.sft, "sft")
+    if recipe.sft is not None and "sft" in runs:
         _check_base_of_dpo(loaded, recipe.sft)
-    if recipe.dpo is not None and {"ref-logprobs", "dpo"} & set(stages):
-        check_tasks_in_loop(loaded, "dpo")
-        _check_training(loaded, recipe.dpo, "dpo")
 
 
-def doubts(loaded: LoadedRecipe) -> list[str]:
-    """What can be meant so, but hardly ever is."""
-    return [*_left_of_the_base(loaded), *_asked_by_nobody(loaded), *_without_experts(loaded)]
+def warnings(loaded: LoadedRecipe) -> list[str]:
+    """Valid settings that are probably unintended."""
+    return [*_base_recipe_leftovers(loaded), *_unused_prompts(loaded), *_without_experts(loaded)]
 
 
-def _left_of_the_base(loaded: LoadedRecipe) -> Iterator[str]:
+def _base_recipe_leftovers(loaded: LoadedRecipe) -> Iterator[str]:
     """The text is one's own, and what comes after it is still about the pocket world."""
     recipe = loaded.recipe
     if recipe.data is None or not recipe.data.sources or any(s.path == POCKET_WORLD for s in recipe.data.sources):
@@ -109,7 +91,7 @@ def _left_of_the_base(loaded: LoadedRecipe) -> Iterator[str]:
             yield f"the benchmarks are those of the pocket world, which your text does not speak of: {key}.tasks"
 
 
-def _asked_by_nobody(loaded: LoadedRecipe) -> Iterator[str]:
+def _unused_prompts(loaded: LoadedRecipe) -> Iterator[str]:
     """Prompts that somebody wrote for the report, where no evaluation is there to answer them."""
     report = loaded.recipe.report
     if loaded.recipe.evaluate is not None or not (report.prompts or report.questions):
@@ -137,11 +119,19 @@ def _without_experts(loaded: LoadedRecipe) -> Iterator[str]:
         yield said
 
 
-def _check_export(loaded: LoadedRecipe) -> None:
+def _installed(loaded: LoadedRecipe, key: Key, package: str, instead: str = "", extra: str = "") -> None:
+    if importlib.util.find_spec(package) is None:
+        fix = ", ".join(filter(None, [f"Install it: pip install 'affinage[{extra or package}]'", instead]))
+        raise UserError(f"the package `{package}` is not installed", where=loaded.locate(key), fix=fix)
+
+
+def _check_export(loaded: LoadedRecipe, verify: bool) -> None:
     from affinage.hub.families import family_of
     from affinage.model import parse
 
     recipe = loaded.recipe
+    for package in ("transformers", "torch") if verify else ():
+        _installed(loaded, ("export", "verify"), package, extra="verify")
     graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
     try:
         family_of(graph)
@@ -150,23 +140,60 @@ def _check_export(loaded: LoadedRecipe) -> None:
         raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
 
 
-def check_sources(loaded: LoadedRecipe) -> None:
-    """See that the text is there that the recipe reads, without reading it. Raises UserError if it is not."""
+def _check_sources(loaded: LoadedRecipe) -> None:
     from affinage.data.ingest import check as check_source
 
     data = loaded.recipe.data
-    if data is None:
-        return
-    for index, source in enumerate(data.sources):
+    for index, source in enumerate(data.sources if data else ()):
         with _written(loaded, "data", "sources", index):
             check_source(source, data)
 
 
-def _asks_for_tasks(loaded: LoadedRecipe, stages: Collection[str]) -> bool:
+def _check_languages(loaded: LoadedRecipe) -> None:
+    """Language id knows the languages of the recipe."""
+    from affinage.data.language import known_languages
+
     data = loaded.recipe.data
-    evaluates = bool({"evaluate-base", "evaluate-sft", "evaluate-dpo"} & set(stages))
-    cleared = data is not None and data.decontaminate is not None and data.decontaminate.benchmarks
-    return evaluates or ("decontaminate" in stages and cleared)
+    assert data is not None
+    places: list[tuple[str, Key]] = []
+    if data.filters.identifies_languages:
+        places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
+    for index, source in enumerate(data.sources):
+        if source.language and source.kind != "code" and source.language not in data.languages:
+            places.append((source.language, ("data", "sources", index, "language")))
+    for language, key in places:
+        if language not in known_languages():
+            what = f"there is no language `{language}` in language id"
+            raise UserError(what, where=loaded.locate(key), fix=_language_hint(language))
+
+
+def _language_hint(language: str) -> str:
+    from babel import Locale
+    from babel.core import get_global
+
+    from affinage.data.language import known_languages
+
+    word = language.replace("_", "-").partition("-")[0].lower()
+    names = {name.lower(): code for locale in ("en", "fr") for code, name in Locale(locale).languages.items()}
+    code = names.get(word) or get_global("language_aliases").get(word, word)
+    fix = "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
+    return f"Did you mean `{code}`? {fix}" if code in known_languages() else fix
+
+
+def _check_benchmark_files(loaded: LoadedRecipe) -> None:
+    """What `data.decontaminate.benchmark_files` names are task files, or files of items."""
+    from affinage.data.benchmark_items import kind_of_items
+
+    data = loaded.recipe.data
+    for index, path in enumerate(data.decontaminate.benchmark_files if data and data.decontaminate else ()):
+        key = ("data", "decontaminate", "benchmark_files", index)
+        if "://" not in path and not from_home(path).exists():
+            fix = "Paths start from the working directory."
+            raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)
+        if path.endswith((".yaml", ".yml")):
+            _check_task(loaded, path, None, key)
+        else:
+            kind_of_items(path, loaded.locate(key))
 
 
 def _check_tasks(loaded: LoadedRecipe) -> None:
@@ -179,10 +206,44 @@ def _check_tasks(loaded: LoadedRecipe) -> None:
         _exists(loaded, evaluate.data_dir, ("evaluate", "data_dir"))
         with _written(loaded, "evaluate", "tasks"):
             names_of(evaluate.tasks, from_home(evaluate.data_dir))
-    check_tasks(loaded)
+    for index, task in enumerate(evaluate.tasks):
+        _check_task(loaded, task, evaluate.data_dir, ("evaluate", "tasks", index))
 
 
-def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:
+def _check_monitor(loaded: LoadedRecipe, training: str, monitor: MonitorSettings | None) -> None:
+    """The benchmarks of a monitor exist; without them the training could not go on."""
+    if monitor is None:
+        return
+    key, data = (training, "monitor"), loaded.recipe.data
+    if monitor.data_dir is not None and not from_home(monitor.data_dir).is_dir():
+        raise UserError(f"there is no folder {monitor.data_dir}", where=loaded.locate((*key, "data_dir")))
+    has_world = any(source.path == POCKET_WORLD for source in (data.sources if data else ()))
+    for index, task in enumerate(monitor.tasks):
+        place = (*key, "tasks", index)
+        if training == "pretrain" and of_pocket_world(task) and not has_world:
+            what = "the pocket world's benchmarks are about facts that only its text tells"
+            fix = "Add `pocket-world` to data.sources, or choose other benchmarks."
+            raise UserError(what, where=loaded.locate(place), fix=fix)
+        _check_task(loaded, task, monitor.data_dir, place)
+
+
+def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: Key) -> None:
+    """A benchmark is known. The harness, whose import takes seconds, is asked only about benchmarks of others."""
+    members = GROUPS.get(task, (task,))
+    if all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
+        return
+    from affinage.evaluation.tasks import check_names, find_tasks
+
+    try:
+        check_names([task], {}, data_dir, where="evaluate.tasks")
+        find_tasks([task], {}, data_dir)
+    except UserError as error:
+        where = loaded.locate(key)
+        also = f"{where}, {error.where}" if error.where and error.where not in (task, "evaluate.tasks") else where
+        raise UserError(error.what, where=also, fix=error.fix) from error
+
+
+def _check_tuning_data(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:
     from affinage.data.conversation_files import check as check_source
     from affinage.data.mixture import ALL, refuse_unknown
 
@@ -194,6 +255,8 @@ def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section:
         for name in {name for stage in tuning.mixture or () for name in stage.weights}:
             if name not in {*titles, ALL}:
                 refuse_unknown(name, titles)
+    begun = initial_folder(loaded)
+    chat_template_of(loaded, None if begun is None else begun / TOKENIZER)
 
 
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
@@ -298,12 +361,18 @@ def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
         raise UserError(f"sft ends at step {last:,} at the latest, before {step:,}: {why}", where=where, fix=fix)
 
 
-def _check_mixture(loaded: LoadedRecipe) -> None:
+def _check_packing(loaded: LoadedRecipe) -> None:
+    """The place of the sequences can be written, and the names in the mixture exist."""
     from affinage.data.mixture import ALL, refuse_unknown
     from affinage.data.special_tokens import CODE_LANGUAGE
     from affinage.data.tokenize import UNDETERMINED, group_name
 
-    data, pretrain = loaded.recipe.data, loaded.recipe.pretrain
+    data, pretrain, url = loaded.recipe.data, loaded.recipe.pretrain, loaded.recipe.packing.output_path
+    if url:
+        from affinage.data.token_shards import check_url
+
+        with _written(loaded, "packing", "output_path"):
+            check_url(url)
     if data is None or pretrain is None or pretrain.mixture is None:
         return
     sources = [source.title for source in data.sources]
@@ -329,7 +398,7 @@ def _written(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
         raise UserError(error.what, where=loaded.locate(key), fix=error.fix) from error
 
 
-def _exists(loaded: LoadedRecipe, path: str, key: tuple[str | int, ...]) -> None:
+def _exists(loaded: LoadedRecipe, path: str, key: Key) -> None:
     if path != POCKET_WORLD and "://" not in path and not from_home(path).exists():
         raise UserError(
             f"there is no `{path}`", where=loaded.locate(key), fix="Paths start from the working directory."

@@ -25,7 +25,7 @@ from typing import Any
 
 import affinage
 from affinage.errors import UserError
-from affinage.results import MANIFEST, RESULT
+from affinage.results import MANIFEST, RESULT, read_json
 
 REQUEST = "request.json"
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
@@ -181,7 +181,7 @@ def deleted(folder: Path) -> UserError:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Returns the manifest of a complete result, or None."""
-    return _read_json(folder / MANIFEST)
+    return read_json(folder / MANIFEST) or None
 
 
 def content_hash(result: Path, under: str) -> str:
@@ -193,9 +193,9 @@ def content_hash(result: Path, under: str) -> str:
 
 def read_request(folder: Path) -> tuple[Request, str] | None:
     """Returns what a result, complete or not, is made from, and its key; None if the folder does not hold it."""
-    value = _read_json(folder / REQUEST)
+    value = read_json(folder / REQUEST)
     try:
-        if value is None or not all(map(_NAME.fullmatch, _names_in(value))):
+        if not all(map(_NAME.fullmatch, _names_in(value))):
             return None
         return Request.from_json(value), value["key"]
     except (KeyError, TypeError, AttributeError):
@@ -207,14 +207,6 @@ def _names_in(request: dict[str, Any]) -> Iterator[str]:
     yield from (request["step"], request["key"])
     for name, key in request["inputs"].items():
         yield from (name, key)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from affinage.errors import UserError
+from affinage.evaluation.compare import Answers, Difference, compare
 from affinage.evaluation.published import headline_metrics
 from affinage.results import EvaluationResult, Metric, Sample, TaskContamination, TaskResult, lenient, read_json
 
@@ -58,6 +60,7 @@ class Evaluation(EvaluationResult):
     """The scores of one model: `model` is base, sft or dpo, as it was after `step`, or at the end of its training."""
 
     step: int | None
+    folder: Path  # of its results
 
     @cached_property
     def scores(self) -> tuple[Score, ...]:
@@ -90,6 +93,14 @@ class Evaluation(EvaluationResult):
                 value, without = scores.get(metric, Metric()).value, facts.without.get(metric, Metric())
                 found.append(Contaminated(task, metric, facts, value, without))
         return found
+
+    def differences_to(self, other: "Evaluation") -> dict[tuple[str, str], Difference]:
+        """The paired differences of `other` from this one by task and metric; none without items in common."""
+        try:
+            found = compare(Answers(self.folder), Answers(other.folder))
+        except UserError:
+            return {}
+        return {(one.task, one.metric): one for one in found}
 
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""
@@ -129,7 +140,7 @@ def read_evaluation(model: str, folder: Path) -> Evaluation:
     """Reads the results.json of an evaluation, which also `affinage eval` writes."""
     result = lenient(EvaluationResult, read_json(folder / "results.json"))
     fields = {name: getattr(result, name) for name in EvaluationResult.model_fields}
-    return Evaluation.model_construct(**(fields | {"model": model, "step": None}))
+    return Evaluation.model_construct(**(fields | {"model": model, "step": None, "folder": folder}))
 
 
 def read_by_hand(runs: Path, trainings: Mapping[str, tuple[str, int | None]]) -> list[Evaluation]:

@@ -1,6 +1,5 @@
 """What the sections of the page show beyond the bare facts: which there are, shares, comparisons, totals."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,6 @@ from affinage.report.quantities import ABSENT, Quantities
 from affinage.results import DocumentsResult, Size, SplitResult, ThresholdCost, Thresholds
 
 THRESHOLDS = 5  # of language id, shown beside each other
-SIGNIFICANT = 2.0  # standard errors of a difference, beyond which it is set in bold
 
 
 def present(facts: Facts) -> list[str]:
@@ -191,9 +189,10 @@ def epochs(facts: Facts) -> float | None:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One metric of one task across models, written out. `significant`: the last differs from the first in earnest.
+    """One metric of one task across models, written out.
 
-    Of scores in and without the chat template there is no change: what was asked differs.
+    `change` is the paired difference of the last model from the first, over the items that both answered; `significant`
+    says that chance rarely makes one this large. There is none between scores with and without the chat template.
     """
 
     task: str
@@ -210,18 +209,19 @@ def score_rows(evaluations: Sequence[Evaluation], words: dict[str, str], quantit
     """All metrics of all tasks in the order in which they were first seen."""
     names = dict.fromkeys((score.task, score.metric) for evaluation in evaluations for score in evaluation.scores)
     rows = []
+    differences = evaluations[0].differences_to(evaluations[-1]) if len(evaluations) > 1 else {}
     for task, metric in names:
         found = [evaluation.score(task, metric) for evaluation in evaluations]
         known = [score for score in found if score]
         alike = len({score.chat_template for score in known}) == 1
-        change, significant = _change(known, words, quantities) if len(known) > 1 and alike else (ABSENT, False)
+        paired = differences.get((task, metric)) if alike else None
         rows.append(
             ScoreRow(
                 task=task,
                 metric=metric,
                 values=[_written_score(score, words, quantities) if score else ABSENT for score in found],
-                change=change,
-                significant=significant,
+                change=ABSENT if paired is None else _signed(paired.difference, known[0].is_share, words, quantities),
+                significant=paired is not None and paired.is_real,
                 chance=quantities.percent(known[0].chance, 0),
                 items=known[0].items,
                 shots=known[0].shots,
@@ -235,15 +235,10 @@ def _written_score(score: Score, words: dict[str, str], quantities: Quantities) 
     return f"{written} ({words['in_chat']})" if score.chat_template else written
 
 
-def _change(scores: Sequence[Score], words: dict[str, str], quantities: Quantities) -> tuple[str, bool]:
-    first, last = scores[0], scores[-1]
-    difference = last.value - first.value
+def _signed(difference: float, is_share: bool, words: dict[str, str], quantities: Quantities) -> str:
     size = abs(difference)
-    written = f"{quantities.decimal(100 * size, 1)} {words['points']}" if first.is_share else quantities.number(size)
-    sign = "+" if difference > 0 else "−" if difference < 0 else ""
-    if first.stderr is None or last.stderr is None:
-        return sign + written, False
-    return sign + written, size > SIGNIFICANT * math.hypot(first.stderr, last.stderr)
+    written = f"{quantities.decimal(100 * size, 1)} {words['points']}" if is_share else quantities.number(size)
+    return ("+" if difference > 0 else "−" if difference < 0 else "") + written
 
 
 def probe_rows(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The work of the training stages."""
+"""The training steps: pretraining, fine-tuning, and direct preference optimization."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ import rich
 
 from affinage.cluster.processes import Processes
 from affinage.config.training import PretrainSettings, TrainSettings
-from affinage.config.tuning import TuningSettings
+from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.base_models import (
     BEGUN_WITH,
@@ -338,3 +338,118 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
     if Processes.current.first:
         remove_incomplete(context.folder / CHECKPOINTS)  # they are no part of the result
     return summary
+
+
+# ---- preferences ----
+
+
+def ref_logprobs(context: StepContext) -> Summary:
+    """Compute the log-probability that the model gives every answer before it learns from them."""
+    from affinage.model.preferred import ANSWERS
+    from affinage.parallel import make_mesh
+    from affinage.training.trainer import Trainer
+
+    settings, rows = _dpo(context).model_copy(update={"lora": None}), context.inputs["preference-data"]
+    graph = _preference_graph(context, settings)
+    feed, _ = token_rows(context, settings, rows)
+    job = _dpo_job(context, graph, settings, feed)
+    begin = job.initial_params
+    assert begin is not None
+    try:
+        trainer = Trainer(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
+        params = begin(trainer.abstract.params)
+        told = {part: _write_reference(context, trainer, params, rows, part) for part in ("train", "validation")}
+    finally:
+        job.hardware.release()
+    return {"rows": told, "documents": graph[ANSWERS].kind.model_dump()["documents"]}
+
+
+def _write_reference(context: StepContext, trainer: Any, params: Any, rows: Path, part: str) -> dict[str, int]:
+    import jax
+    import numpy as np
+
+    from affinage.data.atomic import write_array
+    from affinage.data.dataloader import ValidationRows
+    from affinage.data.token_shards import find_shard_folders
+    from affinage.model.preferred import ANSWERS
+
+    (context.folder / part).mkdir(exist_ok=True)
+    counts, compiled = {}, None
+    for name, folder in find_shard_folders(rows / part).items():
+        batches = ValidationRows(folder, batch=trainer.rows // trainer.job.settings.gradient_accumulation_steps)
+        found = []
+        for number, batch in enumerate(batches):
+            context.progress(f"{part}/{name} {number / len(batches):.0%}")
+            compiled = compiled or trainer.compile_value(ANSWERS, batch)
+            found.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
+        if Processes.current.first:
+            write_array(context.folder / part / f"{name}.npy", np.concatenate(found)[: batches.rows])
+        counts[name] = batches.rows
+    return counts
+
+
+def dpo(context: StepContext) -> Summary:
+    """Teach the model to prefer the chosen answers, held to the model that it was."""
+    from affinage.data.preferences import PreferenceFeed, PreferenceRows, read_reference
+
+    asked, inputs = _dpo(context), context.inputs
+    rows, told = inputs["preference-data"], inputs.get("ref-logprobs")
+    feed, held_out = token_rows(context, asked, rows)
+    settings = within_epochs(asked, feed, "dpo")
+    train, validation, data = None, {}, {"rows": content_hash(rows, "train")}
+    system_prompt = context.recipe.chat_system_prompt
+    if told is not None:
+        train, validation = read_reference(told / "train"), read_reference(told / "validation")
+        data["reference"] = content_hash(told, "train")
+    return run_training(
+        context,
+        _dpo_job(
+            context,
+            _preference_graph(context, settings),
+            settings,
+            feed if train is None else PreferenceFeed(feed, train),
+            data=data,
+            validation={name: PreferenceRows(found, validation.get(name)) for name, found in held_out.items()},
+            judge=tuning_monitor(context, settings, asked.steps, _base_graph(context), feed, system_prompt),
+        ),
+        # What it is used with is the model itself, whose loss is of the next token.
+        graph=_base_graph(context),
+        facts={"context": feed.context, "system_prompt": system_prompt, **chat_facts(context)},
+    )
+
+
+def _dpo_job(context: StepContext, graph: "Graph", settings: DpoSettings, feed: Any, **more: Any) -> "TrainJob":
+    from affinage.training import TrainJob
+
+    base = _base_graph(context)
+    tokens = context.recipe.packing.seq_len if settings.seq_len is None else settings.seq_len
+    return TrainJob(
+        graph=graph,
+        settings=settings,
+        mesh=mesh_of(context),
+        parallel=parallel_of(context, base, settings, tokens),
+        seed=context.recipe.seed,
+        feed=feed,
+        folder=context.folder,
+        initial_params=begin_with(context, base, ("sft", "pretrain"), _dpo(context).from_step),
+        name=context.folder.name.rpartition("-")[0],
+        **more,
+    )
+
+
+def _dpo(context: StepContext) -> DpoSettings:
+    assert context.recipe.dpo is not None
+    return context.recipe.dpo
+
+
+def _base_graph(context: StepContext) -> "Graph":
+    from affinage.data.tokenizer import Tokenizer
+
+    return graph_of(context, Tokenizer.load(context.inputs["train-tokenizer"]))
+
+
+def _preference_graph(context: StepContext, settings: DpoSettings) -> "Graph":
+    from affinage.data.preferences import documents_in_a_row
+    from affinage.model.preferred import preference_graph
+
+    return preference_graph(_base_graph(context), settings, documents_in_a_row(context.inputs["preference-data"]))

@@ -1,14 +1,16 @@
-"""The work of the stages that judge and release what was trained."""
+"""The steps that evaluate and export the models of trainings."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
+from affinage.errors import UserError
+from affinage.pipeline.contamination import contamination_search
 from affinage.pipeline.models import CHAT, TRAININGS, load_trained
-from affinage.pipeline.seen import seen_by
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import write_json
 
@@ -16,13 +18,13 @@ if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
 
 _ANSWERS = "answers.db"  # of an evaluation that is not complete yet
+_SAMPLE_TOKENS = 64  # of each answer to a prompt or question of the report
 _VERIFIED = 10  # validation documents of each source and language that `verify` compares
 
 
 def evaluate(context: StepContext, training: str) -> Summary:
     """Evaluate the model of a training."""
     from affinage.evaluation.run import evaluate, has_chat_template
-    from affinage.pipeline.samples import answers, continuations
 
     recipe, inputs = context.recipe, context.inputs
     settings = recipe.evaluate
@@ -45,13 +47,12 @@ def evaluate(context: StepContext, training: str) -> Summary:
         max_new_tokens=settings.max_new_tokens,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
         compressors=settings.compressors,
-        seen=seen_by(inputs[training], recipe.data.decontaminate if recipe.data else None)
+        seen=contamination_search(inputs[training], recipe.data.decontaminate if recipe.data else None)
         if settings.contamination
         else None,
         progress=context.progress,
     )
-    said = answers(model, recipe.report.questions) if chat else continuations(model, recipe.report.prompts)
-    results["samples"] |= said
+    results["samples"] |= _samples(model, recipe.report.questions if chat else recipe.report.prompts, chat)
     if Processes.current.first:
         (context.folder / _ANSWERS).unlink()  # the results are there now
         write_json(context.folder / "results.json", results)
@@ -113,3 +114,24 @@ def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, 
             if most is None or len(some) < most:
                 some.append(text)
     return dict(texts)
+
+
+def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str, Any]:
+    """What the model says to prompts, or to questions each in a conversation: {"prompts": [{"prompt", "text"}]}."""
+    from affinage.data.chat import encode_prompt
+    from affinage.generation.engine import generate
+    from affinage.generation.sampling import SamplingParams
+
+    tokenizer = model.tokenizer
+    if chat:
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        rows = [encode_prompt(turn, tokenizer, model.system_prompt) for turn in turns]
+    else:
+        rows = [[*tokenizer.opening, *tokenizer.encode(text)] for text in texts]
+    for row, text in zip(rows, texts):
+        if len(row) >= model.context:
+            most = model.context - 1
+            raise UserError(f"{text[:40]!r} has {len(row)} tokens; this model takes at most {most}", where="report")
+    answers = generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))
+    key = "question" if chat else "prompt"
+    return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}

@@ -1,6 +1,7 @@
-"""The work of the data stages: from sources to rows of tokens."""
+"""The steps from sources to packed tokens: of documents, conversations and preference pairs."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import rich
@@ -13,10 +14,12 @@ from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_f
 from affinage.pipeline.step import StepContext, Summary
 
 if TYPE_CHECKING:
+    from affinage.data.benchmark_items import BenchmarkItem
+    from affinage.data.decontaminate import Searched
     from affinage.data.tokenizer import Tokenizer
 
 
-def world(context: StepContext) -> Summary:
+def synthesize(context: StepContext) -> Summary:
     """Generate the pocket world: documents, conversations, preferences and benchmarks."""
     from affinage.data.synthetic import write_world
 
@@ -73,14 +76,24 @@ def dedup(context: StepContext) -> Summary:
 
 def decontaminate(context: StepContext) -> Summary:
     """Remove documents that hold an item of a benchmark."""
-    from affinage.data.benchmark_items import read_items
     from affinage.data.decontaminate import decontaminate
     from affinage.data.executor import open_executor
+
+    data = _data(context)
+    settings, items = data.decontaminate, _benchmark_items(context)
+    assert settings is not None
+    documents = context.inputs.get("dedup") or context.inputs["filter"]
+    with open_executor(data) as executor:
+        return decontaminate(documents, context.folder, settings, items, executor=executor, progress=_share(context))
+
+
+def _benchmark_items(context: StepContext) -> "list[BenchmarkItem]":
+    """The items that text must not hold."""
+    from affinage.data.benchmark_items import read_items
     from affinage.evaluation.benchmarks import of_pocket_world
     from affinage.evaluation.tasks import benchmark_items
 
-    data = _data(context)
-    settings, evaluated = data.decontaminate, context.recipe.evaluate
+    settings, evaluated = _data(context).decontaminate, context.recipe.evaluate
     assert settings is not None
     tasks = [name for name in settings.benchmark_files if name.endswith((".yaml", ".yml"))]
     if settings.benchmarks and evaluated is not None:
@@ -88,9 +101,20 @@ def decontaminate(context: StepContext) -> Summary:
     items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
     for path in settings.benchmark_files:
         items += read_items(path) if path not in tasks else ()
-    documents = context.inputs.get("dedup") or context.inputs["filter"]
-    with open_executor(data) as executor:
-        return decontaminate(documents, context.folder, settings, items, executor=executor, progress=_share(context))
+    return items
+
+
+@contextlib.contextmanager
+def searched_benchmarks(context: StepContext) -> "Iterator[Searched | None]":
+    """What tuning data is searched for; None where the recipe has no benchmarks to keep out."""
+    from affinage.data.decontaminate import write_items
+
+    data = context.recipe.data
+    settings = data.decontaminate if data is not None else None
+    items = _benchmark_items(context) if settings is not None else []
+    path = context.folder / "benchmark-items.json"
+    yield write_items(path, items, settings) if settings is not None and items else None
+    path.unlink(missing_ok=True)
 
 
 def split(context: StepContext) -> Summary:
@@ -105,7 +129,7 @@ def split(context: StepContext) -> Summary:
         return split(documents, context.folder, settings.split, context.recipe.seed, executor=executor)
 
 
-def tokenizer(context: StepContext) -> Summary:
+def train_tokenizer(context: StepContext) -> Summary:
     """Train the tokenizer on the training documents."""
     from affinage.data.tokenizer_training import train_tokenizer
 
@@ -114,7 +138,7 @@ def tokenizer(context: StepContext) -> Summary:
     return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
 
 
-def given_tokenizer(context: StepContext) -> Summary:
+def base_tokenizer(context: StepContext) -> Summary:
     """Take the tokenizer of the model that the recipe begins with."""
     from affinage.data.fertility import measure
     from affinage.data.tokenizer import Tokenizer
@@ -150,14 +174,15 @@ def tokenize(context: StepContext) -> Summary:
         )
 
 
-def conversations(context: StepContext) -> Summary:
+def sft_data(context: StepContext) -> Summary:
     """Write conversations as token shards with masks of the tokens that are trained on."""
     from affinage.data.executor import open_executor
     from affinage.data.sft import prepare_conversations
 
     recipe = context.recipe
     assert recipe.sft is not None
-    with open_executor(recipe.data or DataSettings.model_construct()) as executor:
+    settings = recipe.data or DataSettings.model_construct()
+    with searched_benchmarks(context) as searched, open_executor(settings) as executor:
         summary = prepare_conversations(
             recipe.sft,
             chat_tokenizer(context),
@@ -165,10 +190,36 @@ def conversations(context: StepContext) -> Summary:
             context=recipe.sft.seq_len or recipe.packing.seq_len,
             seed=recipe.seed,
             world_folder=context.inputs.get("synthesize"),
+            searched=searched,
             executor=executor,
             progress=context.progress,
         )
     print_counts(summary, "conversations")
+    return summary
+
+
+def preference_data(context: StepContext) -> Summary:
+    """Write pairs of answers as token shards."""
+    from affinage.data.executor import open_executor
+    from affinage.data.preferences import prepare_preferences
+
+    recipe = context.recipe
+    assert recipe.dpo is not None
+    settings = recipe.data or DataSettings.model_construct()
+    with searched_benchmarks(context) as searched, open_executor(settings) as executor:
+        summary = prepare_preferences(
+            recipe.dpo,
+            chat_tokenizer(context),
+            context.folder,
+            context=recipe.dpo.seq_len or recipe.packing.seq_len,
+            seed=recipe.seed,
+            system_prompt=recipe.chat_system_prompt,
+            world_folder=context.inputs.get("synthesize"),
+            searched=searched,
+            executor=executor,
+            progress=context.progress,
+        )
+    print_counts(summary, "pairs")
     return summary
 
 
@@ -177,6 +228,7 @@ _COUNTS = {  # of tuning data -> what to print of it
     "truncated": "are longer than `seq_len` and were cut",
     "dropped": "were left out: longer than `seq_len`, or without an answer within it",
     "identical": "have the same answer twice and were left out",
+    "in_benchmark": "hold an item of a benchmark and were left out",
     "held_out_elsewhere": "are copies of held-out ones and are not trained on",
     "unrolled": "were unrolled: one example for each answer that the chat template writes otherwise once more follows",
     "reasoning_dropped": "have reasoning that the chat template does not write; it is not trained on",
