@@ -69,7 +69,7 @@ def test_the_schema_takes_every_recipe_says_what_keys_mean_and_marks_mistakes():
     for text in (
         "pretrain: {stepz: 3}",
         "pretrain: {steps: none}",
-        "data: {clean: {min_characters: -1}}",
+        "data: {filters: {min_characters: -1}}",
         "model: {nodes: {a: {kind: embedding, in: tokens, wdth: 3}}}",
         "mesh: {rows: 2}",
     ):

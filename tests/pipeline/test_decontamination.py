@@ -15,7 +15,7 @@ from choice_task import write_items, write_task
 RECIPE = """\
 name: small
 model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
-data: {sources: [texts.jsonl], clean: {min_characters: 3, language_threshold: 0}}
+data: {sources: [texts.jsonl], filters: {min_characters: 3, language_threshold: 0}}
 pretrain: {steps: 20, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}}
 evaluate: {tasks: [%s]}
 """

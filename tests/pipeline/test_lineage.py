@@ -22,7 +22,7 @@ seed: 3
 data:
   sources: [{{path: {folder}/tales.jsonl, language: en}}, {{path: {folder}/lettres.jsonl, language: fr}},
     {{path: {folder}/programs.jsonl, kind: code}}]
-  clean: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
+  filters: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
   dedup: null
   split: {{validation_fraction: 0.1}}
 tokenizer: {{kind: char}}

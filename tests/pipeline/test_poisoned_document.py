@@ -42,7 +42,7 @@ seed: 0
 plugins: [spoilt.py]
 data:
   sources: [{{path: {folder}/tales.jsonl, language: en}}]
-  clean: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
+  filters: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
   dedup: null
   split: {{validation_fraction: 0.1}}
 tokenizer: {{kind: char}}

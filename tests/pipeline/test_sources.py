@@ -17,7 +17,7 @@ LARGE = 17_000_000
 RECIPE = """\
 name: web
 model: {{inputs: [tokens], nodes: {{embed: {{kind: embedding, in: tokens}}}}}}
-data: {{sources: ["{url}"], languages: [en], clean: {{min_characters: 3, language_threshold: 0}}}}
+data: {{sources: ["{url}"], languages: [en], filters: {{min_characters: 3, language_threshold: 0}}}}
 """
 
 

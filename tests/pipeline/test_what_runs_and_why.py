@@ -18,7 +18,7 @@ from affinage.results import read_json
 RECIPE = """\
 name: small
 model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
-data: {sources: [pocket-world, texts], clean: {min_characters: 3}}
+data: {sources: [pocket-world, texts], filters: {min_characters: 3}}
 pretrain: {steps: 20, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}}
 sft: {steps: 5, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}, sources: [chat.jsonl]}
 evaluate: {tasks: [pocket-world]}
