@@ -227,7 +227,7 @@ def test_what_jax_was_given_of_a_gpu_is_what_there_is():
 
 
 def test_of_a_gpu_a_program_may_take_what_jax_takes(monkeypatch):
-    filling = ("mesh={fsdp: 1}", CUDNN, "pretrain.batch_size=768")
+    filling = ("mesh={fsdp: 1}", CUDNN, "pretrain.batch_size=1536")
     made = plan_of(SMALL, "h100", *filling)
     whole = made.where.chip.memory_bytes
     assert made.capacity == 0.75 * whole < made.memory.total < 0.92 * whole
