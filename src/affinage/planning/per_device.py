@@ -157,6 +157,8 @@ class PerDevice:
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             self._divide(entry, self.graph[name].kind)
+            if "repeat" in entry and self.platform == "gpu":
+                entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return json.dumps(graph)
 
     def _divide(self, entry: dict[str, Any], kind: Any) -> None:
