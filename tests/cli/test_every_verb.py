@@ -108,7 +108,6 @@ READ = [
     (["config", "show", "tiny", "pretrain"], "steps: 20 "),
     (["plan", "tiny", "--on", "v4-8", "--set", "mesh.data=4"], "tiny on v4-8"),
     (["graph", "tiny", "--mermaid"], "flowchart TD"),
-    (["graph", "tiny", "--svg", "tiny.svg"], ""),
     (["config", "schema"], "json-schema.org"),
     (["doctor"], "jax"),
     (["world", "text", "--megabytes", "0.05"], "text"),

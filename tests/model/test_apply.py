@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -12,15 +13,18 @@ import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import (
     Call,
-    Model,
     abstract_params,
     apply,
     decayed,
+    from_nnx,
     init_cache,
     init_params,
     logical_axes,
     parse,
+    to_nnx,
 )
+from affinage.parallel import make_mesh
+from affinage.parallel.sharding import param_shardings
 
 LLAMA = parse(tiny_graphs.llama(layers=2, attention={"kv_heads": 2}, scan=True))
 ONE = parse(tiny_graphs.llama(layers=1, attention={"kv_heads": 2}))
@@ -195,15 +199,41 @@ def test_what_a_model_cannot_do_is_refused(graph, length, call, what):
     assert refused.value.fix
 
 
-def test_the_nnx_module_is_the_same_function():
-    model, batch = Model(ONE, rngs=nnx.Rngs(0)), {"tokens": random_tokens(2, 6)}
-    found, gradients = nnx.jit(nnx.value_and_grad(lambda m: m(batch).values[ONE.loss].sum))(model)
+def test_training_by_nnx_on_two_devices_is_the_same_function():
+    mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
+    params = tiny_graphs.random_params(ONE)
+    shardings = param_shardings(mesh, logical_axes(ONE), abstract_params(ONE), mostly_split=False)
+    module = to_nnx(ONE, jax.device_put(params, shardings), mesh)
+    assert module.nodes["embed"]["embedding"].get_metadata()["logical_axes"] == ("vocab", "embed")
+    optimizer, batch = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param), {"tokens": random_tokens(2, 6)}
+
+    @nnx.jit
+    def step(module, optimizer, batch):
+        loss, gradients = nnx.value_and_grad(lambda m: m(batch).values[ONE.loss].mean())(module)
+        optimizer.update(module, gradients)
+        return loss
 
     def loss(params):
-        return apply(ONE, params, batch, Call()).values[ONE.loss].sum
+        return apply(ONE, params, batch, Call()).values[ONE.loss].mean()
 
-    expected, plain = jax.jit(jax.value_and_grad(loss))(model.pure())
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
-    np.testing.assert_allclose(
-        nnx.to_pure_dict(gradients)["params"]["embed"]["embedding"], plain["embed"]["embedding"], atol=1e-6
-    )
+    expected, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    assert float(step(module, optimizer, batch)) == pytest.approx(float(expected), rel=1e-5)
+    moved, split = from_nnx(module), module.nodes["embed"]["embedding"][...].sharding
+    jax.tree.map(lambda new, p, g: np.testing.assert_allclose(new, p - 0.1 * g, atol=1e-5), moved, params, gradients)
+    assert split.is_equivalent_to(shardings["embed"]["embedding"], 2) and not split.is_fully_replicated
+
+
+@pytest.mark.parametrize("graph", [ONE, GPT2], ids=["llama", "gpt2"])
+def test_the_program_of_every_platform_is_the_same_function(graph):
+    """GPUs join projections and unroll, accelerators pad the vocabulary and compute cheap values again."""
+    params = tiny_graphs.random_params(graph)
+    batch = {"tokens": random_tokens(2, 6), "segment_ids": jnp.asarray([[0, 0, 1, 1, 1, 2]] * 2)}
+
+    @partial(jax.jit, static_argnums=1)
+    def run(params, platform):
+        call = Call(platform=platform, capability=None, attention="xla")
+        return jax.value_and_grad(lambda p: apply(graph, p, batch, call).values[graph.loss].mean())(params)
+
+    expected = run(params, "cpu")
+    for platform in ("gpu", "tpu"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), run(params, platform), expected)

@@ -2,7 +2,6 @@
 
 import copy
 from typing import Any
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,9 @@ import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import Call, apply, logical_axes, parse
+from affinage.model.analysis import mermaid
 from affinage.model.kind import KINDS, NodeKind, node_kind
 from affinage.model.parameter import Parameter
-from affinage.model.picture import svg
 from affinage.model.shape import expect_sequence, sequence_of
 
 
@@ -140,14 +139,13 @@ BRANCHED = changed(
     [(tiny_graphs.llama(), 0), (tiny_graphs.gpt2(), 1), (BRANCHED, 0), (tiny_graphs.byol(), 2)],
     ids=["llama", "gpt2", "branched", "byol"],
 )
-def test_a_drawing_has_every_node_once_and_every_arrow(model, dotted):
-    graph, name = parse(model), "{http://www.w3.org/2000/svg}"
-    root = ElementTree.fromstring(svg(graph))
-    words = [element.text for element in root.iter(f"{name}text")]
+def test_a_flowchart_has_every_node_once_and_every_arrow(model, dotted):
+    graph = parse(model)
+    lines = [line.strip() for line in mermaid(graph).splitlines()]
     for node in graph.nodes:
-        assert words.count(node.name) == 1
-        assert node.repeat is None or f"× {node.repeat}" in words
-    arrows = [p.get("d") for p in root.iter(f"{name}path") if p.get("marker-end")]
-    assert len(arrows) == sum(len(node.inputs) for node in graph.nodes)
+        (box,) = [line for line in lines if line.startswith(f'{node.name}["')]
+        assert node.repeat is None or f"× {node.repeat}" in box
+        assert all(f"{source} --> {node.name}" in lines for source in node.inputs)
+    assert sum(" --> " in line for line in lines) == sum(len(node.inputs) for node in graph.nodes)
     # Weights that are shared, or followed by an average, are dotted.
-    assert svg(graph).count('class="weights"') == dotted
+    assert sum(" -. " in line for line in lines) == dotted

@@ -38,18 +38,17 @@ def graph(
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
     as_mermaid: Annotated[bool, opt("Print a Mermaid flowchart.", "--mermaid")] = False,
-    as_svg: Annotated[Path | None, opt("Draw it into an SVG file.", "--svg", metavar="FILE")] = None,
     schedule: Annotated[bool, opt("Draw the learning rate over the steps instead.", "--schedule")] = False,
 ) -> None:
     """Print the model graph: the shape, parameters and FLOPs of every node.
 
     Example: affinage graph julian-600m
 
-    affinage graph gpt2-124m --svg gpt2.svg
+    affinage graph gpt2-124m --mermaid > gpt2.mmd
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
-    if as_json + as_mermaid + (as_svg is not None) > 1:
-        raise UserError("--json, --mermaid and --svg are three outputs", fix="Ask for one at a time.")
+    if as_json and as_mermaid:
+        raise UserError("--json and --mermaid are two outputs", fix="Ask for one at a time.")
     loaded = load(recipe, overrides, runs, lenient=True)
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
@@ -67,11 +66,6 @@ def graph(
     model = parse(with_vocabulary(loaded.recipe.model, vocabulary), loaded.locate)
     if as_mermaid:
         print(mermaid(model), end="")
-        return
-    if as_svg:
-        from affinage.model.picture import svg
-
-        as_svg.write_text(svg(model), encoding="utf-8")
         return
     batch, context = _batch_size(loaded.recipe), loaded.recipe.packing.seq_len
     facts = {

@@ -193,8 +193,8 @@ class TrainSettings(Settings):
     schedule: ScheduleSettings
     precision: PrecisionSettings = PrecisionSettings()
     attention: AttentionImplementation = "auto"
-    """What computes attention: splash (TPUs), cudnn (NVIDIA GPUs) or xla (anything). auto: splash on TPUs where it
-    supports what the model asks for, otherwise xla."""
+    """What computes attention: splash (TPUs), cudnn (NVIDIA GPUs) or xla (anything). auto: the
+    platform's kernel where it can do what the model needs, otherwise xla, with a warning."""
     mixture: Mixture | None = None
     """{name: weight}, or a list of {from_step, weights}; by default all data as they come."""
     eval_every: int = Field(default=500, ge=1)

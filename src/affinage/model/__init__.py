@@ -5,7 +5,6 @@ from affinage.model.call import Call, Logits, Loss, Outputs
 from affinage.model.graph import Graph, parse
 from affinage.model.module import (
     Declared,
-    Model,
     abstract_averages,
     abstract_params,
     apply,
@@ -19,6 +18,7 @@ from affinage.model.module import (
     matrices,
     moved_averages,
 )
+from affinage.model.nnx_bridge import GraphModule, from_nnx, to_nnx
 from affinage.model.node import Node
 
 __all__ = [
@@ -26,9 +26,9 @@ __all__ = [
     "Call",
     "Declared",
     "Graph",
+    "GraphModule",
     "Logits",
     "Loss",
-    "Model",
     "Node",
     "Outputs",
     "abstract_averages",
@@ -38,10 +38,12 @@ __all__ = [
     "average_axes",
     "decayed",
     "first_averages",
+    "from_nnx",
     "init_cache",
     "init_params",
     "logical_axes",
     "matrices",
     "moved_averages",
     "parse",
+    "to_nnx",
 ]

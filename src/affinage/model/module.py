@@ -1,4 +1,4 @@
-"""A graph as functions of a parameter tree, and as an NNX module."""
+"""A graph as functions of a parameter tree."""
 
 import zlib
 from collections.abc import Collection, Mapping
@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, PRNGKeyArray
 
 from affinage.model.call import Call, Loss, Outputs
@@ -242,20 +241,3 @@ def context_of(node: Node, params: Tree, batch: Mapping[str, Array], call: Call)
 
 def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
-
-
-class Model(nnx.Module):
-    """A graph with its parameters as nnx.Param, for use with NNX's transformations and optimizers."""
-
-    def __init__(self, graph: Graph, *, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> None:
-        self.graph = nnx.static(graph)
-        self.params = nnx.data(jax.tree.map(nnx.Param, init_params(graph, rngs.params(), dtype)))
-
-    def pure(self) -> Tree:
-        """The parameters as the plain nested dict that the functions of this module take."""
-        tree: Tree = jax.tree.map(lambda p: p[...], self.params, is_leaf=lambda p: isinstance(p, nnx.Variable))
-        return tree
-
-    def __call__(self, batch: Mapping[str, Array], call: Call | None = None) -> Outputs:
-        """Values of the graph's nodes; see `apply`."""
-        return apply(self.graph, self.pure(), batch, call or Call())

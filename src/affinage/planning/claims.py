@@ -152,10 +152,10 @@ def _of_data(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
     wrong = [point for point in claims.checkpoints if not _close(point.tokens / of_step, point.step, _ROUGHLY)]
     if wrong:
         reached = wrong[0].tokens
-        claimed = " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
+        steps = " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
         yield (
             "checkpoints",
-            f"{_count(reached)} tokens are said to be reached at {claimed}; "
+            f"{_count(reached)} tokens are said to be reached at {steps}; "
             f"{rows:,} × {facts.context:,} tokens a step reach them at step {reached / of_step:,.0f}",
         )
 

@@ -157,6 +157,8 @@ class PerDevice:
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             self._divide(entry, self.graph[name].kind)
+            if "repeat" in entry and self.platform == "gpu":
+                entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return json.dumps(graph)
 
     def _divide(self, entry: dict[str, Any], kind: Any) -> None:
@@ -378,34 +380,20 @@ def _parsed(text: str, owners: int) -> Graph:
 
 @dataclass(frozen=True)
 class _Program:
-    """The step of one device, written out so that it can be hashed: devices of many meshes run the same one.
+    """The step of one device, written out so that it can be hashed: devices of many meshes run the same one."""
 
-    Attributes:
-        graph_text: JSON of the local model, with the experts of all owners.
-        settings_class: of the training's settings.
-        settings_text: their JSON.
-        parallel_text: JSON of what is recomputed, and of how a pipeline and a ring run.
-        rows: of a micro-batch; of all stages of a pipeline.
-        seq_len: tokens of a row that the device has.
-        dtype: of matrix products.
-        platform: that it is compiled for.
-        stages: of a pipeline.
-        owners: devices that the experts lie on.
-        neighbors: devices that the positions of a row lie on.
-    """
-
-    graph_text: str
+    graph_text: str  # JSON of the local model, with the experts of all owners
     settings_class: type[TrainSettings]
-    settings_text: str
-    parallel_text: str
-    rows: int
-    seq_len: int
-    dtype: str
+    settings_text: str  # JSON
+    parallel_text: str  # JSON of what is recomputed, and of how a pipeline and a ring run
+    rows: int  # of a micro-batch; of all stages of a pipeline
+    seq_len: int  # tokens of a row that the device has
+    dtype: str  # of matrix products
     platform: str
-    capability: tuple[int, int] | None
+    capability: tuple[int, int] | None  # of a GPU
     stages: int
-    owners: int
-    neighbors: int
+    owners: int  # devices that the experts lie on
+    neighbors: int  # devices that the positions of a row lie on
 
 
 @lru_cache(maxsize=128)

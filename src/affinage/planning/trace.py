@@ -32,12 +32,14 @@ _PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_di
 _WRAPPERS = dict.fromkeys("shard_map jit pjit checkpoint remat2".split(), "jaxpr")
 _WRAPPERS |= dict.fromkeys("closed_call custom_jvp_call custom_vjp_call".split(), "call_jaxpr")
 _WRAPPERS |= {"custom_vjp_call_jaxpr": "fun_jaxpr", "custom_vmap_call": "call"}
-_REWRITINGS = frozenset("convert_element_type reshape transpose squeeze split slice broadcast_in_dim copy".split())
+_REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
 _CUDNN = "dot_product_attention"  # in the names of the primitives of JAX's wrapper
 _CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}
 # A TPU's kernel reads and writes rows padded to a multiple of 128 lanes. XLA lays out its own arrays without padding,
 # except for rows that it gathers and that no matrix product reads. A product of groups of rows is a kernel, too.
 _LANES = 128
+
+_MOST_READ = 4  # times the bytes of an element-wise result, that it is made from before it is stored
 
 Padded = frozenset[tuple[int, ...]]  # last two dimensions of what kernels read and write
 
@@ -215,6 +217,13 @@ class _Walker:
         sizes = [narrow.get(variable, _bytes(variable, self.padded)) for variable in equation.outvars]
         pairs = zip(equation.outvars, sizes, strict=True)
         results = [self._result(variable, size, name, arguments, stored=stored) for variable, size in pairs]
+        if not stored and not tpu and any(map(_reads_much, results)):
+            # Such as the residual stream of layers that are no loop, of which every reader would read all layers again.
+            results = [
+                self._stored(variable, size, None, "activations")
+                for variable, size in zip(equation.outvars, sizes, strict=True)
+            ]
+            stored = True
         if tpu and name == "gather":
             results[0].row = _gathered_row(equation)
         elif name in _PRODUCTS:
@@ -356,7 +365,8 @@ class _Walker:
         if constant or (outer.stored and not cut and not (inner.narrowed and outer.kind == "argument")):
             return None
         if outer not in self.copies:
-            size = outer.read if cut else inner.narrowed * turns * (outer.share or 1.0) if outer.stored else outer.size
+            narrowed = inner.narrowed * (turns if inner.cut else 1) * (outer.share or 1.0)
+            size = outer.read if cut else narrowed if outer.stored else outer.size
             kind = "activations" if cut else "weights" if outer.stored else outer.kind
             self.copies[outer] = _Value(size, kind, share=outer.share, read=size)
         return self.copies[outer]
@@ -410,6 +420,11 @@ def _as_working(live: Mapping[str, float]) -> dict[str, float]:
 
 def _roots(values: Sequence[_Value]) -> frozenset[_Value]:
     return frozenset(root for value in values for root in value.roots() if root.size or root.read)
+
+
+def _reads_much(value: _Value) -> bool:
+    """Whether a value that is not stored is made from so much that computing it in every reader does not pay."""
+    return value.share is None and sum(root.read for root in value.sources) > _MOST_READ * value.size > 0
 
 
 def _is_view(value: _Value) -> bool:

@@ -135,14 +135,13 @@ def accumulate(
 def replicas_of(graph: Graph, call: Call) -> int:
     """Copies of the model that can each add up the gradients of their micro-batches; 1: the devices go together.
 
-    As they must where a node's value, or what it reports, is of all rows together, and in a pipeline. So they do where
-    keys go round in a ring, and with cuDNN's attention: JAX 0.10 cannot put a `jax.shard_map` over some of the axes
-    into a `jax.vmap` over another, and takes cuDNN's mask for one of every head there.
+    They must where a node's value, or what it reports, is of all rows together, in a pipeline, and where keys go around
+    in a ring: JAX 0.10 cannot put a `jax.shard_map` over some of the axes into a `jax.vmap` over another.
     """
     layout = call.layout
     if not isinstance(layout, MeshLayout) or layout.mesh.shape[STAGES] > 1:
         return 1
-    together = call.rings or call.attention == "cudnn" or any(node.kind.mixes_rows() for node in graph.nodes)
+    together = call.rings or any(node.kind.mixes_rows() for node in graph.nodes)
     return 1 if together else layout.replicas
 
 

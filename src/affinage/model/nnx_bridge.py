@@ -1,0 +1,57 @@
+"""A graph as a Flax NNX module, and back: for NNX's transformations, optimizers and checkpoints.
+
+The plain tree of parameters stays the contract of this package. Each node becomes a submodule whose leaves are
+`nnx.Param`, with the logical axes of the arrays as their sharding names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from affinage.model.call import Call, Outputs
+from affinage.model.graph import Graph
+from affinage.model.module import apply, logical_axes
+from affinage.model.parameter import Tree
+
+
+class GraphModule(nnx.Module):
+    """A graph with its parameters, `nodes`: {node name: nested dict of nnx.Param}; calling it applies the graph."""
+
+    def __init__(self, graph: Graph, nodes: Mapping[str, Any]) -> None:
+        self.graph = nnx.static(graph)
+        self.nodes = nnx.data(dict(nodes))
+
+    def __call__(self, batch: Mapping[str, Array], call: Call | None = None) -> Outputs:
+        """Values of the graph's nodes, see `affinage.model.apply`."""
+        return apply(self.graph, from_nnx(self), batch, call or Call())
+
+
+def to_nnx(graph: Graph, params: Tree, mesh: Mesh | None = None) -> GraphModule:
+    """The module of a graph with these parameters.
+
+    Args:
+        graph: of the model.
+        params: as `init_params` makes them; the arrays are shared, not copied.
+        mesh: where given, of which the parameters' shardings are, and which becomes theirs in NNX, too.
+
+    Returns:
+        The module. The metadata `logical_axes` of each nnx.Param names the dimensions of its array.
+    """
+
+    def param(array: Array, axes: tuple[str | None, ...]) -> Any:
+        if mesh is None:
+            return nnx.Param(array, logical_axes=axes)
+        names = tuple(array.sharding.spec) if isinstance(array.sharding, jax.sharding.NamedSharding) else ()
+        return nnx.Param(array, logical_axes=axes, out_sharding=names, mesh=mesh)
+
+    return GraphModule(graph, jax.tree.map(param, params, logical_axes(graph)))
+
+
+def from_nnx(module: GraphModule) -> Tree:
+    """The plain tree of a module's parameters, for `apply`, checkpoints and exports."""
+    tree: Tree = jax.tree.map(lambda leaf: leaf[...], module.nodes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return tree
