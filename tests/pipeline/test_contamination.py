@@ -4,7 +4,7 @@ from pathlib import Path
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.documents import read_documents
+from affinage.data.documents import document_files, read_documents
 from affinage.pipeline.contamination import contamination_search
 
 SETTINGS = DecontaminateSettings(n_grams=6, min_words=4)
@@ -30,7 +30,7 @@ def test_a_text_is_looked_through_once_for_the_same_items(own_runs: Path):
     (kept,) = (own_runs / "store").glob("contamination-*")
     assert found(pretrain, items, DecontaminateSettings(n_grams=8, min_words=8)) == set()  # runs of other lengths
     assert len(list((own_runs / "store").glob("contamination-*"))) == 2
-    for path in (run / "split/train").iterdir():
+    for path in document_files(run / "split/train"):
         path.unlink()
     assert found(pretrain, items) == found(tuned, items) == {"0"}, "no text is read again"
     assert found(pretrain, items[:1]) == set(), "other items are looked for, in what is left"

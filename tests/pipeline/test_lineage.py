@@ -166,7 +166,7 @@ def test_stats_agree_with_the_feed(run: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["lineage", "RUN", "--step", "91"], "1 to 90"),
+        (["lineage", "RUN", "--step", "161"], "1 to 160"),
         (["lineage", "RUN", "--step", "1", "--row", "4"], "row 4"),
         (["lineage", "RUN", "--step", "1", "--training", "sft"], "`sft`"),
         (["lineage", "nobody", "--step", "1"], "`nobody`"),
