@@ -144,7 +144,9 @@ def _check_sources(loaded: LoadedRecipe) -> None:
     from affinage.data.ingest import check as check_source
 
     data = loaded.recipe.data
-    for index, source in enumerate(data.sources if data else ()):
+    if data is None:
+        return
+    for index, source in enumerate(data.sources):
         with _written(loaded, "data", "sources", index):
             check_source(source, data)
 

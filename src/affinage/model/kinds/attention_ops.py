@@ -165,7 +165,8 @@ def attention(
     of_key = ("batch", None, "kv_heads", "head_dim")
     query = layout.resplit(query, of_part, of_query)
     key, value = of_whole_rows(key, value, layout)
-    arrays, axes = [query, key, value], [of_query, of_key, of_key]
+    arrays = [query, key, value]
+    axes: list[tuple[str | None, ...]] = [of_query, of_key, of_key]
     if segment_ids is not None:
         arrays.append(layout.resplit(segment_ids, ("batch", "sequence"), ("batch", "keys")))
         axes.append(("batch", None))

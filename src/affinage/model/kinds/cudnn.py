@@ -92,6 +92,9 @@ def _fold_rows(function: Callable[..., Any], size: int, is_batched: Any, *argume
     return results, jax.tree.map(lambda _: True, results)
 
 
+_Masking = tuple[Array, Array, Array, Array]  # bias, lengths, offsets of queries, offsets of keys
+
+
 def _run_forward(how: _How, query: Array, key: Array, value: Array, segment_ids: Array | None) -> tuple[Array, Array]:
     """What is attended, and the statistics that the backward pass needs."""
     if how.documents != "offsets" or segment_ids is None:
@@ -147,7 +150,7 @@ def _forward_of_rows(
     return _bind(how, query, key, value, *_offsets(segment_ids, room, query, key))
 
 
-def _rows_of_one(row: tuple[Array, ...]) -> tuple[Array, ...]:
+def _rows_of_one(row: Any) -> Any:
     return tuple(array[None] for array in row)
 
 
@@ -171,7 +174,7 @@ def _begins(segment_ids: Int[Array, "B S"]) -> Array:
     return jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
 
 
-def _offsets(segment_ids: Int[Array, "B S"], room: int, query: Array, key: Array) -> tuple[Array, ...]:
+def _offsets(segment_ids: Int[Array, "B S"], room: int, query: Array, key: Array) -> _Masking:
     """No bias, and lengths [B, M] and offsets [B, M + 1] of the documents of all rows, one after the other.
 
     Offsets count elements from the first row on. The places of documents that are not there have the length zero.
@@ -186,7 +189,7 @@ def _offsets(segment_ids: Int[Array, "B S"], room: int, query: Array, key: Array
     return jnp.zeros(0, query.dtype), ends - starts, of_query, of_key
 
 
-def _bias(how: _How, segment_ids: Array | None, dtype: Any) -> tuple[Array, ...]:
+def _bias(how: _How, segment_ids: Array | None, dtype: Any) -> _Masking:
     """A bias [B, 1, S, S] that keeps documents apart, where there are some, and neither lengths nor offsets."""
     nothing = jnp.zeros(0, dtype)
     if segment_ids is None:

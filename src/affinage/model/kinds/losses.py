@@ -116,7 +116,7 @@ def chunked_cross_entropy(
     the one number that comes back.
     """
 
-    def one(total: Sums, part: tuple[Array, Array, Array]) -> tuple[Sums, None]:
+    def one(total: Sums, part: tuple[Array, ...]) -> tuple[Sums, None]:
         h, t, w = part
         logits = multiply_out(h, kernel, objective.softcap, objective.vocabulary)
         return jax.tree.map(jnp.add, total, cross_entropy(logits, t, w, objective)), None
@@ -132,7 +132,7 @@ def _chunked_forward(
     def apart(x: Array) -> Array:
         return layout.constrain(x.reshape(copies, -1, *x.shape[1:]), ("batch", *(None,) * x.ndim))
 
-    def one(carry: tuple[Sums, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Sums, Array], Array]:
+    def one(carry: tuple[Sums, Array], part: tuple[Array, ...]) -> tuple[tuple[Sums, Array], Array]:
         (total, d_kernel), (h, t, w) = carry, part
 
         def of_logits(logits: Array) -> tuple[Array, Sums]:
@@ -260,7 +260,8 @@ class NextTokenLoss(NodeKind):
         hidden, softcap = logits.hidden, logits.softcap
         kernel, vocabulary = padded(logits.kernel, call)
         objective = Objective(self.z_loss, self.label_smoothing, softcap, vocabulary, on_cpu)
-        chunk = positions_at_once(self.chunk, *targets.shape, len(kernel), call.layout)
+        rows, length = targets.shape
+        chunk = positions_at_once(self.chunk, rows, length, len(kernel), call.layout)
         if chunk:
             return chunked_cross_entropy(hidden, kernel, targets, weights, objective, chunk, call.layout)
         if call.flattens:

@@ -75,7 +75,8 @@ class DocumentLogProbabilities(NodeKind):
         logits, tokens = inputs
         targets, weights = whole_row_targets(tokens, context.batch, context.call)
         if isinstance(logits, Logits):
-            chunk = positions_at_once(self.chunk, *targets.shape, len(logits.kernel), context.call.layout)
+            rows, length = targets.shape
+            chunk = positions_at_once(self.chunk, rows, length, len(logits.kernel), context.call.layout)
             found = token_readings(logits, targets, chunk, context.call)
         else:
             whole = logits.astype(jnp.float32)
