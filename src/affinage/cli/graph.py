@@ -48,7 +48,7 @@ def graph(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     if as_json and as_mermaid:
-        raise UserError("--json and --mermaid are two outputs", fix="Ask for one at a time.")
+        raise UserError("these are two outputs", where="--json, --mermaid", fix="Ask for one at a time.")
     loaded = load(recipe, overrides, runs, lenient=True)
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse

@@ -47,10 +47,7 @@ def dense(
         dropped = drop(x, rate, context, params[LORA_SITE]) if rate else x
         y = y + _product(_product(dropped, params[LORA_A], context, contracted), params[LORA_B], context, 1)
     y = checkpoint_name(y, name) if name else y
-    if "bias" in params:
-        leading = x.ndim - contracted
-        y = y + params["bias"].astype(x.dtype).reshape((1,) * leading + y.shape[leading:])
-    return y
+    return _with_bias(y, params["bias"]) if "bias" in params else y
 
 
 def dense_together(
@@ -72,7 +69,7 @@ def dense_together(
     results = []
     for params, kernel, part in zip(several, kernels, parts, strict=True):
         part = part.reshape(*part.shape[:-1], *kernel.shape[1:])
-        results.append(part + params["bias"].astype(x.dtype) if "bias" in params else part)
+        results.append(_with_bias(part, params["bias"]) if "bias" in params else part)
     return results
 
 
@@ -102,6 +99,10 @@ def _product(x: Float[Array, "..."], kernel: Array, context: Context, contracted
     if context.call.flattens:
         return product(x.reshape(-1, matrix.shape[0]), matrix).reshape(*leading, *outputs)
     return jnp.dot(x.reshape(*leading, -1), matrix).reshape(*leading, *outputs)
+
+
+def _with_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
 def dense_flops(inputs: int, outputs: int, tokens: int) -> int:
