@@ -66,7 +66,8 @@ def program(graph, until=None, *, gradient=False):
         batch[name] = jax.ShapeDtypeStruct(dims, jnp.int32 if name == "tokens" else jnp.float32)
 
     def value(params, averages, batch):
-        call = Call(platform="tpu", key=jax.random.key(0), averages=averages, until=until)
+        everything = jax.checkpoint_policies.everything_saveable  # else plain attention's scores are computed again
+        call = Call(platform="tpu", remat=everything, key=jax.random.key(0), averages=averages, until=until)
         found = apply(graph, params, batch, call).values[until or graph.loss]
         return found.array() if isinstance(found, Logits) else found if until else found.sum
 
