@@ -103,7 +103,7 @@ def test_the_updates_of_a_poisoned_document_are_left_out_bit_by_bit_and_it_is_na
     assert 1 <= len(poisoned) <= 4 and poisoned != [1]
 
     told = [json.loads(line) for line in (skipped / "pretrain/health.jsonl").read_text().splitlines()]
-    assert [(event["step"], event["done"]) for event in told] == [(step, "skipped") for step in poisoned]
+    assert [(event["step"], event["action"]) for event in told] == [(step, "skipped") for step in poisoned]
     assert [event["documents"] for event in told] == [batches[step] for step in poisoned]  # and of these, the row
     for step in poisoned:
         assert state(skipped / "pretrain", step) == state(skipped / "pretrain", step - 1)
