@@ -14,6 +14,7 @@ from filelock import FileLock
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 SETTINGS = [
     "dpo={sources: [pocket-world], steps: 4, batch_size: 8, schedule: {peak_lr: 1.0e-3, min_lr: 1.0e-4}, sample: 0.2}",
+    "dpo.validation_fraction=0.2",  # most pairs are longer than the context, and some of the held-out ones must not be
     "dpo.log_every=1",
     "dpo.eval_every=2",
     "dpo.eval_sequences=8",

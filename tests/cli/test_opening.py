@@ -79,7 +79,7 @@ def test_what_cannot_be_is_one_message(affinage, words: str, held: str):
 def test_memory_is_not_set_aside_for_more_than_people_need(folder: Path, affinage, monkeypatch, tmp_path: Path):
     import_model(folder / "long", tmp_path / "imported", "imported")
     served, judged = [], []
-    monkeypatch.setattr("affinage.serving.running.run", lambda model, *rest, **more: served.append(model.context))
+    monkeypatch.setattr("affinage.serving.server.run", lambda model, *rest, **more: served.append(model.context))
     monkeypatch.setattr("affinage.evaluation.run.evaluate", lambda model, *_, **more: judged.append(model.context))
     for spec, asked in (("long", []), (str(tmp_path / "imported"), []), ("long", ["--max-model-len", str(LONG)])):
         status, _, said = affinage("serve", spec, *asked)

@@ -87,7 +87,7 @@ def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
     sft, earlier = (runs / "tiny/sft").resolve(), scale("tiny/sft@4")
     assert not np.array_equal(scale("tiny/sft"), earlier)
     (sft / "checkpoints/5/commit_success.txt").unlink()
-    with pytest.raises(UserError, match="step 5") as told:
+    with pytest.raises(UserError, match="checkpoint 5") as told:
         scale("tiny/sft")
     assert "@4" in told.value.fix
     np.testing.assert_array_equal(scale("tiny/sft@4"), earlier)

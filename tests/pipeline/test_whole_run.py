@@ -143,7 +143,7 @@ def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
 def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Path):
     model, rows = open_model("tiny/sft", tiny_runs), tiny_runs / "tiny/preference-data/train/pocket-world"
     told = np.load(tiny_runs / "tiny/ref-logprobs/train/pocket-world.npy")
-    tokens, mask = np.load(rows / "rows-00000-of-00001.npy"), np.load(rows / "mask-00000-of-00001.npy")
+    tokens, mask = np.load(rows / "tokens-00000-of-00001.npy"), np.load(rows / "loss_mask-00000-of-00001.npy")
     assert told.shape == (len(tokens), documents_in_a_row(tiny_runs / "tiny/preference-data"))
     batch = make_batch(tokens[-1:].astype(np.int32), mask[-1:], np.zeros(1))
     for number in range(2):
