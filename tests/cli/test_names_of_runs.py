@@ -147,7 +147,8 @@ def test_a_run_with_a_setting_that_is_gone_is_still_opened(affinage):
     for request in Path("runs/store").glob("*/request.json"):  # as of another version, which nobody reads
         request.write_text('{"stage": "x"}')
     for words in (["report", "quickstart"], ["chat", "quickstart", "x"], ["eval", "quickstart"]):
-        assert affinage(*words)[0] == 0
+        status, _, said = affinage(*words)
+        assert status == 0, said
     assert affinage("compare", "quickstart", "quickstart/pretrain")[0] == 0
     status, out, said = affinage("config", "show", "quickstart", "pretrain.steps", "--set", "pretrain.steps=7")
     assert status == 0 and "steps: 7" in out and "pretrain.gone" in said

@@ -53,7 +53,8 @@ def open_target(target: Target, runs: Path, *, mesh: "Sizes | None" = None) -> "
         return _load_hub_folder(folder, name=target.name, mesh=mesh)
     tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "train-tokenizer")
     if tokenizer is None and target.run is not None:  # another version made it
-        tokenizer = target.run / TOKENIZER if (target.run / TOKENIZER).is_dir() else None
+        places = (target.run / name for name in ("train-tokenizer", TOKENIZER))  # the latter of the first edition
+        tokenizer = next((place for place in places if place.is_dir()), None)
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
