@@ -27,7 +27,7 @@ def summarize(
     """
     rows = read_rows(trainer.job.folder)
     lines = [row for row in rows if "loss" in row]
-    validation = next((row["validation"] for row in reversed(rows) if "validation" in row), {})
+    validation: dict[str, Any] = next((row["validation"] for row in reversed(rows) if "validation" in row), {})
     seconds, seen, stalls = goodput.rounded(), steps * trainer.units, goodput.stalls
     training, total = seconds["compute"] + seconds["data"], seconds["total"]
     peak, flops, count = trainer.peak_flops, trainer.flops_per_step, parameters(trainer.job.graph)
