@@ -33,14 +33,14 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     Mutation(
         "targets are not shifted",
-        f"{MODEL}/loss.py",
+        f"{MODEL}/losses.py",
         "targets = jnp.roll(tokens, -1, axis=1)",
         "targets = tokens",
         "tests/model",
     ),
     Mutation(
         "the last target of a document counts",
-        f"{MODEL}/loss.py",
+        f"{MODEL}/losses.py",
         "jnp.roll(segments, -1, axis=1) == segments",
         "jnp.roll(segments, -1, axis=1) >= segments",
         "tests/model",
@@ -61,14 +61,14 @@ MUTATIONS = [
     ),
     Mutation(
         "scores are scaled by 1 / width of a head",
-        f"{MODEL}/attention_products.py",
+        f"{MODEL}/attention_ops.py",
         "scores * query.shape[-1] ** -0.5, MASKED",
         "scores * query.shape[-1] ** -1.0, MASKED",
         "tests/model",
     ),
     Mutation(
         "the gradient of attention forgets the scale",
-        f"{MODEL}/attention_products.py",
+        f"{MODEL}/attention_ops.py",
         "(d_weights - means) * query.shape[-1] ** -0.5",
         "(d_weights - means)",
         "tests/model",
