@@ -143,7 +143,7 @@ def generate(
     Args:
         model: see `Run.model`.
         prompts: texts.
-        tokens: at most so many new ones.
+        tokens: maximum number of new tokens.
         stop: a text, or several, before which an answer ends.
         sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `seed`, as of
             `affinage.generation.sampling.SamplingParams`; by default the likeliest token is taken.

@@ -70,8 +70,8 @@ def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new
     assert not any("judged_before" in one for one in compared("tiny/pretrain", "tiny"))
     assert affinage("train", *WORDS, "--set", "pretrain.steps=4")[0] == 0
     named, of_run, _ = compared("tiny/pretrain", "tiny/evaluate-base", other)
-    assert named["judge_anew"].startswith("affinage eval tiny/pretrain --tasks ")
-    assert of_run["judge_anew"].startswith("affinage run ")
+    assert named["evaluate_again"].startswith("affinage eval tiny/pretrain --tasks ")
+    assert of_run["evaluate_again"].startswith("affinage run ")
     status, out, _ = affinage("compare", "tiny/pretrain", other, "--html", "page.html")
     assert status == 0 and OLD in flat(out) and OLD in (here / "page.html").read_text()
 

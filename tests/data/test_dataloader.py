@@ -67,7 +67,7 @@ def test_a_batch_is_a_function_of_seed_and_step_for_any_number_of_hosts(folder: 
         for hosts in (1, 2, 4, 8):
             parts = [used.batch(step, host, hosts) for host in range(hosts)]
             assert all((np.concatenate([part[key] for part in parts]) == whole[key]).all() for key in whole)
-    assert one.where(0) != other.where(0) and one.tokens_per_batch == 64
+    assert one.where(0) != other.where(0)
 
 
 @pytest.mark.parametrize("mixture", ["all", "stages"])

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from affinage.data import documents
-from affinage.data.dedup import mapped_anew
+from affinage.data.dedup import new_memmap
 from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents, row_groups
 from affinage.errors import of_the_machine
 from source_forms import rows_of
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_grow_is_told_as_a_lack_of_room_by_every_library(tmp_
 
 def test_a_mapped_file_has_its_room_before_it_is_written(tmp_path):
     # Else a full disk would kill the process by a signal, in the middle of deduplication.
-    array = mapped_anew(tmp_path / "a.npy", np.int64, 1_000_000)
+    array = new_memmap(tmp_path / "a.npy", np.int64, 1_000_000)
     assert (tmp_path / "a.npy").stat().st_blocks * 512 >= 8_000_000
     array[:] = np.arange(1_000_000)
     array.flush()

@@ -11,7 +11,7 @@ import pytest
 
 import tiny_graphs
 from affinage.model import Call, abstract_averages, abstract_params, apply, init_cache, parse
-from affinage.model.analysis import analyse, cache_bytes, mermaid, parameter_bytes, parameters
+from affinage.model.analysis import analyse, cache_bytes, mermaid, parameters
 from affinage.model.call import Logits
 
 GRAPHS = {
@@ -92,7 +92,6 @@ def test_bytes_and_parameters_are_those_of_the_arrays(name):
     graph = parse(GRAPHS[name])
     leaves = jax.tree.leaves(abstract_params(graph, jnp.bfloat16))
     assert parameters(graph).total == sum(leaf.size for leaf in leaves)
-    assert parameter_bytes(graph, jnp.bfloat16) == sum(2 * leaf.size for leaf in leaves)
     cache = jax.tree.leaves(init_cache(graph, 2, 8, jnp.bfloat16))
     assert cache_bytes(graph, 2, 8, jnp.bfloat16) == sum(array.nbytes for array in cache)
 

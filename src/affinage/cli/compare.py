@@ -96,7 +96,7 @@ def _entrant(name: str, names: Sequence[str], runs: Path) -> "Entrant":
     if run is None and found is None:
         raise UserError(f"there are no results of `{name}`", fix=f"Make them: {_evaluation(name, names, runs)}")
     folder, again = (None, "") if found is None else (found.folder, found.again)
-    return entrant(name, run, folder, anew=again, parts=parts)
+    return entrant(name, run, folder, again=again, parts=parts)
 
 
 def _evaluation(name: str, names: Sequence[str], runs: Path) -> str:
@@ -142,8 +142,8 @@ def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
         yield Table(["setting", *names], [[one.key, *setting_values(one)] for one in found.settings])
         yield ""
     for one in found.entrants:
-        if one.anew:
-            yield strings("en")["judged_before"].format(name=one.name, command=one.anew) + "\n"
+        if one.again:
+            yield strings("en")["judged_before"].format(name=one.name, command=one.again) + "\n"
     for pair in found.paired:
         yield from _pair(found, pair)
     if html is not None:

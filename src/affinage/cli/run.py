@@ -203,6 +203,9 @@ def _run(
             check(loaded, waiting)
         for line in (*unchecked(plan), *(warnings(loaded) if waiting else ())):
             warn(line)
+        pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
+        if pretrain is not None and tokens is not None and "pretrain" in waiting:
+            screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)
         with Watch(plan) as watch:
             runner.run(watch)
     if not quiet:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from affinage.pipeline.plan import PlannedStep
     from affinage.pipeline.runner import PipelineRunner
 
-_NAME = 14  # columns for the names of stages
+_NAME = 16  # columns for the names of stages
 REASONS = 3  # for which documents were left out, named per stage
 _FEW_HELD_OUT = 5  # documents: fewer say little of all others
 _TOO_FEW = "[yellow](few to judge by; data.split.validation_fraction=0.1 holds more out)[/yellow]"

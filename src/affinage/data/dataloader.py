@@ -116,11 +116,6 @@ class DataLoader:
         name = "all" if len(component) == len(self.shards) else ",".join(component)
         return _ComponentRows([self.shards[group] for group in component], (seed, name))
 
-    @property
-    def tokens_per_batch(self) -> int:
-        """Tokens in a global batch, <pad> included."""
-        return self.batch_size * self.context
-
     def where(self, step: int) -> list[tuple[str, int]]:
         """Return the folder and the row number of every row of the global batch of `step`."""
         places: dict[int, tuple[str, int]] = {}

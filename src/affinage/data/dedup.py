@@ -185,7 +185,7 @@ def _sign(corpus: Corpus, shard: int) -> None:
 def _link(corpus: Corpus, task: tuple[int, int, int]) -> None:
     """Write for every document that shares its key with others the pair of it and the first of them, int64 [pairs, 2].
 
-    The task is a band and one of so many ranges of its keys.
+    `task` is (band, range, number of ranges): one range of the keys of a band.
     """
     band, part, count = task
     keys, documents = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
@@ -398,7 +398,7 @@ def _n_grams(
     corpus: Corpus, shards: Sequence[int], tables: Sequence[pa.Table], total: int, room: int, place: Path
 ) -> np.ndarray:
     """The n-grams of all documents of the tables end to end, uint64."""
-    out = np.empty(total, np.uint64) if total <= room else mapped_anew(place, np.uint64, total)
+    out = np.empty(total, np.uint64) if total <= room else new_memmap(place, np.uint64, total)
     at = 0
     for shard, table in zip(shards, tables, strict=True):
         sets = _mapped(corpus.path("sets", shard))
@@ -408,7 +408,7 @@ def _n_grams(
     return out
 
 
-def mapped_anew(path: Path, dtype: type, size: int) -> np.ndarray:
+def new_memmap(path: Path, dtype: type, size: int) -> np.ndarray:
     """A new .npy file of `size` numbers as an array that is written where it is changed.
 
     Its room is taken at once: where a disk is full when a mapped page is written, the process would be killed by a

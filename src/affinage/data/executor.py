@@ -187,26 +187,32 @@ def _call(run: Callable[[Any], Any], task: Any) -> Any:
 def _run(fn: Callable[[Any], Any], work: tuple[Any, Path | None]) -> Any:
     """Run one task, again where the network fails for a while, and write its completion."""
     task, completion = work
-    result = _with_retries(fn, task)
+    result = with_retries(partial(fn, task))
     if completion is not None:
         completion.parent.mkdir(parents=True, exist_ok=True)
         write_json(completion, {"task": _fingerprint(task), "stats": result})
     return result
 
 
-def _with_retries(fn: Callable[[Any], Any], task: Any) -> Any:
+def with_retries(work: Callable[[], Result], where: str = "") -> Result:
+    """Return what `work` returns, tried again after each of `PAUSES` where the network fails.
+
+    Raises TransientError, after which a run may be started again, if it keeps failing; other errors at once.
+    """
     for pause in (*PAUSES, None):
         try:
-            return fn(task)
+            return work()
         except Exception as error:
             if isinstance(error, UserError) or not is_transient(error):
                 raise
             if pause is None:
                 raise TransientError(
                     f"the network failed {len(PAUSES) + 1} times: {first_line(error)}",
+                    where=where,
                     fix="Run the same command again: what is complete is kept.",
                 ) from error
             time.sleep(pause)
+    raise AssertionError  # the last pause is None
 
 
 def _read_completion(path: Path | None, task: Any) -> tuple[Any] | None:

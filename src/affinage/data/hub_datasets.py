@@ -16,7 +16,7 @@ from affinage.data.places import is_folder
 from affinage.data.readers import BadRecord, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 
-_SAVED_PARTS, _SAVED_ROWS = 64, 100_000  # a dataset that was saved as one table is read in parts of so many rows
+_SAVED_PARTS, _SAVED_ROWS = 64, 100_000  # a dataset that was saved as one table is read in parts of these many rows
 _SECONDS = 15.0  # that the Hub may take to answer
 _RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
 

@@ -76,8 +76,8 @@ class Stage:
 class Mixture:
     """Stages of weights over groups of rows.
 
-    Groups that one weight stands for are shuffled together, so that all of them are in the same epoch. A component that
-    a later stage has too goes on where it was.
+    Groups that share one weight are shuffled together, so that all of them are in the same epoch. A component that a
+    later stage also has continues where it was.
     """
 
     def __init__(self, groups: Mapping[str, Group], stages: Sequence[tuple[int, Weights]] | None, batch: int) -> None:

@@ -26,7 +26,7 @@ from affinage.data.order import document_keys
 from affinage.data.stats import Stats
 from affinage.errors import UserError
 
-A_FEW = 4  # documents, or groups of them; of so many in a source and language, one goes to validation at least
+A_FEW = 4  # a source and language with at least this many documents (or groups of them) gives one to validation
 NEAR_COPY = "near copy of a validation document"  # the reason in the stats
 Divided = tuple[pa.RecordBatch, pa.RecordBatch]  # documents to train on, and to validate on
 Divide = Callable[[RowGroup, pa.RecordBatch, Stats], Divided]  # counts what is in neither in the stats

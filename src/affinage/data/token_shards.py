@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -31,7 +30,7 @@ from affinage.data.lineage import spans, write_lineage
 from affinage.data.packing import Layout
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.data.uploads import upload, upload_file
-from affinage.errors import TransientError, UserError, first_line, is_transient
+from affinage.errors import UserError, is_transient
 from affinage.paths import from_home
 
 FACTS = "shards.json"
@@ -99,21 +98,12 @@ def patient(read: Callable[[], Result], url: str) -> Result:
 
     Raises TransientError, after which a run may be started again, if it goes on failing; UserError for what is gone.
     """
-    for pause in (*executor.PAUSES, None):
-        try:
-            with errors_at(url):
-                return read()
-        except UserError:
-            raise
-        except Exception as error:
-            if not is_transient(error):
-                raise
-            if pause is None:
-                what = f"the network failed {len(executor.PAUSES) + 1} times: {first_line(error)}"
-                fix = "Run the same command again: it resumes from what is complete."
-                raise TransientError(what, where=url, fix=fix) from error
-            time.sleep(pause)
-    raise AssertionError
+
+    def named() -> Result:
+        with errors_at(url):
+            return read()
+
+    return executor.with_retries(named, url)
 
 
 @dataclass

@@ -232,7 +232,7 @@ def _chosen(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]], folder:
         if most is not None and len(keys) > (count := max(1, round(most * task.settings.sample))):
             limit = int(keys[count - 1])
             keys = keys[:count]
-        # At least one is held out, and all of the same content, but never so many that none is left to train on.
+        # At least one line is held out, with all lines of the same content, unless none would be left to train on.
         share = task.settings.validation_fraction
         if share and len(keys):
             first = keys[keys <= keys[max(1, round(share * len(keys))) - 1]]

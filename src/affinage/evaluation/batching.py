@@ -171,7 +171,7 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 # Tokens of a row that short groups are put into. Which of them leaves little padding depends on the groups: of
 # those of 50 tokens 192 hold three, and 256 five.
 _ROOMS = range(128, 577, 64)
-# Where no more than one in so many of a row's tokens is asked, the last layer's attention computes these alone.
+# Where at most one in four of a row's tokens is scored, the last layer's attention computes these alone.
 _FEW = 4
 
 

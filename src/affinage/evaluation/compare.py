@@ -168,7 +168,7 @@ def _by_filter(file: Path) -> dict[str | None, _Items]:
                 count += 1
             items[item["hash"], count] = item
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fix = "Judge the model again: what this file said is computed anew."
+        fix = "Evaluate the model again: the answers in this file are computed again."
         raise UserError("these answers are damaged", where=str(file), fix=fix) from error
     return found
 

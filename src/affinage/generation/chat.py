@@ -19,7 +19,7 @@ _STREAMED_STEPS = 4  # tokens per dispatch when someone reads along
 
 HELP = """\
 /reset          forget the conversation
-/system TEXT    begin anew with TEXT as the system message (none: the model's own)
+/system TEXT    begin again with TEXT as the system message (none: the model's own)
 /save FILE      write the conversation as JSON
 /help           show this
 /quit           leave (so does the end of input)"""
@@ -91,7 +91,7 @@ class ChatSession:
         self.messages, self._first = [], 0
 
     def set_system(self, text: str) -> None:
-        """Begin anew with this system message; an empty one means the model's own."""
+        """Begin again with this system message; an empty one means the model's own."""
         self._system_prompt = text or self._model.system_prompt
         self.reset()
 

@@ -153,11 +153,6 @@ def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]
     return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]
 
 
-def parameter_bytes(graph: Graph, dtype: Any = jnp.float32) -> int:
-    """Bytes of the weights in this dtype."""
-    return parameters(graph).total * jnp.dtype(dtype).itemsize
-
-
 def cache_bytes(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> int:
     """Bytes of what decoding keeps for `length` tokens of `batch` rows."""
     elements = 0

@@ -349,7 +349,7 @@ def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
     step = loaded.recipe.dpo.from_step if loaded.recipe.dpo is not None else None
     if step is None:
         return
-    last, why = sft.steps, "so many are sft.steps"
+    last, why = sft.steps, "that is sft.steps"
     given = [source.max_examples for source in sft.sources if source.max_examples is not None]
     if sft.num_epochs is not None and sft.mixture is None and len(given) == len(sft.sources):
         rows = rows_per_step(sft, make_mesh(dict(loaded.recipe.mesh.items()), acquire()).size)

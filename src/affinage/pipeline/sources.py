@@ -19,7 +19,7 @@ from affinage.paths import from_home
 from affinage.pipeline.step import StepContext
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
-_BLOCKS, _BLOCK = 64, 65_536  # blocks of so many bytes
+_BLOCKS, _BLOCK = 64, 65_536  # number of blocks, and bytes of each
 _NOT_CHECKED = "not checked"
 _SETTLED = 2.0  # seconds after a change until what was read is remembered: a clock may be as coarse
 _REMEMBERED = 200_000  # files

@@ -2,13 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import rich
 
 from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_BYTES
+from affinage.config.tuning import TuningSettings
 from affinage.data.places import released_folder
 from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary
@@ -176,50 +178,42 @@ def tokenize(context: StepContext) -> Summary:
 
 def sft_data(context: StepContext) -> Summary:
     """Write conversations as token shards with masks of the tokens that are trained on."""
-    from affinage.data.executor import open_executor
     from affinage.data.sft import prepare_conversations
 
-    recipe = context.recipe
-    assert recipe.sft is not None
-    settings = recipe.data or DataSettings.model_construct()
-    with searched_benchmarks(context) as searched, open_executor(settings) as executor:
-        summary = prepare_conversations(
-            recipe.sft,
-            chat_tokenizer(context),
-            context.folder,
-            context=recipe.sft.seq_len or recipe.packing.seq_len,
-            seed=recipe.seed,
-            world_folder=context.inputs.get("synthesize"),
-            searched=searched,
-            executor=executor,
-            progress=context.progress,
-        )
-    print_counts(summary, "conversations")
-    return summary
+    assert context.recipe.sft is not None
+    return _tuning_data(context, context.recipe.sft, prepare_conversations, "conversations")
 
 
 def preference_data(context: StepContext) -> Summary:
     """Write pairs of answers as token shards."""
-    from affinage.data.executor import open_executor
     from affinage.data.preferences import prepare_preferences
 
     recipe = context.recipe
     assert recipe.dpo is not None
+    prepare = partial(prepare_preferences, system_prompt=recipe.chat_system_prompt)
+    return _tuning_data(context, recipe.dpo, prepare, "pairs")
+
+
+def _tuning_data(
+    context: StepContext, tuning: TuningSettings, prepare: Callable[..., dict[str, Any]], things: str
+) -> Summary:
+    from affinage.data.executor import open_executor
+
+    recipe = context.recipe
     settings = recipe.data or DataSettings.model_construct()
     with searched_benchmarks(context) as searched, open_executor(settings) as executor:
-        summary = prepare_preferences(
-            recipe.dpo,
+        summary = prepare(
+            tuning,
             chat_tokenizer(context),
             context.folder,
-            context=recipe.dpo.seq_len or recipe.packing.seq_len,
+            context=tuning.seq_len or recipe.packing.seq_len,
             seed=recipe.seed,
-            system_prompt=recipe.chat_system_prompt,
             world_folder=context.inputs.get("synthesize"),
             searched=searched,
             executor=executor,
             progress=context.progress,
         )
-    print_counts(summary, "pairs")
+    print_counts(summary, things)
     return summary
 
 

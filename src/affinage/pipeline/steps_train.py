@@ -134,7 +134,7 @@ def begin_with(
                 raise UserError(
                     f"{name} has kept no checkpoint of step {step}, but of {kept}",
                     where=f"{context.folder.name.rpartition('-')[0]}.from_step",
-                    fix=f"Keep them with runtime.checkpoint.keep_every, and make it anew: --force {name}",
+                    fix=f"Keep them with runtime.checkpoint.keep_every, and train it again: --force {name}",
                 )
             return partial(trained_params, context.inputs[name], graph, step)
     return _imported(context, graph)
@@ -217,7 +217,7 @@ def mesh_of(context: StepContext) -> dict[str, int | str]:
 
 
 def parallel_of(context: StepContext, graph: "Graph", settings: TrainSettings, tokens: int) -> "ParallelSettings":
-    """How the work is split, with `remat: auto` chosen for the devices that are here and rows of so many tokens."""
+    """How the work is split, with `remat: auto` chosen for the devices that are here and rows of `tokens` tokens."""
     parallel = context.recipe.parallel
     if parallel.remat != "auto":
         return parallel

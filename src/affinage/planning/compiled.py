@@ -31,7 +31,6 @@ _BODY = re.compile(r" body=%?([\w.\-]+)")
 _CALLED = re.compile(r"(?:body|calls|to_apply)=%?([\w.\-]+)")
 # CompileTimeHbmOom has two forms: of the temporaries alone, or of everything.
 _NEEDED = re.compile(r"(?:required[^()]*\(|Used |needs )([\d.]+)([KMGT])(?:\)| of)")
-_AVAILABLE = re.compile(r"available HBM \(([\d.]+)([KMGT])\)|of ([\d.]+)([KMGT]) hbm")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

@@ -25,7 +25,7 @@ class Entrant:
     facts: Facts  # of its run; without anything in them for results that no run has made
     results: Path | None = None  # the folder of its answers to benchmarks
     evaluation: Evaluation | None = None  # what is in it
-    anew: str = ""  # the command that judges it anew, where the answers are not of the model as it is now
+    again: str = ""  # the command that evaluates it again, where the answers are not of the model as it is now
 
     @property
     def is_run(self) -> bool:
@@ -83,7 +83,7 @@ class Comparison:
                     }
                     if one.evaluation
                     else {},
-                    **({"judged_before": True, "judge_anew": one.anew} if one.anew else {}),
+                    **({"judged_before": True, "evaluate_again": one.again} if one.again else {}),
                 }
                 for place, one in enumerate(self.entrants)
             ],
@@ -106,16 +106,16 @@ def entrant(
     run: Path | None,
     results: Path | None,
     *,
-    anew: str = "",
+    again: str = "",
     parts: Mapping[str, Path] | None = None,
 ) -> Entrant:
-    """One to compare: its run's folder, the folder of its results, or both; `anew` as `Entrant` has it.
+    """One to compare: its run's folder, the folder of its results, or both; `again` as `Entrant` has it.
 
     `parts` are the folders of the run's steps that count, all of them by default.
     """
     facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
     judged = facts.evaluations[-1] if facts.evaluations else None
-    return Entrant(name, facts, results, read_evaluation(name, results) if results is not None else judged, anew)
+    return Entrant(name, facts, results, read_evaluation(name, results) if results is not None else judged, again)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:

@@ -67,7 +67,7 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
             sections=[name for name, shown in there.items() if shown],
             summaries=[(one.name, verdict(one.facts, language) if one.is_run else "") for one in found.entrants],
             judged_before=[
-                words["judged_before"].format(name=one.name, command=one.anew) for one in found.entrants if one.anew
+                words["judged_before"].format(name=one.name, command=one.again) for one in found.entrants if one.again
             ],
             lines=quantity_lines(found, words, quantities),
             settings=[Line(one.key, setting_values(one)) for one in found.settings],

@@ -65,7 +65,7 @@ class Place:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free
     key: str | None = None  # what clients must send; made up where others than this machine can connect
-    grace: float = 30.0  # seconds that answers under way may still take when the server is told to stop
+    grace: float = 30.0  # seconds that running answers may still take after a signal to stop
 
     def guarded(self) -> "Place":
         """With a key, unless only this machine can connect."""

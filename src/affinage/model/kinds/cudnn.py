@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from affinage.model.call import STATISTICS
 
-# Documents of a row that a call makes room for: this many, or one for every so many tokens where these are more. cuDNN
-# launches blocks and stores statistics for each of them, there or not. A batch of which a row has more is computed row
-# by row, which is slower, with room for documents of 8 tokens on average, or at every token.
+# A call makes room for `_FEWEST` documents a row, or for one for every `_TOKENS_EACH` tokens if that is more: cuDNN
+# launches blocks and stores statistics for each of them, whether it exists or not. A batch with more documents in a row
+# is computed row by row, which is slower, with room for documents of `_SHORTEST` tokens on average, or of one token.
 _FEWEST, _TOKENS_EACH, _SHORTEST = 16, 128, 8
 
 

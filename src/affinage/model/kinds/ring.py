@@ -71,7 +71,7 @@ class _Ring:
     softcap: float | None
 
     def passed_on(self, held: Any, places: int = 1) -> Any:
-        """What the device so many places before this one has."""
+        """What the device `places` before this one holds."""
         pairs = [(index, (index + places) % self.parts) for index in range(self.parts)]
         return jax.tree.map(lambda part: jax.lax.ppermute(part, self.axes, pairs), held)
 
