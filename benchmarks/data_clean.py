@@ -21,9 +21,10 @@ from statistics import median
 import polars as pl
 import pyarrow as pa
 
+from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.language import identify_language
-from affinage.data.overlap import Scanner, index_items
+from affinage.data.overlap import ItemIndex
 from affinage.data.repair import repair
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
@@ -79,9 +80,9 @@ def scans(column: pa.Array, megabytes: float) -> list[dict[str, object]]:
     items = [
         BenchmarkItem("quiz", str(k), (written(random_text(words, rng.randint(8, 60), rng)),)) for k in range(30_000)
     ]
-    scanner = Scanner(index_items(items, ngram=13, min_words=8, boilerplate=10))
+    index = ItemIndex(items, DecontaminateSettings())
     results = []
-    for name, run in ((f"decontamination, {scanner.size:,} runs looked for", lambda: scanner.scan(column)),):
+    for name, run in ((f"decontamination, {index.keys.size:,} runs looked for", lambda: index.scan(column)),):
         run()
         rate = megabytes / cpu_seconds(run, 3)
         print(f"{name}: {rate:.0f} MB/s")
