@@ -35,18 +35,19 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of the tokens and of this many of the most likely ones; None: no
 
     def __post_init__(self) -> None:
-        fits = {
-            "max_new_tokens >= 0": self.max_new_tokens >= 0,
-            "temperature >= 0": self.temperature >= 0,
-            "0 <= top_k < 2**31": 0 <= self.top_k < 2**31,
-            "0 < top_p <= 1": 0 < self.top_p <= 1,
-            "0 <= min_p <= 1": 0 <= self.min_p <= 1,
-            "repetition_penalty > 0": self.repetition_penalty > 0,
-            "0 <= seed < 2**32": 0 <= self.seed < 2**32,
+        rules = {
+            "max_new_tokens": (self.max_new_tokens >= 0, "at least 0"),
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (0 <= self.top_k < 2**31, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "seed": (0 <= self.seed < 2**32, "between 0 and 2**32"),
         }
-        for rule, fit in fits.items():
-            if not fit:
-                raise UserError(f"a sampling parameter is out of range: {rule}", where="sampling", fix="Change it.")
+        for name, (fits, rule) in rules.items():
+            if not fits:
+                what = f"{name} = {getattr(self, name)} is out of range"
+                raise UserError(what, where="sampling", fix=f"It must be {rule}.")
 
 
 class SamplingTensors(NamedTuple):
