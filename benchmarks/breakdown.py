@@ -127,12 +127,12 @@ def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., 
 def _update(program: Trainer) -> Callable[..., Any]:
     job, settings = program.job, program.job.settings
     update = make_update(
-        job.graph,
         program.optimizer,
         learning_rate(settings.schedule, settings.steps),
         seed=job.seed,
         stochastic_rounding=settings.precision.rounding == "stochastic",
         health=settings.health,
+        ema=settings.ema,
     )
     loss = math.log(job.graph.vocabulary)  # one that no judge of losses minds
 
