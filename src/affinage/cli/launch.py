@@ -19,24 +19,20 @@ from affinage.cli.options import (
     UntilOption,
     load,
     opt,
+    verb,
 )
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
-    from affinage.cluster.launch import Launcher
     from affinage.config.load import LoadedRecipe
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verb."""
-    app.command("launch")(launch)
-
-
+@verb()
 def launch(
     recipe: RecipeArgument,
-    processes: Annotated[int, opt("How many processes compute together.", min=1, metavar="N")],
-    on: Annotated[Literal["local", "ray"], opt("Where: on this machine, or on a Ray cluster.")] = "local",
-    devices: Annotated[int | None, opt("Devices that the CPU of each process plays.", min=1, metavar="N")] = None,
+    processes: Annotated[int, opt("Number of processes that train together.", min=1, metavar="N")],
+    on: Annotated[Literal["local", "ray"], opt("On this machine, or on a Ray cluster.")] = "local",
+    devices: Annotated[int | None, opt("Devices that the CPU of each process simulates.", min=1, metavar="N")] = None,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
     until: UntilOption = None,
@@ -44,7 +40,7 @@ def launch(
     profile: ProfileOption = None,
     max_preemptions: Annotated[int, opt("Restarts after a process was preempted.", min=0)] = 1000,
     max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
-    grace: Annotated[float, opt("Seconds to save in when this program is asked to stop.", min=1)] = 35.0,
+    grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
     address: Annotated[
         str, opt("ray: of the cluster (auto, HOST:6379); default: one on this machine.", metavar="ADDRESS")
     ] = "",
@@ -62,7 +58,7 @@ def launch(
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
     loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
-    from affinage.cluster.launch import FailureConfig, LocalLauncher, supervise
+    from affinage.cluster.launch import FailureConfig, Launcher, LocalLauncher, supervise
     from affinage.pipeline.names import RECIPE, resolve
 
     run = resolve(recipe, runs).run
@@ -87,12 +83,11 @@ def launch(
                 open_cluster=open_cluster,
                 min_workers=min_processes,
                 devices=devices,
-                files=files_of(loaded, file),
+                files=_files_of(loaded, file),
                 say=_print,
             )
             cleanup.callback(launcher.close)
-        failures = FailureConfig(max_preemptions, max_failures)
-        status = supervise(launcher, words, failures, grace=grace, say=_print)
+        status = supervise(launcher, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=_print)
     raise typer.Exit(status)
 
 
@@ -110,7 +105,7 @@ def _check_mesh(loaded: "LoadedRecipe", until: Sequence[str] | None, processes: 
         raise UserError(what, where=loaded.locate(("mesh",)), fix=error.fix) from error
 
 
-def files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
+def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
     """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
     from affinage.config.load import load_recipe
 
