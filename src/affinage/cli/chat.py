@@ -90,9 +90,9 @@ def chat(
     locale = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
     language = lang or ("fr" if locale.startswith("fr") else "en")
     found = opened(model, opening)
-    from affinage.generation.chat import ChatSession, base_model_warning, converse, greeting
+    from affinage.generation.chat import ChatSession, base_model_warning, converse
 
-    session = ChatSession(found.model, sampling.params(max_new_tokens))
+    session = ChatSession(found.model, sampling.params(max_new_tokens), language)
     if not found.is_chat:
         print(base_model_warning(model, language), file=sys.stderr)
     if system is not None:
@@ -104,8 +104,8 @@ def chat(
         _write("\n")
     if not questions:
         if sys.stdin.isatty():
-            print(greeting(session, language), file=sys.stderr)
-        converse(session, read_line, _write, language)
+            print(session.greeting(), file=sys.stderr)
+        converse(session, read_line, _write)
 
 
 def _piped() -> str:

@@ -196,7 +196,7 @@ class StepTime:
         return {axis: seconds for axis, seconds in found.items() if seconds}
 
     def phases(self, loss: str) -> dict[str, float]:
-        """Seconds of forward, loss, backward and optimizer, as `benchmarks/breakdown.py` measures them.
+        """Seconds of forward, loss, backward and optimizer, as `benchmarks/step.py` measures them.
 
         The loss is the node of that name, in both directions. A pipeline waits for a third of its bubble in the forward
         pass.
