@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MaxNewTokens = Annotated[int, opt("Maximum number of new tokens.", "--max-new-tokens", min=1)]
 SystemOption = Annotated[str | None, opt("Another system prompt than the one it was trained with.", "--system")]
-_FIX = 'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
 _Share = Annotated[float, opt("Draw among tokens at least this share as likely as the likeliest.", min=0, max=1)]
 
 
@@ -57,7 +56,9 @@ def generate(
 
     Example: affinage generate quickstart "The currency of Japan" "La monnaie du Japon"
     """
-    texts = _as_text(prompts or []) or [_piped()]
+    with _only_utf8("PROMPT"):
+        texts = prompts or [_piped()]
+        "".join(texts).encode()
     found = opened(model, opening)
     from affinage.api import prompt_tokens
     from affinage.generation.engine import generate as generated
@@ -86,7 +87,9 @@ def chat(
 
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
-    questions = _as_text([*(question or []), system or ""])[:-1]
+    questions = question or []
+    with _only_utf8("QUESTION, --system"):
+        "".join([*questions, system or ""]).encode()
     locale = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
     language = lang or ("fr" if locale.startswith("fr") else "en")
     found = opened(model, opening)
@@ -110,34 +113,23 @@ def chat(
 
 def _piped() -> str:
     """The text of a pipe or a file, without its last line break; a terminal is not waited for."""
-    if sys.stdin.isatty():
-        raise UserError("no prompt was given", fix=_FIX)
-    with _read_as_text():
-        text = sys.stdin.read().removesuffix("\n")
+    text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
     if not text:
-        raise UserError("no prompt was given, and standard input is empty", fix=_FIX)
+        fix = (
+            'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
+        )
+        raise UserError("no prompt was given", fix=fix)
     return text
 
 
 @contextlib.contextmanager
-def _read_as_text() -> Iterator[None]:
-    """Inside, standard input that is not UTF-8 is a mistake of the user."""
+def _only_utf8(where: str) -> Iterator[None]:
+    """Inside, text in another encoding is a mistake of the user."""
     try:
         yield
-    except UnicodeDecodeError as error:
-        fix = "If it is Latin-1: iconv -f latin1 -t utf-8 FILE | affinage ..."
-        raise UserError(f"this is not UTF-8: {error}", where="standard input", fix=fix) from error
-
-
-def _as_text(words: Sequence[str]) -> list[str]:
-    """The arguments. Raises UserError for one in another encoding than the terminal's."""
-    for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError as error:
-            shown = word.encode(errors="replace").decode()
-            raise UserError("this is not UTF-8", where=f"`{shown}`", fix="Save it as UTF-8, then try again.") from error
-    return list(words)
+    except UnicodeError as error:
+        fix = "Convert it, for example with: iconv -f latin1 -t utf-8 FILE | affinage ..."
+        raise UserError(f"this is not UTF-8: {error.reason}", where=where, fix=fix) from error  # type: ignore[attr-defined]
 
 
 def read_line() -> str | None:
@@ -147,7 +139,7 @@ def read_line() -> str | None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() uses it once it is there
     try:
-        with _read_as_text():
+        with _only_utf8("standard input"):
             return input("> " if terminal else "")
     except (EOFError, KeyboardInterrupt):
         if terminal:

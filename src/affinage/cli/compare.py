@@ -1,8 +1,8 @@
 """The verb `compare`: runs and models beside each other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, arg, complete_model, find, opt, verb
 from affinage.cli.output import Table, emit
@@ -39,7 +39,7 @@ def compare(
     targets = [_target(name, runs) for name in names]  # before JAX is imported
     from affinage.report.comparison import comparison
 
-    found = comparison([_entrant(name, target, names, runs) for name, target in zip(names, targets)])
+    found = comparison([_entrant(name, target, runs) for name, target in zip(names, targets)])
     page = {}
     if html is not None:
         from affinage.report.comparison_page import render_comparison
@@ -64,11 +64,11 @@ def _target(name: str, runs: Path) -> "Target | None":
     return target
 
 
-def _entrant(name: str, target: "Target | None", names: Sequence[str], runs: Path) -> "Entrant":
+def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
     """What is known of a name. Raises UserError if it is neither a complete run nor a model with results."""
     from affinage.pipeline.eval_results import eval_results
     from affinage.pipeline.models import results_of
-    from affinage.pipeline.names import is_training, resolve, run_of
+    from affinage.pipeline.names import command, is_training, resolve, run_of
     from affinage.report.comparison import entrant
 
     found, run, parts = eval_results(name, runs), None, None
@@ -81,39 +81,10 @@ def _entrant(name: str, target: "Target | None", names: Sequence[str], runs: Pat
         parts = results_of(target.path.resolve(), target.run)
         run = target.run if parts else None
     if run is None and found is None:
-        raise UserError(f"there are no results of `{name}`", fix=f"Make them: {_evaluation(name, names, runs)}")
+        fix = f"Make them: {command('eval', name, '--tasks', 'TASKS', runs=runs)}, with the tasks of the others."
+        raise UserError(f"there are no results of `{name}`", fix=fix)
     folder, again = (None, "") if found is None else (found.folder, found.again)
     return entrant(name, run, folder, again=again, parts=parts)
-
-
-def _evaluation(name: str, names: Sequence[str], runs: Path) -> str:
-    """The command that evaluates a model on what its run's recipe evaluates, or else on what others here answered."""
-    from affinage.evaluation.benchmarks import BENCHMARKS
-    from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.names import ITEMS, command
-
-    if _recorded(name, runs).get("tasks"):
-        return command("eval", name, runs=runs)
-    for other in names:
-        found, settings = eval_results(other, runs), _recorded(other, runs)
-        answered = [] if found is None else sorted(file.stem for file in (found.folder / ITEMS).glob("*.jsonl"))
-        # Others than these may be of files, which a recipe names and results do not.
-        tasks = answered if answered and all(task in BENCHMARKS for task in answered) else settings.get("tasks")
-        if tasks:
-            items = ["--data-dir", settings["data_dir"]] if settings.get("data_dir") else []
-            return command("eval", name, "--tasks", ",".join(tasks), *items, runs=runs)
-    return f"{command('eval', name, '--tasks', 'julian', runs=runs)} (its items are on the hub), or --task my_task.yaml"
-
-
-def _recorded(name: str, runs: Path) -> dict[str, Any]:
-    """The `evaluate` settings of the run that a name belongs to; {} if there are none."""
-    from affinage.pipeline.names import recorded, resolve
-
-    try:
-        run = resolve(name, runs).run
-        return {} if run is None else recorded(run).get("evaluate") or {}
-    except UserError:  # a damaged file is refused by what needs it
-        return {}
 
 
 def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":

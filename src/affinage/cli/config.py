@@ -7,19 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from affinage.cli.options import (
-    RUNS,
-    JsonOption,
-    RecipeArgument,
-    RunsOption,
-    SetOption,
-    arg,
-    complete_recipe,
-    load,
-    opt,
-    verb,
-    verbs,
-)
+from affinage.cli import options
+from affinage.cli.options import arg, load, opt, verb, verbs
 from affinage.cli.output import Table, emit
 from affinage.errors import UserError, did_you_mean
 
@@ -50,7 +39,7 @@ name: {name}
 
 
 @verb()
-def recipes(as_json: JsonOption = False) -> None:
+def recipes(as_json: options.JsonOption = False) -> None:
     """List the packaged recipes.
 
     Example: affinage recipes
@@ -103,7 +92,7 @@ def facts(path: Path) -> dict[str, list[str]]:
 def new(
     name: Annotated[str, arg("NAME", "Of the run, and of the file NAME.yaml.")],
     like: Annotated[
-        str, opt("The recipe to start from.", "--like", metavar="RECIPE", autocompletion=complete_recipe)
+        str, opt("The recipe to start from.", "--like", metavar="RECIPE", autocompletion=options.complete_recipe)
     ] = "quickstart",
 ) -> None:
     """Write NAME.yaml, a recipe based on another one, and the schema with which editors check it.
@@ -127,12 +116,12 @@ def new(
 
 @verb(within=group)
 def show(
-    recipe: RecipeArgument,
+    recipe: options.RecipeArgument,
     key: Annotated[str | None, arg("[KEY]", "Only this section or setting, and what it means.")] = None,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
+    overrides: options.SetOption = None,
+    runs: options.RunsOption = options.RUNS,
     changes: Annotated[bool, opt("Only what differs from the recipe's base.", "--changes")] = False,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Print every value in effect, where it was written, and what it was in the recipe's base.
 

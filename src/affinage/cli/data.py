@@ -7,20 +7,8 @@ from typing import Annotated, Any, Literal
 
 from typer.core import TyperGroup
 
-from affinage.cli.options import (
-    RUNS,
-    JsonOption,
-    PipelineOptions,
-    RecipeArgument,
-    RunArgument,
-    RunsOption,
-    arg,
-    find,
-    opt,
-    verb,
-    verbs,
-    with_options,
-)
+from affinage.cli import options
+from affinage.cli.options import arg, find, opt, verb, verbs, with_options
 from affinage.cli.output import Table, counted, described, emit, table, working
 from affinage.cli.run import SampleOption, run_pipeline, sampled
 from affinage.errors import UserError
@@ -47,8 +35,8 @@ group = verbs(
 
 
 @verb(within=group)
-@with_options(how=PipelineOptions)
-def run(recipe: RecipeArgument, sample: SampleOption = None, *, how: PipelineOptions) -> None:
+@with_options(how=options.PipelineOptions)
+def run(recipe: options.RecipeArgument, sample: SampleOption = None, *, how: options.PipelineOptions) -> None:
     """Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.
 
     Example: affinage data quickstart --set data.sources='[my_folder/]'
@@ -58,12 +46,12 @@ def run(recipe: RecipeArgument, sample: SampleOption = None, *, how: PipelineOpt
 
 @verb(within=group)
 def lineage(
-    run: RunArgument,
+    run: options.RunArgument,
     step: Annotated[int, opt("Of training, from 1, as in metrics.jsonl.", show_default=False)],
     row: Annotated[int | None, opt("Of the batch, from 0; shows its text too.")] = None,
     training: Annotated[Literal["pretrain", "sft", "dpo"], opt("The training whose step it is.")] = "pretrain",
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
+    runs: options.RunsOption = options.RUNS,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Print the documents that a training step read.
 
@@ -84,11 +72,11 @@ def lineage(
 
 @verb(within=group)
 def search(
-    run: RunArgument,
+    run: options.RunArgument,
     text: Annotated[str, arg("TEXT", "In any letter case.")],
     limit: Annotated[int, opt("Maximum number of documents.", min=1)] = 20,
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
+    runs: options.RunsOption = options.RUNS,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Find the documents that hold a text, and the steps of pretraining that read them.
 
@@ -143,8 +131,8 @@ def head(
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
     skip: Annotated[int, opt("Number of documents to leave out first.", min=0)] = 0,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
+    runs: options.RunsOption = options.RUNS,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Show the first documents that a step passed on, or those it removed.
 
@@ -167,7 +155,9 @@ def head(
 
 
 @verb(within=group)
-def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
+def stats(
+    run: options.RunArgument, runs: options.RunsOption = options.RUNS, as_json: options.JsonOption = False
+) -> None:
     """Count documents, bytes and tokens by step, source and language; epochs, and tokens per word.
 
     Example: affinage data stats quickstart

@@ -82,19 +82,11 @@ def _machine(runs: Path) -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory("MemTotal"),
-        "memory_available_bytes": _memory("MemAvailable"),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_available_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"),
         "runs": str(runs.absolute()),
         "disk_free_bytes": shutil.disk_usage(place).free,
     }
-
-
-def _memory(name: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None  # not Linux
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def _version(package: str) -> str | None:

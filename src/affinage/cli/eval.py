@@ -2,69 +2,43 @@
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import typer
-
+from affinage.cli import options
 from affinage.cli.opening import MaxLenOption, MeshOption, OpenOptions, model_of, opened
-from affinage.cli.options import (
-    RUNS,
-    ForceOption,
-    JsonOption,
-    ModelArgument,
-    PipelineOptions,
-    RunsOption,
-    SetOption,
-    find,
-    opt,
-    verb,
-)
-from affinage.cli.output import Table, counted, emit, listed, working
+from affinage.cli.options import find, opt, verb
+from affinage.cli.output import Table, counted, emit, listed, table, working
 from affinage.cli.run import run_pipeline
 from affinage.errors import UserError
 
 _NUMBERS = 12  # of items, that are listed on the terminal
-_SETTINGS = {  # of `evaluate` in a recipe
-    *("tasks", "data_dir", "limit", "num_fewshot", "apply_chat_template"),
-    *("batch_size", "max_new_tokens", "contamination"),
-}
+_SETTINGS = "tasks data_dir limit num_fewshot apply_chat_template batch_size max_new_tokens contamination".split()
+_TASKS = (
+    "julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. Default: those of "
+    "the run's recipe."
+)
+_TEMPLATE = "Ask in the model's chat template: tasks made for chat (auto), all (true), or none."
+_CONTAMINATION = "Search the text that it was trained on for the items, where it is here; default yes."
 
 
 @verb("eval")
 def evaluate(
-    model: ModelArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-    force: ForceOption = None,
-    tasks: Annotated[
-        list[str] | None,
-        opt(
-            "julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. "
-            "Default: those of the run's recipe.",
-            "--tasks",
-            "--task",
-            metavar="TASK",
-        ),
-    ] = None,
-    data_dir: Annotated[
-        str | None, opt("Items as NAME.jsonl or .jsonl.gz; default: from the hub.", metavar="DIR")
-    ] = None,
+    model: options.ModelArgument,
+    overrides: options.SetOption = None,
+    runs: options.RunsOption = options.RUNS,
+    force: options.ForceOption = None,
+    tasks: Annotated[list[str] | None, opt(_TASKS, "--tasks", "--task", metavar="TASK")] = None,
+    data_dir: Annotated[str | None, opt("Items as NAME.jsonl(.gz); default: from the hub.", metavar="DIR")] = None,
     limit: Annotated[int | None, opt("Items per task; default all.", min=1)] = None,
-    num_fewshot: Annotated[
-        int | None, opt("Examples before each question; default: as the task defines.", min=0)
-    ] = None,
-    apply_chat_template: Annotated[
-        Literal["auto", "true", "false"] | None,
-        opt("Ask in the model's chat template: tasks made for chat (auto), all (true), or none."),
-    ] = None,
+    num_fewshot: Annotated[int | None, opt("Examples before a question; default: as the task defines.", min=0)] = None,
+    apply_chat_template: Annotated[Literal["auto", "true", "false"] | None, opt(_TEMPLATE)] = None,
     batch_size: Annotated[int | None, opt("Whole sequences at once; default: what fits, to 64.", min=1)] = None,
-    contamination: Annotated[
-        bool | None, opt("Search the text that it was trained on for the items, where it is here; default yes.")
-    ] = None,
+    contamination: Annotated[bool | None, opt(_CONTAMINATION)] = None,
     mesh: MeshOption = None,
     max_model_len: MaxLenOption = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Score models on benchmarks: a run on those of its recipe, or any model on any task.
 
@@ -75,28 +49,35 @@ def evaluate(
 
     affinage eval quickstart/pretrain --tasks julian --data-dir my_benchmarks --limit 100
     """
-    chosen = [name for names in tasks or () for name in names.split(",") if name]
-    template = None if apply_chat_template is None else {"true": True, "false": False}.get(apply_chat_template, "auto")
-    options: dict[str, Any] = {"tasks": chosen or None, "data_dir": data_dir, "limit": limit}
-    options |= {"num_fewshot": num_fewshot, "batch_size": batch_size, "contamination": contamination}
-    options = {name: value for name, value in options.items() if value is not None}
-    options |= {} if template is None else {"apply_chat_template": template}
+    given: dict[str, Any] = {
+        "tasks": [name for names in tasks or () for name in names.split(",") if name] or None,
+        "data_dir": data_dir,
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "apply_chat_template": {"true": True, "false": False}.get(apply_chat_template or "", apply_chat_template),
+        "batch_size": batch_size,
+        "contamination": contamination,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
     target = find(model, runs)
-    own = not options and mesh is None and max_model_len is None
+    own = not given and mesh is None and max_model_len is None
     if own and target.kind in ("recipe", "run") and target.step is None:
-        _evaluate_run(model, PipelineOptions(overrides, runs, force, as_json=as_json))
-        return
-    if overrides or force:
+        results = _evaluate_run(model, options.PipelineOptions(overrides, runs, force, as_json=as_json))
+        tables = (part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each)))
+    elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
-    results = _evaluate_model(model, OpenOptions(mesh, max_model_len, runs), options)
-    if results:
-        emit(results, as_json, _view(results))
-
-
-def _evaluate_run(name: str, how: PipelineOptions) -> None:
-    """Print the results of a run's own evaluation, after running those of its steps that are missing."""
+    else:
+        results = _evaluate_model(model, OpenOptions(mesh, max_model_len, runs), given)
+        tables = _view(results)
     from affinage.cluster.processes import is_first
+
+    if is_first():
+        emit(results, as_json, tables)
+
+
+def _evaluate_run(name: str, how: options.PipelineOptions) -> dict[str, Any]:
+    """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.eval_results import is_evaluated
     from affinage.pipeline.names import EVALUATIONS, check_complete, recorded, resolve, run_of
 
@@ -110,14 +91,12 @@ def _evaluate_run(name: str, how: PipelineOptions) -> None:
                 raise UserError("the recipe of this run evaluates nothing", where=name, fix=fix)
         run = run_pipeline(name, how, steps, any_of=True, only=steps, quiet=True)
     files = {step: run / step / "results.json" for step in steps}
-    results = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in files.items() if file.is_file()}
-    view = (part for step, of_model in results.items() for part in ("\n" + step, *_view(of_model)))
-    if is_first():
-        emit({"run": run.name, "evaluations": results}, how.as_json, view)
+    found = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in files.items() if file.is_file()}
+    return {"run": run.name, "evaluations": found}
 
 
-def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate one model apart from its recipe; {} in the processes after the first one."""
+def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> dict[str, Any]:
+    """The results of one model, evaluated apart from its recipe."""
     target, _ = model_of(name, opening.runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
     from affinage.config.data import POCKET_WORLD
@@ -129,8 +108,8 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     from affinage.pipeline.names import recorded
     from affinage.stopping import StopSignals
 
-    as_made = recorded(target.run).get("evaluate") or {} if target.run is not None and "tasks" not in options else {}
-    settings = {key: value for key, value in as_made.items() if key in _SETTINGS and value is not None} | options
+    as_made = recorded(target.run).get("evaluate") or {} if target.run is not None and "tasks" not in given else {}
+    settings = {key: value for key, value in as_made.items() if key in _SETTINGS and value is not None} | given
     tasks = settings.pop("tasks", [])
     if not tasks:
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
@@ -160,26 +139,27 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
                 say=lines.append,
                 **settings,
             )
-        for line in lines:
-            typer.echo(line, err=True)
+        print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
         processes.barrier("the end of the evaluation")
-    return {**results, **found.facts} if processes.first else {}
+    return {**results, **found.facts}
 
 
 def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     tasks = results["tasks"]
-    rows = [
-        (
-            task,
-            metric,
-            *(_number(score[part]) for part in ("value", "stderr")),
-            _number(entry.get("chance") if metric.startswith("acc") else None),
-            entry["items"],
-        )
-        for task, entry in tasks.items()
-        for metric, score in entry["metrics"].items()
-    ]
-    yield Table(("task", "metric", "value", "±", "chance", "items"), rows, left=(0, 1))
+    yield table(
+        [
+            {
+                "task": task,
+                "metric": metric,
+                "value": _number(score["value"]),
+                "±": _number(score["stderr"]),
+                "chance": _number(entry.get("chance") if metric.startswith("acc") else None),
+                "items": entry["items"],
+            }
+            for task, entry in tasks.items()
+            for metric, score in entry["metrics"].items()
+        ]
+    )
     if templated := [task for task, entry in tasks.items() if entry.get("chat_template")]:
         yield f"Asked in the chat template: {', '.join(templated)}"
     long = {task: entry for task, entry in tasks.items() if entry.get("longer")}
@@ -198,18 +178,11 @@ def _contamination(facts: Mapping[str, Any], tasks: Mapping[str, Any]) -> Iterat
     """The items that were found in the training text, and the scores without them."""
     yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
     for task, entry in facts["tasks"].items():
-        copied = entry.get("common", [])  # results of older versions have none
-        if numbers := [*entry["found"], *copied]:
-            boilerplate = f", {len(copied)} in more than {facts['boilerplate']:,} texts each" if copied else ""
-            shown = listed([*map(str, numbers)], _NUMBERS)
-            yield f"{task}: {len(numbers):,} of {entry['items']:,} found{boilerplate}: {shown}"
-            for metric, without in entry["without"].items():
-                rest = (
-                    f"{_number(without['value'])} ± {_number(without['stderr'])}"
-                    if without["value"] is not None
-                    else "none"
-                )
-                yield f"  {metric} {_number(tasks[task]['metrics'][metric]['value'])}; without them {rest}"
+        if numbers := [*entry["found"], *entry.get("common", [])]:  # results of older versions have no `common`
+            yield f"{task}: {len(numbers):,} of {entry['items']:,} found: {listed([*map(str, numbers)], _NUMBERS)}"
+            for metric, rest in entry["without"].items():
+                value = tasks[task]["metrics"][metric]["value"]
+                yield f"  {metric} {_number(value)}; without them {_number(rest['value'])} ± {_number(rest['stderr'])}"
         if entry.get("too_short"):
             yield f"{task}: {counted(entry['too_short'], 'item')} too short to be searched for"
 
@@ -221,13 +194,13 @@ def _published(tasks: dict[str, Any]) -> "Iterator[str | Table]":
     known = [task for task in tasks if task in headline_metrics()]
     if not known:
         return
-    own = (tasks[task]["metrics"].get(headline_metrics()[task], {}).get("value") for task in known)
-    rows = [["this model", "", *(None if value is None else f"{100 * value:.1f}" for value in own)]]
-    for model in published():
-        scores = (f"{100 * model.scores[task]:.1f}" if task in model.scores else None for task in known)
-        rows.append([f"{model.name} (published)", model.tokens_as_stated, *scores])
-    yield ""
-    yield Table(("", "tokens", *known), rows, title="in percent; published, not measured here")
+    own = {task: tasks[task]["metrics"].get(headline_metrics()[task], {}).get("value") for task in known}
+    models = [("this model", "", own), *((f"{m.name} (published)", m.tokens_as_stated, m.scores) for m in published())]
+    rows = [
+        (name, tokens, *(None if scores.get(task) is None else f"{100 * scores[task]:.1f}" for task in known))
+        for name, tokens, scores in models
+    ]
+    yield Table(("", "tokens", *known), rows, title="\nin percent; published, not measured here")
     if others := of_other_items({task: tasks[task]["items"] for task in known}):
         counts = (f"{task} {counted(count, 'item')} (published {whole:,})" for task, (count, whole) in others.items())
         yield f"Not on the same items as the published scores: {', '.join(counts)}"

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -52,7 +51,7 @@ def graph(
     load_plugins(loaded)
     if schedule:
         rates = _learning_rates(loaded)
-        emit(rates, as_json, (line for name in rates for line in _bars(name, rates[name])))
+        emit(rates, as_json, described({name: _with_bars(rows) for name, rows in rates.items()}))
         return
     vocabulary = _vocabulary(loaded.recipe, run_folder(resolve(recipe, runs), loaded, runs))
     model = parse(with_vocabulary(loaded.recipe.model, vocabulary), loaded.locate)
@@ -164,10 +163,7 @@ def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:
     return [{"step": step, "learning_rate": float(rate(jnp.int32(step)))} for step in steps]
 
 
-def _bars(name: str, rates: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each step, with a bar as long as its learning rate is high."""
+def _with_bars(rates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with a bar as long as its learning rate is high."""
     top = max(row["learning_rate"] for row in rates)
-    yield f"{name}: learning rate by step"
-    for row in rates:
-        rate = row["learning_rate"]
-        yield f"{row['step']:>10,}  {rate:9.3e}  {'█' * max(round(_WIDTH * rate / top), 0)}"
+    return [row | {"bar": "█" * max(round(_WIDTH * row["learning_rate"] / top), 0)} for row in rates]

@@ -3,25 +3,13 @@
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from affinage.cli.options import (
-    RUNS,
-    ForceOption,
-    ProfileOption,
-    RecipeArgument,
-    RunsOption,
-    SetOption,
-    UntilOption,
-    load,
-    opt,
-    verb,
-)
-from affinage.errors import UserError
+from affinage.cli import options
+from affinage.cli.options import load, opt, verb
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
@@ -29,15 +17,15 @@ if TYPE_CHECKING:
 
 @verb()
 def launch(
-    recipe: RecipeArgument,
+    recipe: options.RecipeArgument,
     processes: Annotated[int, opt("Number of processes that train together.", min=1, metavar="N")],
     on: Annotated[Literal["local", "ray"], opt("On this machine, or on a Ray cluster.")] = "local",
     devices: Annotated[int | None, opt("Devices that the CPU of each process simulates.", min=1, metavar="N")] = None,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-    until: UntilOption = None,
-    force: ForceOption = None,
-    profile: ProfileOption = None,
+    overrides: options.SetOption = None,
+    runs: options.RunsOption = options.RUNS,
+    until: options.UntilOption = None,
+    force: options.ForceOption = None,
+    profile: options.ProfileOption = None,
     max_preemptions: Annotated[int, opt("Restarts after a process was preempted.", min=0)] = 1000,
     max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
     grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
@@ -68,8 +56,6 @@ def launch(
     traced = None if profile is None else [profile]
     for option, values in (("--set", overrides), ("--until", until), ("--force", force), ("--profile", traced)):
         words += [word for value in values or () for word in (option, value)]
-    if min_processes is None:
-        _check_mesh(loaded, until, processes, devices)
     with contextlib.ExitStack() as cleanup:
         launcher: Launcher
         if on == "local":
@@ -89,20 +75,6 @@ def launch(
             cleanup.callback(launcher.close)
         status = supervise(launcher, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=_print)
     raise typer.Exit(status)
-
-
-def _check_mesh(loaded: "LoadedRecipe", until: Sequence[str] | None, processes: int, devices: int | None) -> None:
-    """Refuse a mesh that cannot span all devices, where their number is known and the run trains."""
-    trainings = loaded.recipe.trainings
-    if devices is None or not trainings or (until and not set(until) & set(trainings)):
-        return
-    from affinage.hardware.mesh import axis_sizes
-
-    try:
-        axis_sizes({str(axis): size for axis, size in loaded.recipe.mesh.items()}, processes * devices, processes)
-    except UserError as error:
-        what = f"{error.what} (processes: {processes}, devices of each: {devices})"
-        raise UserError(what, where=loaded.locate(("mesh",)), fix=error.fix) from error
 
 
 def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:

@@ -1,12 +1,10 @@
 """The program `affinage`, to which every verb registers itself, and what verbs share: options, and what names mean."""
 
-import contextlib
 import functools
 import inspect
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from affinage.cli.output import listed
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 _EXAMPLE = re.compile(r"^Examples?: (.+)$", re.MULTILINE)  # in the docstring of a verb
-_DIFFERENCES = 3  # settings in which a run differs from the packaged recipe of its name, in a warning
 _HELP: dict[str, Any] = {"no_args_is_help": True, "context_settings": {"help_option_names": ["-h", "--help"]}}
 
 app = typer.Typer(
@@ -61,38 +57,33 @@ def verbs(name: str, help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typ
     return group
 
 
-def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
-
-
 def complete_recipe(incomplete: str) -> list[str]:
     """Names of packaged recipes for the shell; where none fits it continues with files."""
     from affinage.config.layers import packaged_recipes
 
-    return _beginning(incomplete, packaged_recipes())
+    return [name for name in packaged_recipes() if name.startswith(incomplete)]
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of runs, and after a slash those of their trainings."""
+    """Names of runs for the shell, and after a slash those of their trainings."""
     from affinage.pipeline.names import TRAININGS, run_names
 
-    folder = Path(ctx.params.get("runs") or os.environ.get("AFFINAGE_RUNS") or "runs")
+    folder = Path(ctx.params.get("runs") or RUNS)
     run, slash, _ = incomplete.partition("/")
-    if slash:
-        return _beginning(incomplete, (f"{run}/{name}" for name in TRAININGS if (folder / run / name).is_dir()))
-    return _beginning(incomplete, run_names(folder))
+    trained = [f"{run}/{name}" for name in TRAININGS if slash and (folder / run / name).is_dir()]
+    return [name for name in trained or run_names(folder) if name.startswith(incomplete)]
 
 
 def complete_recipe_or_run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of packaged recipes and of runs."""
+    """Names of packaged recipes and of runs for the shell."""
     return [*dict.fromkeys([*complete_recipe(incomplete), *complete_model(ctx, incomplete)])]
 
 
 def complete_slice(incomplete: str) -> list[str]:
-    """Names of common TPU slices and boxes of GPUs."""
+    """Names of common TPU slices and boxes of GPUs for the shell."""
     from affinage.hardware.slices import compared
 
-    return _beginning(incomplete, (one.name for one in compared()))
+    return [one.name for one in compared() if one.name.startswith(incomplete)]
 
 
 def opt(help: str, *names: str, **more: Any) -> Any:
@@ -207,17 +198,11 @@ def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: boo
     """
     from affinage.config.layers import packaged_recipes
     from affinage.config.load import load_recipe
-    from affinage.differing import differing
     from affinage.pipeline.names import recipe_of
 
     target = find(name, runs)
     loaded = recipe_of(target, runs, overrides or (), warn=warn if lenient else None)
     packaged = packaged_recipes().get(name) if target.kind == "run" else None
-    both: list[Any] = []
-    if packaged is not None:
-        with contextlib.suppress(UserError):  # overrides that only the run can take
-            both = [each.recipe.model_dump(mode="json") for each in (loaded, load_recipe(packaged, overrides or ()))]
-    if keys := [key for key, _ in differing(both)] if both else []:
-        shown = listed(keys, _DIFFERENCES)
-        warn(f"`{name}` is the run {target.path}, which differs from the packaged recipe {packaged} in {shown}")
+    if packaged is not None and recipe_of(target, runs, warn=lambda _: None).recipe != load_recipe(packaged).recipe:
+        warn(f"`{name}` is the run {target.path}, whose settings are not those of the packaged recipe {packaged}")
     return loaded

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 _UNBROKEN = 10_000  # columns where there is no terminal: a program reads lines, and one that is folded is two
 _LONG = 10**12  # whole numbers from here on, such as FLOPs, are rounded
 _EMPTY = (None, "", [], {})
-_COUNTED = re.compile(r"([\d,]+) of ([\d,]+)")
-_NUMBER = re.compile(r"[\d,.]+")
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
         yield table(data)
         return
     for key, value in data.items():
-        title = plain(str(key)).replace("_", " ")
+        title = _title(key)
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
         if value in _EMPTY:
             continue
@@ -77,7 +74,11 @@ def table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
     keys = [*dict.fromkeys(key for row in rows for key, value in row.items() if value not in _EMPTY)]
     left = [at for at, key in enumerate(keys) if not any(isinstance(row.get(key), int | float) for row in rows)]
     cells = [[_in_words(key, row.get(key)) for key in keys] for row in rows]
-    return Table([plain(key).replace("_", " ") for key in keys], cells, left, title)
+    return Table([_title(key) for key in keys], cells, left, title)
+
+
+def _title(key: str) -> str:
+    return plain(str(key)).removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
 
 
 def _in_words(key: str, value: Any) -> str:
@@ -122,22 +123,16 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and value < _LONG else f"{value:.4g}"
 
 
+@functools.cache
 def screen() -> "Console":
     """The console of this process. In a pipe or a file it folds, cuts and colors nothing, unless COLUMNS is set."""
     import rich
 
-    _without_highlights()
+    rich.reconfigure(stderr=rich.get_console().stderr, highlight=False)
     found = rich.get_console()
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _UNBROKEN
     return found
-
-
-@functools.cache
-def _without_highlights() -> None:
-    import rich
-
-    rich.reconfigure(stderr=rich.get_console().stderr, highlight=False)
 
 
 @contextlib.contextmanager
@@ -165,44 +160,21 @@ def listed(names: Sequence[str], most: int) -> str:
 
 @contextlib.contextmanager
 def working(name: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, on standard error, what is being done, for how long, and the time left.
+    """Show on a terminal, on standard error, what is being done.
 
-    Yields a function that shows a phase in words; the time left follows from the share in them ("30 of 90 choices",
-    "45%"). Without a terminal nothing is printed, or with `lines` one line for each new phase.
+    Yields a function that shows a phase in words, such as "30 of 90 choices". Without a terminal nothing is printed, or
+    with `lines` one line for each new phase, whatever the numbers in it.
     """
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console, phase = Console(file=sys.stderr), ""
+    console, shown = Console(file=sys.stderr), set()
+    with console.status(f"{name} ...") as status:
 
-    def printed(what: str) -> None:
-        nonlocal phase
-        before, phase = phase, _NUMBER.sub("", what)
-        if lines and phase != before:
-            print(f"{name}: {what}", file=console.file, flush=True)
+        def progressed(what: str) -> None:
+            status.update(f"{name}: {what}")
+            phase = re.sub(r"[\d,.]+", "", what)
+            if lines and not console.is_terminal and phase not in shown:
+                print(f"{name}: {what}", file=console.file, flush=True)
+            shown.add(phase)
 
-    def shown(what: str) -> None:
-        nonlocal phase
-        before, phase = phase, _NUMBER.sub("", what)
-        share = share_in(what)
-        if phase != before:
-            progress.reset(task)
-        progress.update(task, description=f"{name}: {what}", completed=share or 0, total=None if share is None else 1)
-
-    if not console.is_terminal:
-        yield printed
-        return
-    description = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), description, TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(name, total=None)
-        yield shown
-
-
-def share_in(what: str) -> float | None:
-    """The share that words hold: "30 of 90" or "45%"; None without one."""
-    if found := _COUNTED.search(what):
-        done, whole = (int(number.replace(",", "")) for number in found.groups())
-        return min(1.0, done / whole) if whole else None
-    percent = _PERCENT.search(what)
-    return min(1.0, float(percent[1]) / 100) if percent else None
+        yield progressed

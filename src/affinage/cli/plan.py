@@ -7,18 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from affinage.cli.options import (
-    RUNS,
-    JsonOption,
-    RecipeArgument,
-    RunsOption,
-    SetOption,
-    complete_slice,
-    load,
-    opt,
-    verb,
-    warn,
-)
+from affinage.cli import options
+from affinage.cli.options import load, opt, verb, warn
 from affinage.cli.output import emit, working
 from affinage.errors import UserError
 
@@ -37,10 +27,10 @@ TrainingName = Literal["pretrain", "sft", "dpo"]
 
 @verb()
 def plan(
-    recipe: RecipeArgument,
-    on: Annotated[str | None, opt(_ON, "--on", metavar="SLICE", autocompletion=complete_slice)] = None,
+    recipe: options.RecipeArgument,
+    on: Annotated[str | None, opt(_ON, "--on", metavar="SLICE", autocompletion=options.complete_slice)] = None,
     training: Annotated[TrainingName | None, opt("The training to plan; default: the recipe's first.")] = None,
-    overrides: SetOption = None,
+    overrides: options.SetOption = None,
     compile_step: Annotated[bool, opt("Compile the step with the slice's own compiler: minutes.", "--compile")] = False,
     which: Annotated[bool, opt("Compare many slices: time and cost on each.", "--which")] = False,
     search: Annotated[
@@ -53,8 +43,8 @@ def plan(
         Literal["weak", "strong"] | None,
         opt("Scale from --on to 4,096 chips at a constant batch per device (weak) or batch."),
     ] = None,
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
+    runs: options.RunsOption = options.RUNS,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Plan a training: whether it fits a slice, its time and cost, and which claims about it cannot be true.
 

@@ -4,30 +4,20 @@ import importlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 import affinage
+from affinage import errors
 from affinage.cli.options import app, opt
-from affinage.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    EXIT_USER_ERROR,
-    Preempted,
-    TransientError,
-    UserError,
-    UserWarned,
-    of_the_machine,
-)
 from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
-_MODULES = "run launch sweep data checkpoint eval compare plan report hub chat serve config graph doctor"
-for _name in _MODULES.split():  # each registers its verbs, in the order of the help
-    importlib.import_module(f"affinage.cli.{_name}")
+for _name in "run launch sweep data checkpoint eval compare plan report hub chat serve config graph doctor".split():
+    importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,23 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mistake of the user (with what to do about it), 75 stopped after saving (run it again to resume), 130 interrupted.
     docs/terminal.md has them in full.
     """
-    if arguments is None:
-        warnings.formatwarning = _one_line(warnings.formatwarning)
-        with left_when_done():
-            _run(sys.argv[1:])
-    else:
+    if arguments is not None:
         _run(arguments)
+        return
+    otherwise = warnings.formatwarning
 
-
-def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
-    """A format of warnings in which those for users do not name a place in the code."""
-
-    def shown(message: Warning | str, category: type[Warning], *place: object, **more: object) -> str:
-        if issubclass(category, UserWarned):
+    def one_line(message: Any, category: type[Warning], *place: Any, **more: Any) -> str:
+        if issubclass(category, errors.UserWarned):  # a place in the code would not help a user
             return f"Warning: {message}\n"
         return otherwise(message, category, *place, **more)
 
-    return shown
+    warnings.formatwarning = one_line
+    with left_when_done():
+        _run(sys.argv[1:])
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -79,7 +65,7 @@ def _run(arguments: Sequence[str]) -> None:
     try:
         app(words, prog_name="affinage")
     except SystemExit as ended:
-        if ended.code == EXIT_INTERRUPTED:
+        if ended.code == errors.EXIT_INTERRUPTED:
             print("Interrupted.", file=sys.stderr)
         raise
     except Exception as error:
@@ -93,14 +79,13 @@ def _run(arguments: Sequence[str]) -> None:
 
 def _ending(error: Exception) -> tuple[str, int]:
     """The message and the exit status of an error; "" for a defect, which is shown by its traceback."""
-    if isinstance(error, Preempted):
-        return f"Stopped: {error}. Run the same command to resume.", EXIT_PREEMPTED
-    if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0]
-        if package in _EXTRAS:
-            fix = f"Install it: pip install 'affinage[{_EXTRAS[package]}]'"
-            error = UserError(f"this needs the package `{package}`", fix=fix)
-    mistake = error if isinstance(error, UserError) else of_the_machine(error)
+    if isinstance(error, errors.Preempted):
+        return f"Stopped: {error}. Run the same command to resume.", errors.EXIT_PREEMPTED
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in _EXTRAS:
+        fix = f"Install it: pip install 'affinage[{_EXTRAS[package]}]'"
+        error = errors.UserError(f"this needs the package `{package}`", fix=fix)
+    mistake = error if isinstance(error, errors.UserError) else errors.of_the_machine(error)
     if mistake is None:
         return "", 1
-    return f"Error: {mistake}", 1 if isinstance(mistake, TransientError) else EXIT_USER_ERROR
+    return f"Error: {mistake}", 1 if isinstance(mistake, errors.TransientError) else errors.EXIT_USER_ERROR

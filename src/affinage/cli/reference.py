@@ -1,6 +1,7 @@
 """The settings of recipes: what each means, read from the classes that hold them, and which values are in effect."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -21,6 +22,8 @@ _OF_A_NODE = {  # what every node of a graph may have besides the settings of it
     "repeat": {"description": "times in a row, with parameters of its own each time", "type": "integer", "minimum": 1},
     "scan": {"description": "one compiled body for all repeats", "enum": [True, False, "auto"]},
 }
+_EMPTY = (None, "", [], {})
+_NOTHING = ("none", "left out", '""', "[]", "{}")  # defaults that leave nothing in effect
 _WIDE = 60  # characters of a value, after which its origin stands further right
 
 
@@ -163,11 +166,10 @@ class Value(NamedTuple):
 
     path: Path
     value: Any
-    """A word, number, list or short mapping."""
-    is_default: bool
-    meaning: str
+    """A word, number or list of them."""
     origin: str = ""
-    """`file:line`, `--set key` or `default`; for a short mapping also what was set within it."""
+    """`file:line`, `--set key` or `default`."""
+    meaning: str = ""
     base: Any = None
     """What the recipe's base has there; `value` itself where it agrees, or where there is no base."""
 
@@ -183,18 +185,43 @@ class Value(NamedTuple):
 
 
 def effective(loaded: LoadedRecipe) -> list[Value]:
-    """All values in effect, in the order of the settings. What is left out, and null by default, is not among them.
+    """All values in effect, in the order of the settings. What is empty by default is not among them.
 
     Raises:
         UserError: if the base cannot be read.
     """
-    base = {} if loaded.base is None else {each.path: each.value for each in _leaves(load_recipe(loaded.base).recipe)}
+    known = settings_by_key()
+    base = None if loaded.base is None else dict(_leaves(load_recipe(loaded.base).recipe.model_dump(mode="json")))
     found = []
-    for each in _leaves(loaded.recipe):
-        origin = "default" if each.is_default and not _is_written(loaded.raw, each.path) else loaded.locate(each.path)
-        before = each.value if loaded.base is None else base.get(each.path)
-        found.append(each._replace(origin=origin, base=before))
+    for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
+        setting = known.get(re.sub(r"\.\d+(?=\.|$)", "[]", ".".join(map(str, path))))
+        if value in _EMPTY and (setting is None or setting.default in _NOTHING) and (base or {}).get(path) in _EMPTY:
+            continue
+        origin = loaded.locate(path) if _is_written(loaded.raw, path) else "default"
+        before = value if base is None else base.get(path)
+        found.append(Value(path, value, origin, setting.meaning if setting else "", before))
     return found
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The words, numbers and lists of them in a value, each with its path."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for at, inner in enumerate(value):
+            yield from _leaves(inner, (*path, at))
+    else:
+        yield path, value
+
+
+def _is_written(raw: Any, path: Path) -> bool:
+    for key in path:
+        try:
+            raw = raw[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
 
 
 def as_text(values: Sequence[Value], meanings: bool = False) -> str:
@@ -214,36 +241,3 @@ def as_text(values: Sequence[Value], meanings: bool = False) -> str:
         lines.append(f"{'  ' * len(around) + key + as_yaml(value.value):<{_WIDE}}  # {note}")
         above = value.path
     return "\n".join(lines) + "\n"
-
-
-def _leaves(settings: Settings, path: Path = ()) -> Iterator[Value]:
-    for name, field in type(settings).model_fields.items():
-        value = getattr(settings, name)
-        default = field.get_default(call_default_factory=True, validated_data={})
-        if value != default or not (value is None or value in ("", (), {})):  # else nothing is in effect there
-            yield from _inside(Value((*path, name), value, value == default, meaning(field)))
-
-
-def _inside(found: Value) -> Iterator[Value]:
-    value, inner = found.value, []
-    if isinstance(value, Settings):
-        yield from _leaves(value, found.path)
-        return
-    if isinstance(value, Mapping):
-        nested = any(isinstance(each, Mapping | tuple | list | Settings) for each in value.values())
-        inner = list(value.items()) if nested or len(as_yaml(dict(value))) > _WIDE else []
-    elif isinstance(value, tuple | list) and any(isinstance(each, Settings | Mapping) for each in value):
-        inner = list(enumerate(value))
-    for key, each in inner:
-        yield from _inside(found._replace(path=(*found.path, key), value=each))
-    if not inner:
-        yield found
-
-
-def _is_written(raw: Any, path: Path) -> bool:
-    for key in path:
-        try:
-            raw = raw[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return True

@@ -4,21 +4,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from affinage.cli.options import PipelineOptions, RecipeArgument, UntilOption, arg, load, opt, verb, warn, with_options
+from affinage.cli.options import PipelineOptions, RecipeArgument, UntilOption, arg, load, opt, verb, with_options
 from affinage.cli.output import only_data_on_stdout, screen, working
 from affinage.errors import UserError
 
-if TYPE_CHECKING:
-    from affinage.pipeline.plan import PlannedStep
-
 SampleOption = Annotated[float | None, opt("Use a share of each source only, e.g. 0.001.", "--sample", metavar="SHARE")]
-ShowOption = Annotated[
-    int | None, opt("Only prepare the data, and show N examples of it.", "--show", min=1, metavar="N")
-]
+ShowOption = Annotated[int | None, opt("Only prepare the data, and show N examples of it.", min=1, metavar="N")]
 
 
 @verb()
@@ -48,7 +43,10 @@ def sft(recipe: RecipeArgument, show: ShowOption = None, sample: SampleOption = 
 
     Example: affinage sft quickstart --show 3
     """
-    _tune(recipe, sampled(how, "sft", sample), "sft", "sft-data", show)
+    how = sampled(how, "sft", sample)
+    folder = run_pipeline(recipe, how, ("sft-data" if show else "sft",))
+    if show and not how.dry_run:
+        _show_examples(folder / "sft-data", show, 1, how)
 
 
 @verb()
@@ -58,23 +56,21 @@ def dpo(recipe: RecipeArgument, show: ShowOption = None, *, how: PipelineOptions
 
     Example: affinage dpo quickstart --set dpo.beta=0.3
     """
-    _tune(recipe, how, "dpo", "preference-data", show, documents=2)
+    folder = run_pipeline(recipe, how, ("preference-data" if show else "dpo",))
+    if show and not how.dry_run:
+        _show_examples(folder / "preference-data", show, 2, how)
 
 
-def _tune(recipe: str, how: PipelineOptions, training: str, data: str, show: int | None, documents: int = 1) -> None:
-    folder = run_pipeline(recipe, how, (training if show is None else data,))
-    if show is None or how.dry_run:
-        return
+def _show_examples(rows: Path, count: int, documents: int, how: PipelineOptions) -> None:
     from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
     from affinage.pipeline.models import made_from
 
-    rows = folder / data
     tokenizer = made_from(rows.resolve(), "train-tokenizer")
     if tokenizer is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
     with only_data_on_stdout(how.as_json):
-        for name, example in show_examples(rows, Tokenizer.load(tokenizer), show, documents=documents):
+        for name, example in show_examples(rows, Tokenizer.load(tokenizer), count, documents=documents):
             screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
             screen().print(example, markup=False, highlight=False)
 
@@ -133,66 +129,52 @@ def run_pipeline(
     from affinage.stopping import StopSignals, without_readers
 
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
-        return _run(name, how, until, any_of=any_of, only=only, quiet=quiet)
+        from affinage.pipeline.names import command, resolve
 
+        profile = [] if how.profile is None else [f"runtime.profile={how.profile}"]
+        loaded = load(name, [*(how.overrides or ()), *profile], how.runs)
+        made = resolve(name, how.runs).run
+        runs = how.runs if made is None else made.parent  # a run that is named by its path is run where it is
+        from affinage.api import prepare_process, write_report
+        from affinage.cli.watch import Watch, show_plan, show_result, warn_of
+        from affinage.cluster.processes import init_distributed
+        from affinage.pipeline.build import build_steps
+        from affinage.pipeline.preflight import check
+        from affinage.pipeline.runner import PipelineRunner, Runs
 
-def _run(
-    name: str, how: PipelineOptions, until: Sequence[str], *, any_of: bool, only: Sequence[str] | None, quiet: bool
-) -> Path:
-    from affinage.pipeline.names import command, resolve
-
-    profile = [] if how.profile is None else [f"runtime.profile={how.profile}"]
-    loaded = load(name, [*(how.overrides or ()), *profile], how.runs)
-    made = resolve(name, how.runs).run
-    runs = how.runs if made is None else made.parent  # a run that is named by its path is run where it is
-    from affinage.api import prepare_process, write_report
-    from affinage.cli.watch import Watch, show_plan, show_result
-    from affinage.cluster.processes import init_distributed
-    from affinage.pipeline.build import build_steps
-    from affinage.pipeline.preflight import check, warnings
-    from affinage.pipeline.runner import PipelineRunner, Runs
-
-    steps = build_steps(loaded, write_report)
-    if not steps:
-        what = "this recipe has no `data` section, so there is nothing to run"
-        raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
-    if any_of:
-        until = [step for step in until if step in {each.name for each in steps}] or until
-    runner = PipelineRunner(loaded, Runs(runs), steps, until=until, force=how.force or ())
-    prepare_process(loaded)
-    if how.dry_run:
-        plan = runner.plan()
-        check(loaded, [step.name for step in plan if not step.complete])
-        show_plan(plan, how.as_json)
-        _warn_of(plan, warnings(loaded))
-        return runner.folder
-    with init_distributed(loaded.recipe.runtime.heartbeat_timeout) as processes, only_data_on_stdout(how.as_json):
-        if not processes.first:
-            runner.follow()
+        steps = build_steps(loaded, write_report)
+        if not steps:
+            what = "this recipe has no `data` section, so there is nothing to run"
+            raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
+        if any_of:
+            until = [step for step in until if step in {each.name for each in steps}] or until
+        runner = PipelineRunner(loaded, Runs(runs), steps, until=until, force=how.force or ())
+        prepare_process(loaded)
+        if how.dry_run:
+            plan = runner.plan()
+            check(loaded, [step.name for step in plan if not step.complete])
+            show_plan(plan, how.as_json)
+            warn_of(loaded, plan)
             return runner.folder
-        plan = runner.plan()
-        waiting = [step.name for step in plan if not step.complete]
-        if only is not None and (first := [step for step in waiting if step not in only]):
-            settings = [word for setting in how.overrides or () for word in ("--set", setting)]
-            ends = [word for step in until for word in ("--until", step)]
-            fix = f"Run them: {command('run', name, *settings, *ends, runs=runs)}"
-            raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
-        with processes.all_at_work():  # the mesh is of all their devices
-            check(loaded, waiting)
-        _warn_of(plan, warnings(loaded))
-        pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
-        if pretrain is not None and tokens is not None and "pretrain" in waiting:
-            screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)
-        with Watch(plan) as watch:
-            runner.run(watch)
-    if not quiet:
-        show_result(runner, plan, watch.seconds, how.as_json)
-    return runner.folder
-
-
-def _warn_of(plan: "Sequence[PlannedStep]", doubts: Sequence[str]) -> None:
-    """Print the sources whose version no server gave, and, if anything is to run, settings that look unintended."""
-    for url, why in {url: why for step in plan for url, why in step.unchecked.items()}.items():
-        warn(f"cannot check whether {url} has changed: {why}")
-    for doubt in doubts if any(not step.complete for step in plan) else ():
-        warn(doubt)
+        with init_distributed(loaded.recipe.runtime.heartbeat_timeout) as processes, only_data_on_stdout(how.as_json):
+            if not processes.first:
+                runner.follow()
+                return runner.folder
+            plan = runner.plan()
+            waiting = [step.name for step in plan if not step.complete]
+            if only is not None and (first := [step for step in waiting if step not in only]):
+                words = [word for setting in how.overrides or () for word in ("--set", setting)]
+                words += [word for step in until for word in ("--until", step)]
+                fix = f"Run them: {command('run', name, *words, runs=runs)}"
+                raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
+            with processes.all_at_work():  # the mesh is of all their devices
+                check(loaded, waiting)
+            warn_of(loaded, plan)
+            pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
+            if pretrain is not None and tokens is not None and "pretrain" in waiting:
+                screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)
+            with Watch() as watch:
+                runner.run(watch)
+        if not quiet:
+            show_result(runner, plan, watch.seconds, how.as_json)
+        return runner.folder

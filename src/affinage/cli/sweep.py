@@ -1,6 +1,5 @@
 """The verb `sweep`: a run for every combination of some settings, and one table of their scores."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption, load, verb, warn
-from affinage.cli.output import Table, emit, only_data_on_stdout, screen
+from affinage.cli.output import Table, emit, only_data_on_stdout, screen, table
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def sweep(
             failure = {}
             try:
                 runner = _runner(point, Runs(runs))
-                with Watch(runner.plan()) as watch:
+                with Watch() as watch:
                     runner.run(watch)
             except TransientError:
                 raise
@@ -128,34 +127,22 @@ def _result(point: "Point", runs: Path) -> dict[str, Any]:
 
 def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
     """The table of a sweep's points: runs, settings, losses and scores."""
-    rows: list[list[Any]] = [["run", *(one["run"] for one in results)]]
-    rows += [[key, *(_value(one["settings"][key]) for one in results)] for key in results[0]["settings"]]
-    for name in dict.fromkeys(name for one in results for name in one["losses"]):
-        losses = (one["losses"].get(name) for one in results)
-        rows.append([name, *(None if loss is None else f"{loss:.4f}" for loss in losses)])
-    for task in dict.fromkeys(task for one in results for task in one["scores"]):
-        first = next(one["scores"][task] for one in results if task in one["scores"])
-        rows.append([f"{task} {first['metric']}", *(_score(one["scores"].get(task)) for one in results)])
-    yield ""
-    yield Table(["", *(str(one["point"]) for one in results)], rows)
+    yield table([{"run": one["run"], **one["settings"], **_losses_and_scores(one)} for one in results])
     if any(score["chat_template"] for one in results for score in one["scores"].values()):
         yield "† asked in the model's chat template"
     yield from (f"{one['run']} failed: {one['error'].splitlines()[0]}" for one in results if "error" in one)
 
 
-def _score(score: dict[str, Any] | None) -> str | None:
+def _losses_and_scores(point: dict[str, Any]) -> dict[str, str]:
     from affinage.report.evaluations import marked
 
-    if score is None:
-        return None
-    scale = 100 if score["metric"].startswith(("acc", "exact")) else 1
-    error = "" if score["stderr"] is None else f" ± {scale * score['stderr']:.1f}"
-    return marked(f"{scale * score['value']:.1f}{error}", score["chat_template"])
+    found = {name: f"{loss:.4f}" for name, loss in point["losses"].items() if loss is not None}
+    for task, score in point["scores"].items():
+        scale = 100 if score["metric"].startswith(("acc", "exact")) else 1
+        error = "" if score["stderr"] is None else f" ± {scale * score['stderr']:.1f}"
+        found[f"{task} {score['metric']}"] = marked(f"{scale * score['value']:.1f}{error}", score["chat_template"])
+    return found
 
 
 def _settings(point: "Point") -> str:
-    return ", ".join(f"{key} = {_value(value)}" for key, value in point.settings.items())
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return ", ".join(f"{key} = {value}" for key, value in point.settings.items())

@@ -7,40 +7,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from affinage import results
+from affinage.cli.options import warn
 from affinage.cli.output import Table, counted, emit, listed, screen, working
 from affinage.durations import duration
-from affinage.results import (
-    ArraysResult,
-    ChatDataResult,
-    CompareTokenizersResult,
-    DecontaminateResult,
-    DocumentsResult,
-    EvaluationResult,
-    ExportResult,
-    IngestResult,
-    ReportResult,
-    Result,
-    SplitResult,
-    SynthesizeResult,
-    TokenizeResult,
-    TokenizerResult,
-    TrainingResult,
-    Verified,
-)
 
 if TYPE_CHECKING:
+    from affinage.config.load import LoadedRecipe
     from affinage.pipeline.plan import PlannedStep
     from affinage.pipeline.runner import PipelineRunner
 
 _NAME = 16  # columns for the names of steps
-_REASONS, _BENCHMARKS = 3, 6  # at most, in the line of a step
+_SHOWN = 3  # reasons, benchmarks and groups that the line of a step names
 _FEW_HELD_OUT = 5  # documents: fewer say little about all others
+_FACTS = {  # attribute of a result -> what the line of its step says
+    "documents_out": "{:,} documents",
+    "documents": "{:,} documents",
+    "not_sampled": "{:,} not in the sample",
+    "validation_documents": "{:,} held out",
+    "vocabulary": "{:,} pieces",
+    "train.rows": "{:,} rows",
+    "train.images": "{:,} images",
+    "images": "{:,} images",
+    "parameters.total": "{:,} parameters",
+    "final_loss": "loss {:.3f}",
+    "summary": "{}",
+}
 
 
 class Watch:
     """Shows steps as they begin and end. Use it as a context manager."""
 
-    def __init__(self, steps: Sequence["PlannedStep"]) -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the steps that ran
         self._live = contextlib.ExitStack()
         self._progressed: Any = None
@@ -54,7 +52,7 @@ class Watch:
     def on_begin(self, planned: "PlannedStep", folder: Path) -> None:
         """A step begins. A training shows its own progress, and only one line can be live on a terminal."""
         if planned.reason != "never ran":
-            _print(planned.name, _escaped(planned.reason))
+            _print(planned.name, planned.reason)
         if screen().is_terminal and not planned.step.has_progress:
             self._progressed = self._live.enter_context(working(planned.name))
 
@@ -66,20 +64,16 @@ class Watch:
     def on_metrics(self, row: Mapping[str, Any]) -> None:
         """A training has written a line of its metrics, which it shows itself."""
 
-    def on_end(self, planned: "PlannedStep", result: Result, seconds: float) -> None:
+    def on_end(self, planned: "PlannedStep", result: results.Result, seconds: float) -> None:
         """A step is complete."""
         self._live.close()
         self._progressed = None
         self.seconds[planned.name] = seconds
-        _print(planned.name, f"{', '.join(headline(result)) or 'done'}  [dim]{duration(seconds)}[/dim]")
+        _print(planned.name, f"{', '.join(headline(result)) or 'done'}  {duration(seconds)}")
 
 
 def _print(name: str, text: str) -> None:
-    screen().print(f"[bold]{f'{name} ':<{_NAME}}[/bold]{text}", highlight=False, soft_wrap=True)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+    screen().print(f"{f'{name} ':<{_NAME}}{text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def show_plan(steps: Sequence["PlannedStep"], as_json: bool) -> None:
@@ -94,21 +88,27 @@ def show_plan(steps: Sequence["PlannedStep"], as_json: bool) -> None:
     emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
 
 
+def warn_of(loaded: "LoadedRecipe", plan: "Sequence[PlannedStep]") -> None:
+    """Print the sources whose version no server gave, and, if anything is to run, settings that look unintended."""
+    from affinage.pipeline.preflight import warnings
+
+    for url, why in {url: why for step in plan for url, why in step.unchecked.items()}.items():
+        warn(f"cannot check whether {url} has changed: {why}")
+    for doubt in warnings(loaded) if any(not step.complete for step in plan) else ():
+        warn(doubt)
+
+
 def show_result(
     runner: "PipelineRunner", steps: Sequence["PlannedStep"], seconds: Mapping[str, float], as_json: bool
 ) -> None:
     """Print where the results are, how long the steps took, and the next command."""
     complete = [step.name for step in steps]
     found = dict(places(runner, complete))
+    view: list[str | Table] = [f"Nothing to do: all {len(complete)} steps of {runner.loaded.recipe.name} are complete."]
     if seconds:
         times = [(step, duration(spent)) for step, spent in seconds.items()]
-        before = len(complete) - len(seconds)
-        view: list[str | Table] = ["", Table(("step", "time"), [*times, ("all", duration(sum(seconds.values())))])]
-        view += [f"Already complete: {counted(before, 'step')}."] if before else []
-    else:
-        which = "the step" if len(complete) == 1 else f"all {len(complete)} steps"
-        verb = "is" if len(complete) == 1 else "are"
-        view = [f"Nothing to do: {which} of {runner.loaded.recipe.name} {verb} complete."]
+        view = ["", Table(("step", "time"), [*times, ("all", duration(sum(seconds.values())))])]
+        view += [f"Already complete: {counted(len(complete) - len(seconds), 'step')}."]
     view += ["", *(f"{what:<{_NAME}}{place}" for what, place in found.items())]
     emit({"ran": dict(seconds), "complete": complete, **found}, as_json, view)
 
@@ -136,57 +136,35 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     yield "next", before + command(*words, runs=runner.runs.folder)
 
 
-def headline(result: Result) -> Iterator[str]:
+def headline(result: results.Result) -> Iterator[str]:
     """Yield the few facts of a result that a person wants to see while waiting."""
-    match result:
-        case DocumentsResult():
-            yield from _documents(result)
-        case TokenizerResult() if result.vocabulary is not None:
-            yield f"{result.vocabulary:,} pieces"
-        case CompareTokenizersResult():
-            for tokenizer in result.tokenizers:
-                rates = (f"{entry.bytes_per_token or 0:.2f} {name}" for name, entry in tokenizer.languages.items())
-                yield f"{tokenizer.name or 'this run'} {' '.join(rates)} bytes per token"
-        case TokenizeResult() | ChatDataResult() if result.train.rows is not None:
-            yield f"{counted(result.train.rows, 'row')} of {result.context or 0:,} tokens"
-        case ArraysResult() if result.train.images is not None:
-            yield counted(result.train.images, "image")
-        case TrainingResult():
-            if result.images is not None:
-                yield counted(result.images, "image")
-            if result.parameters.total is not None:
-                yield f"{result.parameters.total:,} parameters"
-            if result.final_loss is not None:
-                yield f"loss {result.final_loss:.3f}"
-        case SynthesizeResult():
-            yield f"{counted(result.documents or 0, 'document')}, {counted(len(result.tasks), 'task')}"
-        case EvaluationResult():
-            yield _scores(result)
-        case ExportResult() if result.verified is not None:
-            yield verified_in_words(result.verified)
-        case ReportResult():
-            yield _escaped(result.summary)
-
-
-def _documents(result: DocumentsResult) -> Iterator[str]:
-    if result.documents_out is not None:
-        before = f"{result.documents_in:,} → " if result.documents_in not in (None, result.documents_out) else ""
-        reasons = listed([f"{count:,} {reason}" for reason, count in result.reasons], _REASONS)
-        yield before + counted(result.documents_out, "document") + (f" ({reasons})" if reasons else "")
-    if isinstance(result, IngestResult) and result.not_sampled:
-        yield f"{result.not_sampled:,} not in the sample"
-    if isinstance(result, DecontaminateResult):
+    for place, words in _FACTS.items():
+        value: Any = result
+        for name in place.split("."):
+            value = getattr(value, name, None)
+        if value:
+            yield words.format(value)
+    if isinstance(result, results.DocumentsResult) and result.reasons:
+        yield f"removed: {listed([f'{count:,} {reason}' for reason, count in result.reasons], _SHOWN)}"
+    if isinstance(result, results.DecontaminateResult):
         matches = [f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found]
-        yield f"benchmark items found: {listed(matches, _REASONS) or 'none'}"
-    if isinstance(result, SplitResult) and (held_out := result.validation_documents):
-        few = "[yellow](few to judge by; data.split.validation_fraction=0.1 holds more out)[/yellow]"
-        yield f"{held_out:,} held out" + (f" {few}" if held_out < _FEW_HELD_OUT else "")
-    if isinstance(result, SplitResult) and (missed := result.without_validation):
-        groups = _escaped(listed(missed, _REASONS))
-        yield f"[yellow]none held out of {groups}: too few documents[/yellow] (data.split.by=tail cuts ends)"
+        yield f"benchmark items found: {listed(matches, _SHOWN) or 'none'}"
+    if isinstance(result, results.SplitResult) and 0 < result.validation_documents < _FEW_HELD_OUT:
+        yield "few to judge by (data.split.validation_fraction=0.1 holds more out)"
+    if isinstance(result, results.SplitResult) and (missed := result.without_validation):
+        yield f"none held out of {listed(missed, _SHOWN)}: too few documents (data.split.by=tail cuts ends)"
+    if isinstance(result, results.CompareTokenizersResult):
+        for tokenizer in result.tokenizers:
+            rates = (f"{entry.bytes_per_token or 0:.2f} {name}" for name, entry in tokenizer.languages.items())
+            yield f"{tokenizer.name or 'this run'} {' '.join(rates)} bytes per token"
+    if isinstance(result, results.EvaluationResult):
+        yield counted(len(result.tasks), "benchmark")
+        yield from _scores(result)
+    if isinstance(result, results.ExportResult) and result.verified is not None:
+        yield verified_in_words(result.verified)
 
 
-def _scores(result: EvaluationResult) -> str:
+def _scores(result: results.EvaluationResult) -> list[str]:
     """The accuracy of a few benchmarks in percent, with a standard error: the metric that papers give."""
     from affinage.report.evaluations import headline as headline_metric
 
@@ -196,15 +174,13 @@ def _scores(result: EvaluationResult) -> str:
         if score is not None and score.value is not None and 0 <= score.value <= 1:
             error = "" if score.stderr is None else f" ± {100 * score.stderr:.1f}"
             shown.append(f"{name} {100 * score.value:.1f}{error}")
-    benchmarks = counted(len(result.tasks), "benchmark")
-    return f"{benchmarks}: {listed(shown, _BENCHMARKS)}" if shown else benchmarks
+    return shown[:_SHOWN]
 
 
-def verified_in_words(facts: Verified) -> str:
+def verified_in_words(facts: results.Verified) -> str:
     """What `hub.verify` compared, and how well it agreed."""
     return (
-        f"transformers computes the same: logits of {counted(facts.tokens, 'token')} in "
-        f"{counted(facts.texts, 'text')} at most {facts.largest_logit_difference:.1e} of the largest apart, "
-        f"the same ids of {counted(facts.token_sequences, 'text')} "
-        f"and {counted(facts.conversations, 'conversation')}"
+        f"transformers computes the same: logits of {facts.tokens:,} tokens in {facts.texts:,} texts at most "
+        f"{facts.largest_logit_difference:.1e} of the largest apart, the same ids of {facts.token_sequences:,} texts "
+        f"and {facts.conversations:,} conversations"
     )
