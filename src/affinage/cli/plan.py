@@ -112,7 +112,7 @@ class _Planned:
 
         others = [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
         data = self.loaded.recipe.data
-        if data is not None and data.arrays is None and self.data_tokens is None:
+        if data is not None and self.data_tokens is None:
             others.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
         return f"planned: {self.section}" + (f"; not planned: {', '.join(others)}" if others else "")
 

@@ -195,7 +195,7 @@ def effective(loaded: LoadedRecipe) -> list[Value]:
     found = []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
         setting = known.get(re.sub(r"\.\d+(?=\.|$)", "[]", ".".join(map(str, path))))
-        if value in _EMPTY and (setting is None or setting.default in _NOTHING) and (base or {}).get(path) in _EMPTY:
+        if value in _EMPTY and (setting is None or setting.default in _NOTHING):
             continue
         origin = loaded.locate(path) if _is_written(loaded.raw, path) else "default"
         before = value if base is None else base.get(path)

@@ -27,8 +27,6 @@ _FACTS = {  # attribute of a result -> what the line of its step says
     "validation_documents": "{:,} held out",
     "vocabulary": "{:,} pieces",
     "train.rows": "{:,} rows",
-    "train.images": "{:,} images",
-    "images": "{:,} images",
     "parameters.total": "{:,} parameters",
     "final_loss": "loss {:.3f}",
     "summary": "{}",
@@ -125,7 +123,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     if "export" in names:
         yield "model", f"{folder}/export/model"
     training = next((name for name in TRAININGS if name in names), None)
-    if training is None or (training == "pretrain" and "train-tokenizer" not in names):  # of images
+    if training is None:
         return
     model = folder if Path(recipe.name).exists() else recipe.name  # a folder here of the same name is another model
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"

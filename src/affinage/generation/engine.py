@@ -63,12 +63,13 @@ class Generation:
 class EngineRequest:
     """A prompt (token ids) to be continued. `index` distinguishes requests of the same prompt and seed.
 
-    `on_text` is called with new text, and with the whole generation at its end. The engine fills in the other fields.
+    `on_text` is called with new text, at the end with the whole generation, or with the error that prevented it. The
+    engine fills in the fields after `cancelled`.
     """
 
     prompt: Sequence[int]
     params: SamplingParams
-    on_text: Callable[[str, Generation | None], None]
+    on_text: Callable[[str, Generation | Exception | None], None]
     index: int = 0
     cancelled: bool = False
     limit: int = 0  # tokens to generate at most
@@ -275,8 +276,11 @@ class Engine:
         self._held: list[list[int]] = [[] for _ in range(self.slots)]  # tokens whose keys and values a slot has
         self._state: State | None = None
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises ValueError for a prompt that is empty or leaves no room for a token."""
+    def prepare(self, request: EngineRequest) -> EngineRequest:
+        """Return a request that is ready for the queue `waiting`.
+
+        Raises ValueError for a prompt that is empty or leaves no room for a token, and for too many stop tokens.
+        """
         own = request.params.stop_token_ids
         request.stop_ids = self.model.tokenizer.stops if own is None else own
         if not 0 < len(request.prompt) < self.length:
@@ -285,7 +289,7 @@ class Engine:
             raise ValueError(f"a request may have {_MAX_STOP_IDS} stop tokens, not {len(request.stop_ids)}")
         request.limit = min(request.params.max_new_tokens, self.length - len(request.prompt))
         request.detokenizer = Detokenizer(self.model.tokenizer, request.params.stop)
-        self.waiting.append(request)
+        return request
 
     def generate(
         self,
@@ -299,13 +303,13 @@ class Engine:
         """
         results: dict[int, Generation] = {}
 
-        def ended(index: int, _text: str, generation: Generation | None) -> None:
-            if generation is not None:
+        def ended(index: int, _text: str, generation: Generation | Exception | None) -> None:
+            if isinstance(generation, Generation):
                 results[index] = generation
                 on_done(index, generation)
 
         for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-            self.add(EngineRequest(prompts[index], params, partial(ended, index), index))
+            self.waiting.append(self.prepare(EngineRequest(prompts[index], params, partial(ended, index), index)))
         while self.waiting or self.active:
             self.step()
         return [results[index] for index in range(len(prompts))]
@@ -313,8 +317,8 @@ class Engine:
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[str]:
         """Yield pieces of the text that follows a prompt, as they come."""
         pieces: list[str] = []
-        request = EngineRequest(prompt, params, lambda text, _: pieces.append(text))
-        self.add(request)
+        request = self.prepare(EngineRequest(prompt, params, lambda text, _: pieces.append(text)))
+        self.waiting.append(request)
         try:
             while self.waiting or self.active:
                 self.step()
@@ -327,8 +331,8 @@ class Engine:
     def warm_up(self) -> None:
         """Compile every program that requests can need, so that no client waits for one."""
         for bucket in self._buckets:
-            self.add(EngineRequest([PAD] * min(bucket, self.length - 1), SamplingParams(), lambda *_: None))
-            request = self.waiting.pop()
+            prompt = [PAD] * min(bucket, self.length - 1)
+            request = self.prepare(EngineRequest(prompt, SamplingParams(), lambda *_: None))
             for start in (0, 1):
                 self._fill([request], [0], start)
         for span in self._spans:
