@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from affinage.data.token_shards import errors_at
-from affinage.data.uploads import read_if_short, upload
+from affinage.data.token_shards import errors_at, upload
 from affinage.errors import UserError
 from affinage.secrets import masked
 
 _PROBE = ".affinage"
+_WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
 
 Result = TypeVar("Result")
 
@@ -71,8 +71,8 @@ class RemoteFolder:
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there. Raises FileNotFoundError if it is gone here."""
-        if (contents := read_if_short(file)) is not None:
-            self.write(name, contents)
+        if file.stat().st_size <= _WHOLE_BYTES:
+            self.write(name, file.read_bytes())
             return
         self._make_parent(name)
         self._call("write", name, lambda: self._filesystem.put_file(str(file), self._at(name)))

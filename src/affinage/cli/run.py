@@ -72,8 +72,8 @@ def _tune(recipe: str, how: PipelineOptions, training: str, data: str, show: int
 
 
 def _show_examples(rows: Path, count: int, documents: int) -> None:
-    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tuning_data import show_examples
     from affinage.pipeline.models import made_from
 
     tokenizer = made_from(rows.resolve(), "train-tokenizer")

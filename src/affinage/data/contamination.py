@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
+from affinage.data.dataloader import read_rows
 from affinage.data.documents import document_files, row_groups
 from affinage.data.overlap import Items, Scanner, index_items
 from affinage.data.repair import repair
@@ -102,7 +103,7 @@ def _texts(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
     border = marks.end if marks.begin is None else marks.begin
     held: list[int] = []
     for start in range(0, files.rows, height):
-        tokens = files.read_range(start, min(start + height, files.rows)).reshape(-1)
+        tokens = read_rows(files, np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
         tokens = tokens[(tokens != marks.pad) | (tokens == border)]
         first, *others = np.split(tokens, np.flatnonzero(tokens == border))
         held += first.tolist()

@@ -363,6 +363,23 @@ class Tokenizer:
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
         return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
 
+    @cached_property
+    def _spells_everything(self) -> bool:
+        """Whether every byte has an id."""
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if self._byte_level else [f"<0x{n:02X}>" for n in range(256)]
+        return set(alphabet) <= set(self._pieces.values())
+
+    def unspelled(self, text: str) -> int:
+        """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
+        if self._spells_everything:
+            return 0
+        text, unknown = _plain(text), UNK if self.fixed_ids else self._named("unk_token")
+        encoded = self._fast.encode(text, add_special_tokens=False)
+        spelled = np.array(list(map(str.isspace, text)), bool)
+        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            spelled[start:stop] |= token != unknown
+        return int(np.count_nonzero(~spelled))
+
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.
 

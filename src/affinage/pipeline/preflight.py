@@ -246,7 +246,7 @@ def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: Key)
 
 
 def _check_tuning_data(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:
-    from affinage.data.conversation_files import check as check_source
+    from affinage.data.conversations import check_source
     from affinage.data.mixture import ALL, refuse_unknown
 
     for index in range(len(tuning.sources)):
