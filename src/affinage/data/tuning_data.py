@@ -27,7 +27,6 @@ from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import (
     Encoded,
-    conversation_marks,
     cut_document,
     drops_reasoning,
     encode_documents,
@@ -288,7 +287,7 @@ def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
         if some:
             some.sort(key=lambda document: document.key)
             layout = best_fit(np.array([len(document.tokens) for document in some]), task.seq_len)
-            folder, pad = task.folder / part / task.name, conversation_marks(tokenizer).pad
+            folder, pad = task.folder / part / task.name, tokenizer.conversation_marks.pad
             found[part] = write_shard(folder, task.shard, task.shards, some, layout, task.seq_len, pad=pad)
             found[part] |= {"conversations": used[part], "most_in_a_row": int(np.bincount(layout.row).max())}
     return found
@@ -315,7 +314,7 @@ def encode_conversation(
             documents = encode_documents(shorter.pop(0), tokenizer, task.system_prompt)
         documents = [each for each in documents if len(each[0]) <= task.seq_len] or documents[:1]
     counts["unstopped"] += sum(unstopped_answers(*each, tokenizer.stops) for each in documents)
-    marks = conversation_marks(tokenizer)
+    marks = tokenizer.conversation_marks
     documents = [cut_document(tokens, trained, task.seq_len, marks) for tokens, trained in documents]
     documents = [(tokens, trained) for tokens, trained in documents if any(trained)]
     if not documents:
@@ -325,7 +324,7 @@ def encode_conversation(
     counts["unrolled"] += unrolled
     counts["reasoning_dropped"] += drops_reasoning(messages, tokenizer, task.system_prompt)
     first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
-    if first and tokenizer.template is not None and tokenizer.template.asks_with_a_space():
+    if first and tokenizer.template is not None and tokenizer.template.asks_with_a_space:
         prompt = encode_prompt(messages[:first], tokenizer, task.system_prompt)  # its space may join the answer
         counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
     return documents
@@ -351,7 +350,7 @@ def encode_pair(pair: Pair, task: TuningTask, tokenizer: Tokenizer, counts: Coun
     identical = sides[0] == sides[1]
     counts["unstopped"] += sum(unstopped_answers(*side, tokenizer.stops) for side in sides)
     if too_long:
-        marks = conversation_marks(tokenizer)
+        marks = tokenizer.conversation_marks
         sides = [cut_document(tokens, trained, task.seq_len // 2, marks) for tokens, trained in sides]
     if not all(any(trained) for _, trained in sides) or sides[0] == sides[1]:
         counts["identical"] += identical
@@ -402,7 +401,7 @@ def _finish(
             facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": np.dtype(tokenizer.dtype).name}
             facts |= sums[part][name] | {"most_in_a_row": max(shard["most_in_a_row"] for shard in some)}
             facts["files"] = {file: about for shard in some for file, about in shard["files"].items()}
-            write_facts(tasks[0].folder / part / name, facts, conversation_marks(tokenizer))
+            write_facts(tasks[0].folder / part / name, facts, tokenizer.conversation_marks)
     train = sums["train"]
     return {
         "train": {key: sum(each[key] for each in train.values()) for key in next(iter(train.values()))},
