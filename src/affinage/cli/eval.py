@@ -175,7 +175,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
                 chat=found.is_chat,
                 seen=contamination_search(target.path) if contamination else None,
                 progress=working.progressed,
-                say=lines.append,
+                log=lines.append,
                 **settings,
             )
         for line in lines:
@@ -201,9 +201,9 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     if templated := [task for task, entry in tasks.items() if entry.get("chat_template")]:
         yield f"Asked in the chat template: {', '.join(templated)}"
     cut = [
-        f"{entry['longer']:,} of {task}'s {counted(entry['items'], 'item')}"
+        f"{entry['truncated']:,} of {task}'s {counted(entry['items'], 'item')}"
         for task, entry in tasks.items()
-        if entry.get("longer")
+        if entry.get("truncated")
     ]
     if cut:
         yield (
@@ -211,8 +211,8 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
         )
     yield from _contamination(results)
     yield from _published(tasks)
-    if results.get("missing"):
-        yield f"Not available, so left out: {', '.join(results['missing'])}"
+    if results.get("unavailable"):
+        yield f"Not available, so left out: {', '.join(results['unavailable'])}"
     if results.get("skipped"):
         yield f"For chat models only, so left out: {', '.join(results['skipped'])}"
 
