@@ -315,7 +315,7 @@ class TaskResult(Result):
 
     metrics: dict[str, Metric] = {}
     items: int | None = None
-    shots: int | None = None
+    num_fewshot: int | None = None
     chat_template: bool = False
     chance: float | None = None
 
