@@ -210,6 +210,7 @@ class TokenizeResult(Result):
     groups: dict[str, Sequences] = {}  # of training, by `<source>.<language>`
     by_source: dict[str, Sequences] = {}
     by_language: dict[str, Sequences] = {}
+    unspelled: int = 0  # characters that the tokenizer cannot spell
 
 
 class ChatDataResult(Result):
@@ -222,6 +223,7 @@ class ChatDataResult(Result):
     unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
     not_sampled: int = 0
+    unspelled: int = 0  # characters that the tokenizer cannot spell
     train: Sequences = Sequences()
     validation: dict[str, Sequences] = {}
 
@@ -313,7 +315,7 @@ class TaskResult(Result):
 
     metrics: dict[str, Metric] = {}
     items: int | None = None
-    shots: int | None = None
+    num_fewshot: int | None = None
     chat_template: bool = False
     chance: float | None = None
 

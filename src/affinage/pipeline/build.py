@@ -77,7 +77,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         inputs = ("split", "train-tokenizer")
         steps.append(Step("compare-tokenizers", steps_data.compare_tokenizers, config, inputs, files=files, version=2))
     config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    steps.append(Step("tokenize", steps_data.tokenize, config, inputs, version=2, resumable=True))
+    steps.append(Step("tokenize", steps_data.tokenize, config, inputs, version=3, resumable=True))
     return steps
 
 
@@ -140,7 +140,7 @@ def _tuning_data_step(
         config |= searched
         files += more
     inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
-    return Step(name, fn, config, inputs, version=2, files=tuple(files), resumable=True)
+    return Step(name, fn, config, inputs, version=3, files=tuple(files), resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
@@ -194,7 +194,7 @@ def _training_step(
         fn,
         config,
         inputs,
-        version=3,
+        version=4,
         files=tuple(files),
         sources=sources or {},
         distributed=True,

@@ -137,7 +137,7 @@ class TrainingRows:
 
         Gives {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
-        from affinage.data.lineage import occurrences, rows_of, spans_of_document, token_ranges
+        from affinage.data.lineage import occurrences, rows_of_document, token_ranges
         from affinage.data.tokenize import UNDETERMINED, group_name
 
         split = self.made_from("split")
@@ -147,9 +147,8 @@ class TrainingRows:
                 told = {**facts, "part": part, "occurrences": len(document.at), "rows": []}
                 if part == "train":
                     folder = group_name(document.source, document.language or UNDETERMINED)
-                    spans = spans_of_document(self.feed.shards[folder], document.id, document.source)
                     ranges = token_ranges(document, len(text), self.tokenizer)
-                    numbers = sorted({row for tokens in ranges for row in rows_of(spans, tokens)})
+                    numbers = rows_of_document(self.feed.shards[folder], document.id, document.source, ranges)
                     told["rows"] = [
                         {"folder": folder, "number": n, "steps": [step + 1 for step in self._steps_of(folder, n)]}
                         for n in numbers

@@ -244,7 +244,7 @@ def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: Key)
 
 
 def _check_tuning_data(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:
-    from affinage.data.conversation_files import check as check_source
+    from affinage.data.conversations import check_source
     from affinage.data.mixture import ALL, refuse_unknown
 
     for index in range(len(tuning.sources)):
@@ -282,7 +282,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
             given = Tokenizer.load(folder / TOKENIZER)
             if recipe.sft is not None or recipe.dpo is not None:
                 given.use_template(chat_template_of(loaded, folder / TOKENIZER))
-                _ = given.chat_ids if given.template is None else given.template.marks(given)
+                _ = given.chat_ids if given.template is None else given.conversation_marks
     elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",

@@ -2,15 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rich
 
 from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_BYTES
-from affinage.config.tuning import TuningSettings
+from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.data.places import released_folder
 from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary
@@ -178,36 +177,30 @@ def tokenize(context: StepContext) -> Summary:
 
 def sft_data(context: StepContext) -> Summary:
     """Write conversations as token shards with masks of the tokens that are trained on."""
-    from affinage.data.sft import prepare_conversations
-
     assert context.recipe.sft is not None
-    return _tuning_data(context, context.recipe.sft, prepare_conversations, "conversations")
+    return _tuning_data(context, context.recipe.sft, context.recipe.sft.system_prompt, "conversations")
 
 
 def preference_data(context: StepContext) -> Summary:
     """Write pairs of answers as token shards."""
-    from affinage.data.preferences import prepare_preferences
-
-    recipe = context.recipe
-    assert recipe.dpo is not None
-    prepare = partial(prepare_preferences, system_prompt=recipe.chat_system_prompt)
-    return _tuning_data(context, recipe.dpo, prepare, "pairs")
+    assert context.recipe.dpo is not None
+    return _tuning_data(context, context.recipe.dpo, context.recipe.chat_system_prompt, "pairs")
 
 
-def _tuning_data(
-    context: StepContext, tuning: TuningSettings, prepare: Callable[..., dict[str, Any]], things: str
-) -> Summary:
+def _tuning_data(context: StepContext, tuning: SftSettings | DpoSettings, system_prompt: str, things: str) -> Summary:
     from affinage.data.executor import open_executor
+    from affinage.data.tuning_data import prepare_tuning_data
 
     recipe = context.recipe
     settings = recipe.data or DataSettings.model_construct()
     with searched_benchmarks(context) as searched, open_executor(settings) as executor:
-        summary = prepare(
+        summary = prepare_tuning_data(
             tuning,
             chat_tokenizer(context),
             context.folder,
-            context=tuning.seq_len or recipe.packing.seq_len,
+            seq_len=tuning.seq_len or recipe.packing.seq_len,
             seed=recipe.seed,
+            system_prompt=system_prompt,
             world_folder=context.inputs.get("synthesize"),
             searched=searched,
             executor=executor,

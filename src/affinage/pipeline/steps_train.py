@@ -64,8 +64,8 @@ def pretrain(context: StepContext) -> Summary:
 
 def sft(context: StepContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
-    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tuning_data import show_examples
 
     asked = context.recipe.sft
     assert asked is not None
@@ -370,16 +370,20 @@ def _write_reference(context: StepContext, trainer: Any, params: Any, rows: Path
 
 def dpo(context: StepContext) -> Summary:
     """Teach the model to prefer the chosen answers, held to the model that it was."""
-    from affinage.data.preferences import PreferenceFeed, PreferenceRows, read_reference
+    from affinage.data.dataloader import read_reference
 
     asked, inputs = _dpo(context), context.inputs
     rows, told = inputs["preference-data"], inputs.get("ref-logprobs")
     feed, held_out = token_rows(context, asked, rows)
     settings = within_epochs(asked, feed, "dpo")
-    train, validation, data = None, {}, {"rows": content_hash(rows, "train")}
+    data = {"rows": content_hash(rows, "train")}
+    for found in held_out.values():
+        found.bytes = 0  # the loss is of pairs, not of text
     system_prompt = context.recipe.chat_system_prompt
     if told is not None:
-        train, validation = read_reference(told / "train"), read_reference(told / "validation")
+        feed.reference, validation = read_reference(told / "train"), read_reference(told / "validation")
+        for name, found in held_out.items():
+            found.reference = validation.get(name)
         data["reference"] = content_hash(told, "train")
     return run_training(
         context,
@@ -387,9 +391,9 @@ def dpo(context: StepContext) -> Summary:
             context,
             _preference_graph(context, settings),
             settings,
-            feed if train is None else PreferenceFeed(feed, train),
+            feed,
             data=data,
-            validation={name: PreferenceRows(found, validation.get(name)) for name, found in held_out.items()},
+            validation=held_out,
             judge=tuning_monitor(context, settings, asked.steps, _base_graph(context), feed, system_prompt),
         ),
         # What it is used with is the model itself, whose loss is of the next token.
@@ -429,7 +433,7 @@ def _base_graph(context: StepContext) -> "Graph":
 
 
 def _preference_graph(context: StepContext, settings: DpoSettings) -> "Graph":
-    from affinage.data.preferences import documents_in_a_row
+    from affinage.data.tuning_data import documents_in_a_row
     from affinage.model.preferred import preference_graph
 
     return preference_graph(_base_graph(context), settings, documents_in_a_row(context.inputs["preference-data"]))
