@@ -54,7 +54,7 @@ def compare(
     found = comparison([_entrant(name, names, runs) for name in names])
     page = {}
     if html is not None:
-        from affinage.report.comparison_page import render_comparison
+        from affinage.report.comparison import render_comparison
         from affinage.report.page import write_page
 
         write_page(render_comparison(found, lang), html)
@@ -130,20 +130,19 @@ def _of_recipe(name: str, runs: Path) -> dict[str, Any]:
 
 
 def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
-    from affinage.report.comparison_page import quantity_lines, setting_values
-    from affinage.report.quantities import Quantities
-    from affinage.report.strings import strings
+    from affinage.report.comparison import quantity_lines, setting_lines
+    from affinage.report.language import Language
 
     names = [one.name for one in found.entrants]
-    if lines := quantity_lines(found, strings("en"), Quantities("en")):
-        yield Table(["", *names], [[line.label, *line.values] for line in lines])
+    if lines := quantity_lines(found, Language("en")):
+        yield Table(["", *names], lines)
         yield ""
-    if found.settings:
-        yield Table(["setting", *names], [[one.key, *setting_values(one)] for one in found.settings])
+    if lines := setting_lines(found):
+        yield Table(["setting", *names], lines)
         yield ""
     for one in found.entrants:
         if one.again:
-            yield strings("en")["judged_before"].format(name=one.name, command=one.again) + "\n"
+            yield f"{one.name} has changed since these answers. To evaluate it again: {one.again}\n"
     for pair in found.paired:
         yield from _pair(found, pair)
     if html is not None:
@@ -151,10 +150,10 @@ def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
 
 
 def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":
-    from affinage.report.comparison_page import notes
-    from affinage.report.strings import strings
+    from affinage.report.comparison import notes
+    from affinage.report.language import Language
 
-    yield f"A: {found.entrants[0].name}, B: {found.entrants[pair.other].name}"
+    yield f"A: {found.entrants[0].name}, B: {pair.other.name}"
     rows = [
         (
             one.task,
@@ -169,6 +168,6 @@ def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":
     ]
     yield Table(("task", "metric", "A", "B", "B − A", "95 % interval", "items", ""), rows, left=(0, 1))
     yield ""
-    yield from notes(pair, strings("en"))
+    yield from notes(pair, Language("en"))
     if len({one.task for one in pair.differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

@@ -210,7 +210,6 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
             f"Longer than the context of {results['context']:,} tokens, and cut or scored in pieces: {', '.join(cut)}"
         )
     yield from _contamination(results)
-    yield from _published(tasks)
     if results.get("missing"):
         yield f"Not available, so left out: {', '.join(results['missing'])}"
     if results.get("skipped"):
@@ -253,28 +252,6 @@ def _short(task: str, entry: dict[str, Any]) -> str:
 
 def _numbers(numbers: Sequence[int]) -> str:
     return listed([*map(str, numbers)], _NUMBERS)
-
-
-def _published(tasks: dict[str, Any]) -> "Iterator[str | Table]":
-    """What others published of their models on the same benchmarks, beside ours."""
-    from affinage.evaluation.published import headline_metrics, of_other_items, published
-
-    known = [task for task in tasks if task in headline_metrics()]
-    if not known:
-        return
-    ours = (tasks[task]["metrics"].get(headline_metrics()[task], {}).get("value") for task in known)
-    rows = [["this model", "", *(None if value is None else f"{100 * value:.1f}" for value in ours)]]
-    for model in published():
-        scores = (f"{100 * model.scores[task]:.1f}" if task in model.scores else None for task in known)
-        rows.append([f"{model.name} (published)", model.tokens_as_stated, *scores])
-    yield ""
-    yield Table(("", "tokens", *known), rows, title="in percent; published, not measured here")
-    others = of_other_items({task: tasks[task]["items"] for task in known})
-    if others:
-        counts = (f"{task} {counted(count, 'item')} (published {whole:,})" for task, (count, whole) in others.items())
-        yield f"Not on the same items as the published scores: {', '.join(counts)}"
-    for source in dict.fromkeys(model.source for model in published()):
-        yield f"Published: {source}"
 
 
 def _number(value: float | None) -> str:

@@ -158,7 +158,8 @@ def _scores(run: Path) -> dict[str, dict[str, Any]]:
 
 def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
     """The table of a sweep's points: runs, settings, losses and scores."""
-    from affinage.report.strings import strings
+    from affinage.report.figures import in_chat_note
+    from affinage.report.language import Language
 
     rows: list[list[Any]] = [["run", *(one["run"] for one in results)]]
     rows += [[key, *(_value(one["settings"][key]) for one in results)] for key in results[0]["settings"]]
@@ -171,7 +172,7 @@ def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
     yield ""
     yield Table(["", *(str(one["point"]) for one in results)], rows)
     if any(score["chat_template"] for one in results for score in one["scores"].values()):
-        yield strings("en")["in_chat_note"]
+        yield in_chat_note(Language("en"))
     yield from (f"{one['run']} failed: {one['error'].splitlines()[0]}" for one in results if "error" in one)
 
 
