@@ -1,6 +1,7 @@
 """`affinage graph`: what a model costs, and how its learning rate goes."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,10 @@ def test_it_prints_what_a_model_costs(affinage):
 
 
 def test_of_a_model_of_images_nothing_is_said_of_tokens(affinage):
-    shown = affinage("graph", "byol-digits")[1]
+    recipe = str(Path(__file__).parents[2] / "examples" / "byol" / "byol-digits.yaml")
+    shown = affinage("graph", recipe)[1]
     assert "256 examples" in shown and "token" not in shown and "cache" not in shown
-    told = json.loads(affinage("graph", "byol-digits", "--json")[1])
+    told = json.loads(affinage("graph", recipe, "--json")[1])
     training = {row["name"]: row["training_flops"] / row["flops"] for row in told["nodes"] if row["flops"]}
     assert training["target"] == 1 and training["projector"] == 3 and told["context"] is None
 

@@ -158,7 +158,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed_and_no_tpu_is_looked_for(
     (tmp_path / "libtpu" / "__init__.py").touch()
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    heavy = ["jax", "numpy", "pyarrow", "polars", "pydantic", "lm_eval", "transformers", "torch"]
+    heavy = ["jax", "numpy", "pyarrow", "pydantic", "lm_eval", "transformers", "torch"]
     command = [sys.executable, "-c", IMPORTED, *heavy]
     shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
     told = ast.literal_eval(shown.stderr.splitlines()[-1])

@@ -140,17 +140,17 @@ def chat(
     _as_text([system or ""])
     language = lang or _language()
     found = opened(model, opening)
-    from affinage.generation.chat import ChatSession, base_model_warning, converse, greeting
+    from affinage.generation.chat import ChatSession, base_model_warning, converse
 
-    session = ChatSession(found.model, sampling.params(max_new_tokens))
+    session = ChatSession(found.model, sampling.params(max_new_tokens), language)
     if not found.is_chat:
         print(base_model_warning(model, language), file=sys.stderr)
     if system is not None:
         session.set_system(system)
     if not questions:
         if sys.stdin.isatty():
-            print(greeting(session, language), file=sys.stderr)
-        converse(session, read_line, _write, language)
+            print(session.greeting(), file=sys.stderr)
+        converse(session, read_line, _write)
         return
     for text in questions:
         session.reset()

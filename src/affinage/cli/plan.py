@@ -136,7 +136,7 @@ class _Planned:
         others = [name for name in self.loaded.recipe.trainings if name != self.section]
         beside = [f"{other} (--training {other})" for other in others]
         data = self.loaded.recipe.data
-        if data is not None and data.arrays is None and self.data_tokens is None:
+        if data is not None and self.data_tokens is None:
             from affinage.pipeline.names import command
 
             beside.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")

@@ -80,7 +80,7 @@ def plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vie
         "weights": memory.weights,
         "frozen weights": memory.frozen,
         "optimizer": memory.optimizer,
-        "averages": memory.averages,
+        "moving average": memory.ema,
         "batch": memory.batch,
         "weights in the products' dtype": memory.weight_copies,
         "gradients": memory.gradients,

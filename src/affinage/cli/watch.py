@@ -11,7 +11,6 @@ from affinage.cli.output import Table, counted, emit, listed, screen
 from affinage.cli.working import Working
 from affinage.durations import duration
 from affinage.results import (
-    ArraysResult,
     ChatDataResult,
     CompareTokenizersResult,
     DecontaminateResult,
@@ -150,7 +149,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     if "export" in names:
         yield "model", f"{folder}/export/model"
     training = next((name for name in TRAININGS if name in names), None)
-    if training is None or (training == "pretrain" and "train-tokenizer" not in names):  # of images
+    if training is None:
         return
     model = folder if Path(recipe.name).exists() else recipe.name  # a folder here of the same name is another model
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"
@@ -173,8 +172,6 @@ def headline(result: Result) -> Iterator[str]:
             yield f"{tokenizer.name or 'ours'} {' '.join(rates)} bytes a token"
     elif isinstance(result, TokenizeResult | ChatDataResult) and result.train.rows is not None:
         yield f"{counted(result.train.rows, 'row')} of {result.context or 0:,} tokens"
-    elif isinstance(result, ArraysResult) and result.train.images is not None:
-        yield counted(result.train.images, "image")
     elif isinstance(result, TrainingResult):
         yield from _training(result)
     elif isinstance(result, SynthesizeResult):
@@ -217,8 +214,6 @@ def _documents(result: DocumentsResult) -> Iterator[str]:
 
 
 def _training(result: TrainingResult) -> Iterator[str]:
-    if result.images is not None:
-        yield counted(result.images, "image")
     if result.parameters.total is not None:
         yield f"{result.parameters.total:,} parameters"
     if result.final_loss is not None:

@@ -37,7 +37,6 @@ _REPORTED = (
     "flax",
     "optax",
     "orbax-checkpoint",
-    "grain",
     "numpy",
     "sentencepiece",
     "lm-eval",

@@ -23,7 +23,6 @@ _HOUR = 3600.0
 _LABELS = {
     "parameters": N_("Parameters"),
     "tokens": N_("Tokens, all trainings"),
-    "images": N_("Images seen"),
     "flops": N_("Computation, all trainings"),
     "devices": N_("Devices"),
     "training_seconds": N_("Time, all trainings"),
@@ -76,7 +75,6 @@ class Entrant:
         found = {
             "parameters": first.parameters.total,
             "tokens": sum(result.tokens or 0 for result in results) or None,
-            "images": sum(result.images or 0 for result in results) or None,
             "flops": sum((result.flops_per_step or 0.0) * (result.steps or 0) for result in results) or None,
             "devices": str(first.devices) or None,
             "training_seconds": seconds,
@@ -258,7 +256,7 @@ def notes(pair: Paired, t: Language) -> list[str]:
 
 
 def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
-    """The losses of one training in all runs that have it, against tokens, or steps where images are seen."""
+    """The losses of one training in all runs that have it, against tokens."""
     trained = [
         (place, one, training) for place, one in enumerate(found.entrants) if (training := one.facts.training(name))
     ]

@@ -15,11 +15,9 @@ from affinage.results import (
     DOCUMENT_STEPS,
     RESULTS,
     AnyResult,
-    ArraysResult,
     DocumentsResult,
     FilterResult,
     Manifest,
-    ProbeResult,
     Result,
     Sample,
     Size,
@@ -42,9 +40,7 @@ ORDER = (
     "train-tokenizer",
     "compare-tokenizers",
     "tokenize",
-    "arrays",
     "pretrain",
-    "probe",
     "sft-data",
     "preference-data",
     "sft",
@@ -55,7 +51,7 @@ ORDER = (
 )
 _GROUPS = {  # kinds of work: 0 is on the data
     **dict.fromkeys(("pretrain", "sft-data", "sft", "preference-data", "ref-logprobs", "dpo"), 1),
-    **dict.fromkeys(("probe", *EVALUATIONS), 2),
+    **dict.fromkeys(EVALUATIONS, 2),
     "export": 3,
 }
 THRESHOLDS = 5  # of language id, shown beside each other
@@ -138,18 +134,6 @@ class Facts:
         return sum(known) if known else None
 
     @property
-    def probe(self) -> ProbeResult | None:
-        """Linear probes, if all of them can be shown side by side."""
-        found = self.result("probe", ProbeResult)
-        return found if found and found.is_comparable else None
-
-    @property
-    def images(self) -> int | None:
-        """Images to train on."""
-        found = self.result("arrays", ArraysResult)
-        return found.train.images if found else None
-
-    @property
     def analysis(self) -> "tuple[Analysis, int | None] | None":
         """The cost of the nodes of the model of its first training, and the tokens of its sequences."""
         return next(((one.analysis, one.context) for one in self.trainings if one.analysis), None)
@@ -167,8 +151,6 @@ class Facts:
     def epochs(self) -> float | None:
         """How often pretraining read the training set: in sequences, as the tokens it read include padding."""
         pretrain, packed = self.training("pretrain"), self.result("tokenize", TokenizeResult)
-        if pretrain and pretrain.result.images and self.images:
-            return pretrain.result.images / self.images
         slots = (packed.train.rows or 0) * (packed.context or 0) if packed else 0
         tokens = slots or (packed.train.tokens if packed else None)
         return pretrain.result.tokens / tokens if pretrain and pretrain.result.tokens and tokens else None

@@ -1,7 +1,6 @@
 """The charts of a report: which facts go into which picture."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -27,19 +26,15 @@ from affinage.report.charts import (
 from affinage.report.evaluations import IN_CHAT, Evaluation, marked
 from affinage.report.language import Language, N_
 from affinage.report.trainings import Training
-from affinage.results import ProbeResult
 
 MODELS = {"base": N_("base"), "sft": N_("fine-tuned"), "dpo": N_("preferences")}
-FEATURES = {"trained": N_("trained"), "random": N_("untrained"), "pixels": N_("pixels")}
 LOSS_AXES = {  # by what a loss is of
     "token": (N_("nats per token"), N_("nats per token, logarithmic")),
     "pair": (N_("nats per pair"), N_("nats per pair, logarithmic")),
-    "image": (N_("loss per image"), N_("loss per image, logarithmic")),
 }
 METRICS = {  # the small charts beside the loss: title, axis, number format
     "learning_rate": (N_("Learning rate"), N_("per update"), "~g"),
     "tokens_per_second": (N_("Throughput"), N_("tokens per second"), "~s"),
-    "images_per_second": (N_("Throughput"), N_("images per second"), "~s"),
     "grad_norm": (N_("Gradient norm"), N_("global L2 norm before clipping"), "~s"),
     "mfu": (N_("Model FLOPs utilization"), N_("share of the peak"), "~%"),
     "expert_load_max": (N_("Fullest expert"), N_("its load over the even share"), "~s"),
@@ -80,11 +75,6 @@ def by_name(evaluations: Sequence[Evaluation], t: Language) -> dict[str, Evaluat
 def metrics_of(evaluations: Iterable[Evaluation]) -> list[tuple[str, str]]:
     """All tasks with their metrics, in the order in which they were first seen."""
     return list(dict.fromkeys((score.task, score.metric) for one in evaluations for score in one.scores))
-
-
-def labels_name(per_class: int | None, t: Language) -> str:
-    """How many labeled images a probe has learned from."""
-    return t("all labels") if per_class is None else t("{count} of each class", count=t.count(per_class))
 
 
 def loss_figure(training: Training, t: Language) -> Figure | None:
@@ -217,19 +207,6 @@ def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str)
 def in_chat_note(t: Language) -> str:
     """What the mark of scores with the chat template means."""
     return t("† asked in the chat template: not comparable with scores asked without it.")
-
-
-def probe_figure(probe: ProbeResult, t: Language) -> Figure:
-    """Accuracy with every number of labels, of trained and untrained features and of the pixels side by side."""
-    rows = []
-    for one in probe.probe:
-        intervals = [Interval(s.accuracy or 0.0, s.stderr or 0.0, i) for i, s in enumerate(one.scores.values())]
-        rows.append(Row(labels_name(one.labels_per_class, t), intervals))
-    low = max(0.0, math.floor(10 * min(one.value - one.error for row in rows for one in row.intervals)) / 10)
-    names = enumerate(probe.probe[0].scores)
-    legend = tuple(Key(t(FEATURES[name]) if name in FEATURES else name, i, "points") for i, name in names)
-    axis, label = Axis(t("accuracy on held-out images"), ".0%"), t("Accuracy by number of labels")
-    return Figure(t("Linear probe"), row_chart(rows, axis, label, t.code, low=low), legend)
 
 
 def compression_figure(evaluations: Sequence[Evaluation], t: Language) -> Figure:

@@ -35,7 +35,6 @@ TITLES = {  # of sections, and of steps that a page names
     "sft": N_("Fine-tuning"),
     "dpo": N_("Preferences"),
     "compression": N_("Bits per byte"),
-    "probe": N_("Linear probe"),
     "scores": N_("Scores"),
     "samples": N_("What it writes"),
     "predicted": N_("Predicted and measured"),
@@ -165,7 +164,6 @@ def sections(facts: Facts) -> list[str]:
         "sft": "sft" in trained,
         "dpo": "dpo" in trained,
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
-        "probe": facts.probe is not None,
         "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
         "samples": any(facts.samples),
         "predicted": any(training.compared for training in facts.trainings),
@@ -188,9 +186,7 @@ def summary(facts: Facts, language: str, *, timed: bool = True) -> str:
     sentence, taught = t("Text made ready for training"), []
     if pretrain is not None:
         sentence = t("A model of {count} parameters", count=t.short(pretrain.result.parameters.total))
-        if pretrain.result.images:
-            taught = [t("shown {count} images", count=t.short(pretrain.result.images))]
-        elif len(trainings) == 1:
+        if len(trainings) == 1:
             taught = [t("trained on {count} tokens", count=t.short(pretrain.result.tokens))]
         else:
             taught = [t("pretrained on {count} tokens", count=t.short(pretrain.result.tokens))]

@@ -83,8 +83,8 @@ class Training:
 
     @property
     def loss_unit(self) -> str:
-        """What the loss is of: a token, a pair of answers, or an image."""
-        return "image" if self.result.images else "pair" if self.name == "dpo" else "token"
+        """What the loss is of: a token, or a pair of answers."""
+        return "pair" if self.name == "dpo" else "token"
 
     @property
     def ended_by_regression(self) -> bool:
@@ -114,7 +114,6 @@ class Training:
             "seconds": seconds,
             "flops_per_second": flops / seconds if flops and seconds else None,
             "tokens_per_second": result.tokens_per_second,
-            "images_per_second": result.images_per_second,
             "mfu": result.mfu,
         }
 
@@ -188,7 +187,7 @@ def _forecast(
 ) -> dict[str, float]:
     """What the planner says of the training on the devices that it ran on.
 
-    Nothing for trainings that the planner does not know (images, other chips), or recipes of other versions.
+    Nothing for trainings that the planner does not know (other chips), or recipes of other versions.
     """
     from affinage.config.recipe import Recipe
     from affinage.data.preferences import documents_in_a_row
