@@ -13,9 +13,9 @@ from lm_eval.tasks import TaskManager
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet, reachable_data
-from affinage.report.evaluations import headline
 from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import benchmark_items, find_tasks
+from affinage.report.evaluations import headline
 from benchmark_fixtures import ITEMS, write_items
 from tiny_models import tiny_llama
 

@@ -7,12 +7,12 @@ too, so that color is never the only difference.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 WIDE, HALF, THIRD, NARROW = 920, 452, 296, 350  # the page's column and parts of it, and a phone's; pixels
 COLORS = 6  # series beyond them repeat the first colors
@@ -94,64 +94,56 @@ def line_chart(
         wide, height: pixels on a wide page.
         marks: x positions of vertical dashed lines (steps at which the run was resumed).
     """
-    rows = [_points(one, x, y) for one in series]
-    every = [row for of_one in rows for row in of_one]
-    xs = [row["x"] for row in every] or [1.0]
+    rows = [row for number, one in enumerate(series) for row in _points(one, number, x, y)]
+    xs = [row["x"] for row in rows] or [1.0]
     low = min(xs) if x.log or min(xs) < 0 else 0.0
     domain = [low, max(xs)] if max(xs) > low else [low * 0.9, max(xs) * 1.1 or 1.0]
-    across: Spec = {"field": "x", "type": "quantitative", "scale": {"domain": domain, "nice": False, **_kind(x)}}
-    up: Spec = {"field": "y", "type": "quantitative", "scale": {"zero": False, **_kind(y)}}
-    if y.log and every:
-        ends = [row[end] for row in every for end in ("low", "high")]
-        up["scale"] |= {"domain": [min(ends) * 0.95, max(ends) * 1.05], "nice": False}
+    across = {"field": "x", "type": "quantitative", "scale": _scale(x) | {"domain": domain, "nice": False}}
+    up = {"field": "y", "type": "quantitative", "scale": _scale(y) | {"zero": False}}
+    if y.log and rows:
+        ends = [row[end] for row in rows for end in ("low", "high")]
+        up["scale"] = _scale(y) | {"domain": [min(ends) * 0.95, max(ends) * 1.05], "nice": False}
     up["axis"] = {"title": None, "format": y.form, "domain": False, "ticks": False, "labelOverlap": True}
-    color: Spec = {"field": "color", "type": "nominal", "scale": None, "legend": None}
-
-    def layers(ticks: int) -> list[Spec]:
-        axis = {"title": x.label, "titleAnchor": "end", "format": x.form, "tickCount": ticks, "grid": False}
-        places = {"x": across | {"axis": axis | {"labelOverlap": True}}, "y": up}
-        drawn = [_layer([{"x": mark} for mark in marks], _rule("muted", strokeDash=[2, 4]), x=places["x"])]
-        errors = [row for one, of_one in zip(series, rows) if one.errors for row in of_one]
-        ends = {"y": up | {"field": "low"}, "y2": {"field": "high"}, "stroke": color}
-        drawn.append(_layer(errors, {"type": "rule", "strokeWidth": 2}, **(places | ends)))
-        for one, of_one in zip(series, rows):
-            if len(of_one) > 1 and one.style in _LINES:
-                drawn.append(_layer(of_one, {"type": "line", **_LINES[one.style]}, **places, stroke=color))
-        for one, of_one in zip(series, rows):
-            if len(of_one) == 1 or one.style in ("points", "dots"):
-                mark = {"type": "point", "opacity": 1, "strokeWidth": 1.3, "size": 80 if len(of_one) <= 40 else 24}
-                encoding = places | {"fill": color, "shape": color | {"field": "shape"}}
-                drawn.append(_layer(of_one, mark | {"stroke": "var(--paper)"}, **encoding))
-        ringed = [row for row in every if row["ringed"]]
-        ring = {"type": "point", "shape": "circle", "opacity": 1, "size": 200, "fill": "transparent"}
-        drawn.append(_layer(ringed, ring, **places, stroke=color))
-        return [layer for layer in drawn if layer["data"]["values"]] or [_layer([{}], {"type": "point"}, **places)]
-
+    points = {"type": "point", "opacity": 1, "strokeWidth": 1.3, "stroke": "var(--paper)"}
+    ring = {"type": "point", "shape": "circle", "opacity": 1, "size": 200, "fill": "transparent"}
+    look = {"fill": _as_is("color"), "shape": _as_is("shape"), "size": _as_is("size")}
+    bars = {"y": up | {"field": "low"}, "y2": {"field": "high"}, "stroke": _as_is("color")}
+    line = {"detail": {"field": "series", "type": "nominal"}, "stroke": _as_is("color")}
+    layers: list[Spec] = [
+        {"data": {"values": [{"x": mark} for mark in marks]}, "mark": _rule("muted", dash=[2, 4])},
+        _layer("datum.low < datum.high", {"type": "rule", "strokeWidth": 2}, **bars),
+        *(_layer(f"datum.style == '{style}'", {"type": "line", **_LINES[style]}, y=up, **line) for style in _LINES),
+        _layer("datum.size > 0", points, y=up, **look),
+        _layer("datum.ringed", ring, y=up, stroke=_as_is("color")),
+    ]
     title = {"text": y.label, "anchor": "start", "frame": "bounds", "fontSize": 12, "fontWeight": "normal"}
-    frame = {"data-frame": json.dumps({"x": domain, "log": x.log})}
-    drawings = []
-    for width in (wide, NARROW):
-        size = {"width": width, "height": min(height, 260) if width < wide else height}
-        spec = size | {"title": title | {"color": "var(--muted)"}, "layer": layers(8 if width > 600 else 4)}
-        drawings.append(_svg(spec | {"autosize": {"type": "fit", "contains": "padding"}}, label, language, frame))
-    return _responsive(drawings)
+    axis = {"title": x.label, "titleAnchor": "end", "format": x.form, "grid": False, "labelOverlap": True}
+
+    def spec(width: int) -> Spec:
+        encoding = {"x": across | {"axis": axis | {"tickCount": 8 if width > 600 else 4}}}
+        return {
+            **{"width": width, "height": min(height, 260) if width < wide else height},
+            "autosize": {"type": "fit", "contains": "padding"},
+            "title": title | {"color": "var(--muted)"},
+            **{"data": {"values": rows}, "encoding": encoding, "layer": layers},
+        }
+
+    return _drawn(spec, wide, label, language, frame=json.dumps({"x": domain, "log": x.log}))
 
 
-def _points(series: Series, x: Axis, y: Axis) -> list[Spec]:
+def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
     """The points of a series that can be drawn, with the ends of their error bars, and how they look."""
-    look = {"color": f"var(--s{series.color % COLORS})", "shape": _SHAPES[series.color % len(_SHAPES)]}
+    with_points = series.style in ("points", "dots") or len(series.points) == 1
+    look = _look(series.color) | {"style": series.style, "series": number}
+    look["size"] = (80 if len(series.points) <= 40 else 24) if with_points else 0
     errors = series.errors or [0.0] * len(series.points)
     ringed = series.ringed or [False] * len(series.points)
     rows = []
     for (px, py), error, ring in zip(series.points, errors, ringed, strict=True):
         if all(math.isfinite(value) and (value > 0 or not axis.log) for value, axis in ((px, x), (py, y))):
             low = py - error if py - error > 0 or not y.log else py  # a logarithmic axis has no place for the rest
-            rows.append({"x": px, "y": py, "low": low, "high": py + error, "ringed": ring, **look})
+            rows.append(look | {"x": px, "y": py, "low": low, "high": py + error, "ringed": ring})
     return rows
-
-
-def _kind(axis: Axis) -> Spec:
-    return {"type": "log"} if axis.log else {}
 
 
 def row_chart(
@@ -163,7 +155,6 @@ def row_chart(
     bars: bool = False,
     low: float = 0.0,
     hollow: bool = False,
-    wide: int = WIDE,
 ) -> Markup:
     """One row per task: values under each other, with lines of one standard error each way.
 
@@ -175,98 +166,105 @@ def row_chart(
         bars: values are bars from zero with their texts at their ends, else points between `low` and 1.
         low: where the axis of points begins.
         hollow: points of the first color are hollow.
-        wide: pixels on a wide page; on a narrow one, labels stand above their rows.
     """
-    names = [row.label for row in rows]
     values: list[Spec] = []
-    for name, row in zip(names, rows):
+    for row in rows:
         for place, one in enumerate(row.intervals):
-            color = f"var(--s{one.color % COLORS})"
-            ends = {"low": max(low, one.value - one.error), "high": one.value + one.error}
-            ends["high"] = ends["high"] if bars else min(1.0, ends["high"])
-            look = {"color": color, "shape": _SHAPES[one.color % len(_SHAPES)], "text": one.text}
-            look["fill"] = "var(--paper)" if hollow and one.color == 0 else color
-            values.append({"row": name, "place": str(place), "value": one.value, "zero": 0.0, **ends, **look})
-    most = max((value["high"] for value in values), default=1.0) or 1.0
-    guesses = [{"row": name, "value": row.chance} for name, row in zip(names, rows) if row.chance is not None]
-    # A longer bar needs room for its text: about a third of the page on the right.
-    across: Spec = {"field": "value", "type": "quantitative"}
-    across["scale"] = {"domain": [0, most * 1.25] if bars else [low, 1], "nice": False, "zero": bars}
-    unmarked = {"domain": False, "ticks": False}
-    across["axis"] = {"title": x.label or None, "titleAnchor": "end", "format": x.form, "tickCount": 5, **unmarked}
-    across["axis"] |= {"labels": False, "grid": False} if bars else {}
-    row_of = {"field": "row", "type": "nominal", "sort": names}
+            high = one.value + one.error
+            ends = {"low": max(low, one.value - one.error), "high": high if bars else min(1.0, high)}
+            values.append({"row": row.label, "place": str(place), "value": one.value, "text": one.text} | ends)
+            values[-1] |= _look(one.color) | {"first": hollow and one.color == 0, "zero": 0}
+    guesses = [{"row": row.label, "value": row.chance} for row in rows if row.chance is not None]
+    # A bar's text takes up to a fifth of the page.
+    domain = [0.0, 1.25 * max((value["high"] for value in values), default=1.0) or 1.0] if bars else [low, 1.0]
+    bare = {"domain": False, "ticks": False}
+    axis: Spec = {"title": x.label or None, "titleAnchor": "end", "format": x.form, "tickCount": 5, **bare}
+    axis |= {"labels": False, "grid": False} if bars else {}
+    across = {"type": "quantitative", "scale": {"domain": domain, "nice": False}, "axis": axis}
     place = {"field": "place", "type": "nominal", "scale": {"type": "band", "paddingInner": 0, "paddingOuter": 0}}
+    text = {"type": "text", "align": "left", "fontSize": 13, "fill": "var(--ink)"}
     group = (17 if bars else 12) * max((len(row.intervals) for row in rows), default=1)
 
-    def field(name: str) -> Spec:
-        return {"field": name, "type": "nominal", "scale": None, "legend": None}
-
-    drawings = []
-    for width in (wide, NARROW):
-        beside = width > 600
-        axis = {"title": None, "labelLimit": 330, "labelPadding": 10, "labelFontSize": 13, "labelColor": "var(--ink)", **unmarked}
+    def spec(width: int) -> Spec:
+        beside = width > 600  # labels stand above their rows on a narrow page
         gap = 14 if beside else 26
         share = gap / (group + gap)  # of a step of the scale
-        scale = {"type": "band", "paddingInner": share, "paddingOuter": share * (0.3 if beside else 0.8)}
-        up = row_of | {"axis": axis | {"grid": False} if beside else None, "scale": scale}
-        places = {"y": up, "yOffset": place}
-        spread = [value for value in values if value["low"] < value["high"]]
-        ends = {"x": across | {"field": "low"}, "x2": {"field": "high"}}
-        rule = _rule("ink", strokeWidth=1.5) if bars else {"type": "rule", "strokeWidth": 2}
-        intervals = _layer(spread, rule, **ends, **places, **({} if bars else {"stroke": field("color")}))
+        labels = {"title": None, "labelLimit": 330, "labelPadding": 10, "labelFontSize": 13, "grid": False, **bare}
+        up: Spec = {"field": "row", "type": "nominal", "sort": None}
+        up["scale"] = {"type": "band", "paddingInner": share, "paddingOuter": share * (0.3 if beside else 0.8)}
+        up["axis"] = labels | {"labelColor": "var(--ink)"} if beside else None
+        spread = {"x": across | {"field": "low"}, "x2": {"field": "high"}, "yOffset": place}
         if bars:
-            bar = {"x": across | {"field": "zero"}, "x2": {"field": "value"}, "fill": field("color")}
-            text = {"type": "text", "align": "left", "dx": 7, "fontSize": 13, "fill": "var(--ink)"}
-            written = {"x": across | {"field": "high"}, "text": {"field": "text", "type": "nominal"}}
-            layers = [_layer(values, {"type": "bar"}, **bar, **places), intervals]
-            layers.append(_layer(values, text, **written, **places))
+            from_zero = {"x": across | {"field": "zero"}, "x2": {"field": "value"}, "fill": _as_is("color")}
+            written = {"x": across | {"field": "high"}, "text": {"field": "text"}, "yOffset": place}
+            layers = [
+                _layer("true", {"type": "bar"}, yOffset=place, **from_zero),
+                _layer("datum.low < datum.high", _rule("ink"), **spread),
+                _layer("true", text | {"dx": 7}, **written),
+            ]
         else:
-            look = {name: field(source) for name, source in (("stroke", "color"), ("fill", "fill"), ("shape", "shape"))}
-            guess = {"x": across, "y": up | {"bandPosition": 0}, "y2": {"field": "row", "bandPosition": 1}}
-            layers = [_layer(guesses, _rule("ink", strokeWidth=1.5, strokeDash=[3, 3]), **guess), intervals]
-            layers.append(_layer(values, {"type": "point", "size": 80, "opacity": 1}, x=across, **places, **look))
+            fill = _as_is("color") | {"condition": {"test": "datum.first", "value": "var(--paper)"}}
+            look = {"stroke": _as_is("color"), "fill": fill, "shape": _as_is("shape")}
+            guess = {"x": across | {"field": "value"}, "y": up | {"bandPosition": 0}}
+            guess["y2"] = {"field": "row", "bandPosition": 1}
+            points = {"type": "point", "size": 80, "opacity": 1}
+            layers = [
+                {"data": {"values": guesses}, "mark": _rule("ink", dash=[3, 3]), "encoding": guess},
+                _layer("true", {"type": "rule", "strokeWidth": 2}, stroke=_as_is("color"), **spread),
+                _layer("true", points, x=across | {"field": "value"}, yOffset=place, **look),
+            ]
         if not beside:
-            above = {"type": "text", "align": "left", "baseline": "bottom", "dy": -2, "fontSize": 13, "limit": 330}
-            above["fill"] = "var(--ink)"
-            start = {"x": {"datum": 0 if bars else low}, "text": {"field": "row", "type": "nominal"}}
-            layers.append(_layer([{"row": name} for name in names], above, **start, y=up | {"bandPosition": 0}))
-        shown = [layer for layer in layers if layer["data"]["values"]]
-        step = {"height": {"step": group + gap, "for": "position"}}
-        spec = {"width": width, **step, "autosize": {"type": "fit-x", "contains": "padding"}, "layer": shown}
-        drawings.append(_svg(spec, label, language))
-    return _responsive(drawings)
+            above = text | {"baseline": "bottom", "dy": -2, "limit": 330}
+            names = {"x": {"datum": domain[0]}, "y": up | {"bandPosition": 0}, "text": {"field": "row"}}
+            layers.append(_layer("datum.place == '0'", above, **names))
+        return {
+            **{"width": width, "height": {"step": group + gap, "for": "position"}},
+            "autosize": {"type": "fit-x", "contains": "padding"},
+            **{"data": {"values": values}, "encoding": {"y": up}, "layer": layers},
+        }
+
+    return _drawn(spec, WIDE, label, language)
 
 
-def _layer(data: Sequence[Spec], mark: Spec, **encoding: Spec) -> Spec:
-    return {"data": {"values": list(data)}, "mark": {"clip": False, **mark}, "encoding": encoding}
+def _scale(axis: Axis) -> Spec:
+    return {"type": "log"} if axis.log else {}
 
 
-def _rule(color: str, **settings: Any) -> Spec:
-    return {"type": "rule", "stroke": f"var(--{color})", **settings}
+def _look(color: int) -> Spec:
+    return {"color": f"var(--s{color % COLORS})", "shape": _SHAPES[color % len(_SHAPES)]}
 
 
-def _svg(spec: Spec, label: str, language: str, attributes: Mapping[str, str] | None = None) -> Markup:
-    """Render to an SVG element that scales to its place, with a text for those who do not see it."""
+def _as_is(field: str) -> Spec:
+    """An encoding by values that are colors, shapes or sizes themselves."""
+    return {"field": field, "type": "nominal", "scale": None, "legend": None}
+
+
+def _layer(test: str, mark: Spec, **encoding: Spec) -> Spec:
+    return {"transform": [{"filter": test}], "mark": mark, "encoding": encoding}
+
+
+def _rule(color: str, dash: Sequence[int] = ()) -> Spec:
+    return {"type": "rule", "stroke": f"var(--{color})", "strokeWidth": 1.5, "strokeDash": list(dash)}
+
+
+def _drawn(spec: Callable[[int], Spec], wide: int, label: str, language: str, frame: str = "") -> Markup:
+    """The drawing for a wide and for a narrow page, of which the style sheet shows one, as SVG that scales."""
     import vl_convert  # loads a JavaScript engine
 
     colors = {"label": "muted", "title": "muted", "grid": "grid", "domain": "line", "tick": "line"}
     axis = {f"{part}Color": f"var(--{color})" for part, color in colors.items()}
-    axis |= {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
-    padding = {"left": 2, "right": 16, "top": 4, "bottom": 4}
-    config = {"aria": False, "view": {"stroke": None}, "axis": axis}
-    whole = {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "background": None, "padding": padding}
-    drawn = vl_convert.vegalite_to_svg(
-        whole | {"config": config} | spec, format_locale="fr-FR" if language == "fr" else None
-    )
-    size = re.search(r'viewBox="[^"]*"', drawn)
-    more = "".join(f' {name}="{escape(value)}"' for name, value in (attributes or {}).items())
-    head = f'<svg class="chart" role="img" aria-label="{escape(label)}" {size[0] if size else ""}{more}>'
-    return Markup(re.sub(r"^<svg[^>]*>", lambda _: head, re.sub(r'font-family="[^"]*"', "", drawn), count=1))  # noqa: S704
-
-
-def _responsive(drawings: Sequence[Markup]) -> Markup:
-    """The drawings for wide and narrow pages; the style sheet shows one."""
+    sizes = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+    shared = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "background": None,
+        "padding": {"left": 2, "right": 16, "top": 4, "bottom": 4},
+        "config": {"aria": False, "view": {"stroke": None}, "axis": axis | sizes},
+    }
+    head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" data-frame="{}" ').format(label, frame), []
+    for width in (wide, NARROW):
+        drawn = vl_convert.vegalite_to_svg(shared | spec(width), format_locale="fr-FR" if language == "fr" else None)
+        body = re.sub(r'font-family="[^"]*"', "", drawn[drawn.index("viewBox=") :])
+        drawings.append(head + Markup(body))  # noqa: S704 - Vega escapes the texts
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(*drawings)
 
 

@@ -15,7 +15,7 @@ from affinage.report.charts import Axis, Series, line_chart, smoothed, thinned
 from affinage.report.evaluations import Evaluation, is_share, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts
 from affinage.report.figures import Figure, keys_of, loss_axis, score_figure, values_of
-from affinage.report.language import ABSENT, Language, N_, language_of
+from affinage.report.language import ABSENT, N_, Language, language_of
 from affinage.report.page import render_template, summary
 
 _NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
@@ -43,6 +43,7 @@ _TITLES = {
     "sft": N_("Loss in fine-tuning"),
     "dpo": N_("Loss in preference optimization"),
 }
+
 
 @dataclass(frozen=True)
 class Entrant:
@@ -98,7 +99,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several entrants; differences are against the first of them. Settings: key -> the value in each, None if absent."""
+    """Several entrants, their settings that differ (key -> the values), and differences from the first of them."""
 
     entrants: list[Entrant]
     settings: dict[str, tuple[Any, ...]]
@@ -152,14 +153,12 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     settings = differing_settings([one.facts.recipe for one in entrants]) if runs else {}
     found = Comparison(list(entrants), settings, list(_paired(entrants)))
     if not (found.quantities or settings or any(pair.differences for pair in found.paired)):
-        commands = dict.fromkeys(
-            shlex.join(["affinage", "eval", one.name, *([] if one.facts.settings.evaluate.tasks else ["--tasks", "TASK"])])
-            for one in entrants
-        )
+        tasks = [[] if one.facts.settings.evaluate.tasks else ["--tasks", "TASK"] for one in entrants]
+        commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
         raise UserError(
             "there is nothing to compare: no training, no results, the same settings",
             where=", ".join(one.name for one in entrants),
-            fix=f"Run their recipes, or evaluate them: {'; '.join(commands)}",
+            fix=f"Run their recipes, or evaluate them: {'; '.join(dict.fromkeys(commands))}",
         )
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, compare
-from affinage.results import EvaluationResult, Metric, Sample, TaskContamination, lenient, read_json
+from affinage.results import EvaluationResult, lenient, read_json
 
 # What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
 CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.25, "winogrande": 0.5, "boolq": 0.5}
@@ -42,30 +42,14 @@ class Score:
     stderr: float | None
     items: int | None
     shots: int | None
-    chat_template: bool
-    chance: float | None
-    headline: bool
+    chat_template: bool = False
+    chance: float | None = None
+    headline: bool = False
 
     @property
     def is_share(self) -> bool:
         """Whether the value lies between 0 and 1 with 1 the best."""
         return is_share(self.metric)
-
-
-@dataclass(frozen=True)
-class Contaminated:
-    """A task with items in the training text, and its headline score with and without them."""
-
-    task: str
-    metric: str
-    items: TaskContamination
-    value: float | None
-    without: Metric
-
-    @property
-    def count(self) -> int:
-        """Number of its items that are in the training text."""
-        return len(self.items.found) + len(self.items.common)
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,8 @@ class Evaluation:
                 shots=result.shots,
                 chat_template=result.chat_template,
                 chance=(CHANCE.get(task) if result.chance is None else result.chance) if is_share(name) else None,
-                headline=name == headline(task, [name for name, one in result.metrics.items() if one.value is not None]),
+                headline=name
+                == headline(task, [name for name, one in result.metrics.items() if one.value is not None]),
             )
             for task, result in self.result.tasks.items()
             for name, metric in result.metrics.items()
@@ -106,24 +91,6 @@ class Evaluation:
     def compression(self) -> dict[str, dict[str, float]]:
         """Bits per byte of validation sets, by the model ("model") and by compressors."""
         return {name: bits for name, bits in self.result.bits_per_byte.items() if "model" in bits}
-
-    @property
-    def contaminated(self) -> list[Contaminated]:
-        """The tasks with items in the training text."""
-        found = []
-        for task, items in self.result.contamination.tasks.items():
-            if items.found or items.common:
-                metric = headline(task, items.without)
-                scores = self.result.tasks[task].metrics if task in self.result.tasks else {}
-                value, without = scores.get(metric, Metric()).value, items.without.get(metric, Metric())
-                found.append(Contaminated(task, metric, items, value, without))
-        return found
-
-    @property
-    def task_samples(self) -> dict[str, list[Sample]]:
-        """A few items of each task, with answers."""
-        samples = self.result.samples
-        return {task: samples[task] for task in sorted(self.result.tasks) if samples.get(task)}
 
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""

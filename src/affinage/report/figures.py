@@ -24,7 +24,7 @@ from affinage.report.charts import (
     thinned,
 )
 from affinage.report.evaluations import IN_CHAT, Evaluation, marked
-from affinage.report.language import Language, N_
+from affinage.report.language import N_, Language
 from affinage.report.trainings import Training
 
 MODELS = {"base": N_("base"), "sft": N_("fine-tuned"), "dpo": N_("preferences")}
@@ -111,7 +111,11 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
         scored.append(Series(task, points, i % COLORS, "points", errors, ringed))
     bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
     y, title = Axis(t("score ± one standard error"), ".0%"), t("Benchmarks during training")
-    note = t("Ringed: worse than at an earlier step, by more than chance (McNemar’s test).") if training.regressions else ""
+    note = (
+        t("Ringed: worse than at an earlier step, by more than chance (McNemar’s test).")
+        if training.regressions
+        else ""
+    )
     groups = [scored[first : first + COLORS] for first in range(0, len(scored), COLORS)]
     drawn = [(f"{title} ({i})" if len(groups) > 1 else title, group, y, note) for i, group in enumerate(groups, 1)]
     drawn.append((t("Bits per byte"), bits, Axis(t("bits per byte of validation text"), "~g"), ""))
@@ -163,7 +167,9 @@ def _curves(
 ) -> Figure:
     x = Axis(t("step"))
     drawing = line_chart(series, x, y, label or title, t.code, wide=wide, height=height, marks=marks)
-    note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks)) if marks and wide == WIDE else ""
+    note = (
+        t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks)) if marks and wide == WIDE else ""
+    )
     legend = keys_of(series) if len(series) > 1 or series[0].label != title else ()
     return Figure(title, drawing, legend, note, values_of(x.label, series))
 

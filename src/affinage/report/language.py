@@ -1,4 +1,4 @@
-"""Messages and numbers in the language of a page: the catalogues of gettext in `locale/`, and numbers as readers write them."""
+"""Messages of a page, from the gettext catalogues in `locale/`, and numbers as readers of its language write them."""
 
 import gettext
 import io
@@ -28,7 +28,7 @@ _LARGE = {
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def N_(message: str) -> str:  # noqa: N802
+def N_(message: str) -> str:
     """Marks a message of a table, which is translated where it is used."""
     return message
 

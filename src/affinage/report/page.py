@@ -17,14 +17,12 @@ import affinage
 from affinage.errors import UserError
 from affinage.report import figures
 from affinage.report.baselines import Baselines, baseline_figures, read_baselines
-from affinage.report.evaluations import Score, changes
-from affinage.report.facts import Facts, by_size, collect_facts
+from affinage.report.evaluations import changes, headline
+from affinage.report.facts import TRAININGS, Facts, by_size, collect_facts
 from affinage.report.language import ABSENT, N_, Language, language_of
-from affinage.results import TokenizeResult, TokenizerResult
 
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
-_SCORES = 3  # listed in the summary; of more tasks it gives the range
 TITLES = {  # of sections, and of steps that a page names
     "data": N_("Data"),
     "duplicates": N_("Near duplicates"),
@@ -116,7 +114,7 @@ def render_template(name: str, t: Language, **values: Any) -> str:
     script = _packaged("hover.js")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("affinage.report"),
-        autoescape=True,
+        autoescape=name.endswith(".html.j2"),
         undefined=jinja2.StrictUndefined,
         finalize=_visible,
         trim_blocks=True,
@@ -126,6 +124,7 @@ def render_template(name: str, t: Language, **values: Any) -> str:
     return environment.get_template(name).render(
         t=t,
         figures=figures,
+        headline_of=headline,
         titles=TITLES,
         affinage_version=affinage.__version__,
         style=Markup(_packaged("style.css")),
@@ -153,68 +152,29 @@ def _packaged(name: str) -> str:
 
 def sections(facts: Facts) -> list[str]:
     """Names of the sections that have something to show, in the order of the page."""
-    trained = {training.name for training in facts.trainings}
     shown = {
-        "data": bool(facts.documents),
-        "duplicates": bool(facts.near_duplicates),
-        "tokenizer": facts.result("train-tokenizer", TokenizerResult) is not None,
-        "sequences": facts.result("tokenize", TokenizeResult) is not None,
-        "model": facts.analysis is not None,
-        "pretrain": "pretrain" in trained,
-        "sft": "sft" in trained,
-        "dpo": "dpo" in trained,
+        "data": facts.documents,
+        "duplicates": facts.near_duplicates,
+        "tokenizer": "train-tokenizer" in facts.results,
+        "sequences": "tokenize" in facts.results,
+        "model": facts.analysis,
+        **{name: facts.training(name) for name in TRAININGS},
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
         "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
         "samples": any(facts.samples),
         "predicted": any(training.compared for training in facts.trainings),
-        "settings": bool(facts.recipe or facts.versions),
-        "steps": bool(facts.steps),
+        "settings": facts.recipe or facts.versions,
+        "steps": facts.steps,
     }
     return [name for name, there in shown.items() if there]
 
 
 def summary(facts: Facts, language: str, *, timed: bool = True) -> str:
-    """What was made, of how much text, in what time, and how good it is, in one line.
+    """What was made, of how much text, in what time, and how good it is, in one line of text.
 
     Args:
         facts: of the run.
         language: "en" or "fr"; English for others.
         timed: whether to state how long the trainings took and on what; a card that must not change does not.
     """
-    t = language_of(language)
-    pretrain, trainings = facts.training("pretrain"), [training.result for training in facts.trainings]
-    sentence, taught = t("Text made ready for training"), []
-    if pretrain is not None:
-        sentence = t("A model of {count} parameters", count=t.short(pretrain.result.parameters.total))
-        if len(trainings) == 1:
-            taught = [t("trained on {count} tokens", count=t.short(pretrain.result.tokens))]
-        else:
-            taught = [t("pretrained on {count} tokens", count=t.short(pretrain.result.tokens))]
-    elif trainings:
-        sentence = t("A given model of {count} parameters", count=t.short(trainings[-1].parameters.total))
-    taught += [t("fine-tuned on conversations")] if facts.training("sft") else []
-    taught += [t("taught preferences")] if facts.training("dpo") else []
-    if taught:
-        last = f" {t('and')} ".join([", ".join(taught[:-1]), taught[-1]]) if len(taught) > 1 else taught[0]
-        sentence = f"{sentence}, {last}"
-    if timed:
-        worked = [result.worked for result in trainings if result.worked is not None]
-        seconds = sum(worked) if worked else facts.seconds
-        sentence += " " + t("in {time}", time=t.duration(seconds)) if seconds is not None else ""
-        devices = next((str(result.devices) for result in trainings if str(result.devices)), "")
-        sentence += " " + t("on {devices}", devices=devices) if devices else ""
-    judged = [evaluation.headlines for evaluation in facts.evaluations if evaluation.headlines]
-    scores = [_score(one, t) for one in sorted(judged[-1], key=lambda one: one.value)] if judged else []
-    if not scores:
-        return f"{sentence}."
-    if len(scores) <= _SCORES:
-        return f"{sentence}. " + t("Scores: {scores}.", scores=", ".join(scores))
-    low, high = scores[0], scores[-1]
-    return f"{sentence}. " + t(
-        "Scores on {count} tasks range from {low} to {high}.", count=len(scores), low=low, high=high
-    )
-
-
-def _score(score: Score, t: Language) -> str:
-    what = [score.task.replace("_", " "), *([t("in chat")] if score.chat_template else [])]
-    return f"{t.percent(score.value, 0)} ({', '.join(what)})"
+    return render_template("summary.txt.j2", language_of(language), facts=facts, timed=timed).strip()
