@@ -19,7 +19,7 @@ from affinage.data.dataloader import DataLoader
 from affinage.data.preferences import documents_in_a_row, prepare_preferences
 from affinage.data.sft import prepare_conversations
 from affinage.hub.families import family_of
-from affinage.hub.tokenizer import write_hf_tokenizer
+from affinage.hub.vocabulary import write_hf_tokenizer
 from affinage.model import Call, apply
 from affinage.model.preferred import preference_graph
 from affinage.training.frozen import frozen_of
