@@ -6,9 +6,11 @@ stored. A graph belongs to a family when the config.json written for it describe
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import getitem
 from typing import Any, Self
 
 import numpy as np
@@ -239,14 +241,12 @@ class FamilySpec:
 
     def to_tensors(self, params: Tree, graph: Graph) -> dict[str, NDArray[Any]]:
         """Return the parameters under transformers' names, in their own dtype."""
-        decoder, tensors = Decoder.of(graph), dict[str, NDArray[Any]]()
+        tensors: dict[str, NDArray[Any]] = {}
         parts: dict[str, dict[int, NDArray[Any]]] = {}
-        for role, path, _, spec in self._stored(graph):
-            array = params[decoder.nodes[role].name]
-            for name in path:
-                array = array[name]
-            for name, index in _places(spec, np.shape(array), role == "blocks" and decoder.repeated):
-                stored = spec.store(np.asarray(array)[index])
+        for path, _, spec, repeated in self._stored(graph):
+            array = np.asarray(reduce(getitem, path, params))
+            for name, index in _places(spec, array.shape, repeated):
+                stored = spec.store(array[index])
                 if spec.part is None:
                     tensors[name] = stored
                 else:
@@ -255,22 +255,21 @@ class FamilySpec:
 
     def from_tensors(self, tensors: Tensors, graph: Graph) -> Tree:
         """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
-        decoder, params = Decoder.of(graph), {}
-        for role, path, declared, spec in self._stored(graph):
+        tied, params = Decoder.of(graph).tied, dict[str, Any]()
+        for path, declared, spec, repeated in self._stored(graph):
             whole = np.empty(declared.shape, np.float32)
-            for name, index in _places(spec, declared.shape, role == "blocks" and decoder.repeated):
-                whole[index] = spec.load(self._find(tensors, name, decoder.tied), whole[index].shape, name)
-            leaf = params.setdefault(decoder.nodes[role].name, {})
-            for name in path[:-1]:
-                leaf = leaf.setdefault(name, {})
-            leaf[path[-1]] = whole
+            for name, index in _places(spec, declared.shape, repeated):
+                whole[index] = spec.load(self._find(tensors, name, tied), whole[index].shape, name)
+            _put(params, path, whole)
         return params
 
-    def _stored(self, graph: Graph) -> Iterator[tuple[str, tuple[str, ...], Parameter, TensorSpec]]:
-        """Every parameter of a graph: the role of its node, its path in it, its declaration and where it is stored."""
-        for role, node in Decoder.of(graph).nodes.items():
-            for path, declared in _leaves(graph.parameters.get(node.name, {})):
-                yield role, path, declared, self.tensors[".".join((role, *path))]
+    def _stored(self, graph: Graph) -> Iterator[tuple[list[str], Parameter, TensorSpec, bool]]:
+        """Every parameter of a graph: path, declaration, where it is stored, whether its first axis is the layers."""
+        decoder = Decoder.of(graph)
+        for role, node in decoder.nodes.items():
+            for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
+                repeated = role == "blocks" and decoder.repeated
+                yield [node.name, *path.split(".")[1:]], declared, self.tensors[path], repeated
 
     def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
         """A tensor by its name, or in one of the other forms that transformers loads."""
@@ -291,12 +290,10 @@ class FamilySpec:
         raise UserError(f"the weights have no tensor {name!r}", fix="Download the whole model again.")
 
 
-def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Parameter]]:
-    for name, child in tree.items():
-        if isinstance(child, Parameter):
-            yield (*path, name), child
-        else:
-            yield from _leaves(child, (*path, name))
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
 
 
 def _places(spec: TensorSpec, shape: tuple[int, ...], repeated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -312,13 +309,9 @@ def _places(spec: TensorSpec, shape: tuple[int, ...], repeated: bool) -> Iterato
 
 def _model(settings: Settings) -> dict[str, Any]:
     """The `model:` of a recipe from settings by path."""
-    nodes: dict[str, dict[str, Any]] = {role: {} for role in _ROLES}
+    nodes: dict[str, Any] = {role: {} for role in _ROLES}
     for path, value in settings.items():
-        *parents, last = path.split(".")
-        tree = nodes
-        for name in parents:
-            tree = tree.setdefault(name, {})
-        tree[last] = value
+        _put(nodes, path.split("."), value)
     kinds = {"embed": "embedding", "positions": "learned_positions", "drop": "dropout"}
     kinds |= {"blocks": "transformer_block", "logits": "unembed"}
     before, chain = "tokens", {}
