@@ -12,7 +12,7 @@ from affinage.cli.output import Table, emit
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
-    from affinage.pipeline.names import Target
+    from affinage.pipeline.models import Target
     from affinage.report.comparison import Comparison, Entrant, Paired
 
 
@@ -64,7 +64,7 @@ def compare(
 
 def _checked(name: str, runs: Path) -> "Target | None":
     """What a name stands for; None for a model that is gone, whose results may be there. Raises UserError as `find`."""
-    from affinage.pipeline.names import check_complete
+    from affinage.pipeline.models import check_complete
 
     try:
         target = find(name, runs)
@@ -79,8 +79,7 @@ def _checked(name: str, runs: Path) -> "Target | None":
 def _entrant(name: str, names: Sequence[str], runs: Path) -> "Entrant":
     """What is known of a name. Raises UserError if it is neither a complete run nor a model with results."""
     from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.models import results_of
-    from affinage.pipeline.names import is_training, resolve, run_of
+    from affinage.pipeline.models import resolve, results_of, run_of
     from affinage.report.comparison import entrant
 
     found, run, parts = eval_results(name, runs), None, None
@@ -90,7 +89,7 @@ def _entrant(name: str, names: Sequence[str], runs: Path) -> "Entrant":
     if target is not None and target.kind in ("recipe", "run"):
         run = run_of(target, runs)
         found = found or eval_results(str(run), runs)
-    elif target is not None and target.run is not None and is_training(target) and target.step is None:
+    elif target is not None and target.run is not None and target.is_training and target.step is None:
         parts = results_of(target.path.resolve(), target.run)
         run = target.run if parts else None
     if run is None and found is None:
@@ -103,7 +102,7 @@ def _evaluation(name: str, names: Sequence[str], runs: Path) -> str:
     """The command that evaluates a model on what its run's recipe evaluates, or else on what others here answered."""
     from affinage.evaluation.benchmarks import BENCHMARKS
     from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.names import ITEMS, command
+    from affinage.pipeline.models import ITEMS, command
 
     if _of_recipe(name, runs).get("tasks"):
         return command("eval", name, runs=runs)
@@ -120,7 +119,7 @@ def _evaluation(name: str, names: Sequence[str], runs: Path) -> str:
 
 def _of_recipe(name: str, runs: Path) -> dict[str, Any]:
     """What the recipe of a run, or of a model's run, has under `evaluate`."""
-    from affinage.pipeline.names import recorded, resolve
+    from affinage.pipeline.models import recorded, resolve
 
     try:
         run = resolve(name, runs).run

@@ -16,7 +16,7 @@ def recipes(incomplete: str) -> list[str]:
 
 def models(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names of runs, and after a slash those of their trainings."""
-    from affinage.pipeline.names import TRAININGS, run_names
+    from affinage.pipeline.models import TRAININGS, run_names
 
     folder = Path(ctx.params.get("runs") or os.environ.get("AFFINAGE_RUNS") or "runs")
     run, slash, _ = incomplete.partition("/")

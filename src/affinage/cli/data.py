@@ -120,7 +120,7 @@ def search(
 
 def _found(facts: Mapping[str, Any], run: Path, runs: Path, steps: int, limit: int) -> Iterator[str]:
     from affinage.pipeline.lineage import lost_at, reasons_of
-    from affinage.pipeline.names import command
+    from affinage.pipeline.models import command
 
     for document in facts["documents"]:
         count = f"{document['occurrences']} times" if document["occurrences"] > 1 else "once"
@@ -243,7 +243,7 @@ def _two(number: float | None) -> str | None:
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
     """The folder of the run that a name stands for, and the step that is named with it; "" if none is."""
-    from affinage.pipeline.names import run_of
+    from affinage.pipeline.models import run_of
 
     target = find(name, runs)
     run = run_of(target, runs)

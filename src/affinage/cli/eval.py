@@ -109,7 +109,7 @@ def _evaluate_run(name: str, how: PipelineOptions, as_json: bool) -> None:
     """Print the results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.cluster.processes import is_first
     from affinage.pipeline.eval_results import is_evaluated
-    from affinage.pipeline.names import EVALUATIONS, check_complete, recorded, resolve, run_of
+    from affinage.pipeline.models import EVALUATIONS, check_complete, recorded, resolve, run_of
 
     run = run_of(resolve(name, how.runs), how.runs)
     if how.overrides or how.force or not is_evaluated(run):
@@ -141,8 +141,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     from affinage.evaluation.tasks import check_names
     from affinage.pipeline.contamination import contamination_search
     from affinage.pipeline.eval_results import model_fingerprint, results_folder, training_of
-    from affinage.pipeline.models import made_from
-    from affinage.pipeline.names import recorded
+    from affinage.pipeline.models import made_from, recorded
     from affinage.stopping import StopSignals
 
     runs = opening.runs

@@ -17,7 +17,7 @@ from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.pipeline.names import Target
+    from affinage.pipeline.models import Target
 
 RUNS = Path("runs")
 _EXAMPLE = re.compile(r"^Examples?: (.+)$", re.MULTILINE)  # in the docstring of a verb
@@ -139,7 +139,7 @@ def warn(message: str) -> None:
 
 def find(name: str, runs: Path) -> "Target":
     """What a name stands for, with a warning where it may stand for something else."""
-    from affinage.pipeline.names import resolve
+    from affinage.pipeline.models import resolve
 
     target = resolve(name, runs)
     if target.warning:
@@ -154,7 +154,7 @@ def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: boo
     recipe and other settings is warned of.
     """
     from affinage.config.layers import packaged_recipes
-    from affinage.pipeline.names import recipe_of
+    from affinage.pipeline.models import recipe_of
 
     target = find(name, runs)
     loaded = recipe_of(target, runs, overrides or (), warn=warn if lenient else None)

@@ -137,7 +137,7 @@ class _Planned:
         beside = [f"{other} (--training {other})" for other in others]
         data = self.loaded.recipe.data
         if data is not None and data.arrays is None and self.data_tokens is None:
-            from affinage.pipeline.names import command
+            from affinage.pipeline.models import command
 
             beside.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
         return f"planned: {self.section}" + (f"; not planned: {', '.join(beside)}" if beside else "")
@@ -147,7 +147,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe, load_saved
     from affinage.data.preferences import documents_in_a_row
-    from affinage.pipeline.names import RECIPE, resolve, run_folder
+    from affinage.pipeline.models import RECIPE, resolve, run_folder
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
     from affinage.results import ChatDataResult, TokenizeResult, TokenizerResult, read_result

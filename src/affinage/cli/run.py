@@ -138,7 +138,7 @@ def run_pipeline(
     from affinage.stopping import StopSignals, without_readers
 
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
-        from affinage.pipeline.names import resolve
+        from affinage.pipeline.models import resolve
 
         loaded = load(name, how.overrides, how.runs)
         if (made := resolve(name, how.runs).run) is not None:  # one that is named by its path is run where it is
@@ -161,9 +161,9 @@ def _run(
     from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result, unchecked
     from affinage.cluster.processes import init_distributed
-    from affinage.pipeline.build import build_steps
-    from affinage.pipeline.names import command
-    from affinage.pipeline.preflight import check, warnings
+    from affinage.pipeline.build import build_steps, warnings
+    from affinage.pipeline.models import command
+    from affinage.pipeline.plan import check
     from affinage.pipeline.runner import PipelineRunner, Runs
 
     steps = build_steps(loaded, write_report)
@@ -178,7 +178,7 @@ def _run(
     if how.dry_run:
         plan = runner.plan()
         prepare_process(loaded)
-        check(loaded, [step.name for step in plan if not step.complete])
+        check(loaded, plan)
         show_plan(plan, as_json=how.as_json)
         for line in (*unchecked(plan), *warnings(loaded)):
             warn(line)
@@ -200,7 +200,7 @@ def _run(
             fix = f"Run them: {command('run', name, *settings, *ends, runs=how.runs)}"
             raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
         with processes.all_at_work():  # the mesh is of all their devices
-            check(loaded, waiting)
+            check(loaded, plan)
         for line in (*unchecked(plan), *(warnings(loaded) if waiting else ())):
             warn(line)
         pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens

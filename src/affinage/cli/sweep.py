@@ -12,8 +12,7 @@ from affinage.cli.output import Table, emit, only_data_on_stdout, screen
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
 
 if TYPE_CHECKING:
-    from affinage.pipeline.runner import PipelineRunner, Runs
-    from affinage.pipeline.sweep import Point
+    from affinage.pipeline.runner import PipelineRunner, Point, Runs
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 _OF_A_SCORE = ("metric", "value", "stderr", "chance", "chat_template")
@@ -41,10 +40,9 @@ def sweep(
     base = load(recipe, overrides, runs)
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
-    from affinage.pipeline.names import RECIPE, resolve
-    from affinage.pipeline.preflight import check
-    from affinage.pipeline.runner import Runs
-    from affinage.pipeline.sweep import points
+    from affinage.pipeline.models import RECIPE, resolve
+    from affinage.pipeline.plan import check
+    from affinage.pipeline.runner import Runs, points
     from affinage.stopping import StopSignals, without_readers
 
     made = resolve(recipe, runs).run
@@ -58,7 +56,7 @@ def sweep(
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found after days of the others
             try:
-                check(point.loaded, [step.name for step in _runner(point, Runs(runs)).plan() if not step.complete])
+                check(point.loaded, _runner(point, Runs(runs)).plan())
             except UserError as error:
                 place = f"{point.number} of {len(found)}, {_settings(point.settings)}"
                 error.where = f"{place}: {error.where}" if error.where else place
@@ -130,7 +128,7 @@ def _plan(planned: list[dict[str, Any]]) -> Iterator[str]:
 
 def _losses(run: Path) -> dict[str, float | None]:
     """The losses of a run's last training: on each validation set, or on its batches where it has none."""
-    from affinage.pipeline.names import TRAININGS
+    from affinage.pipeline.models import TRAININGS
     from affinage.results import TrainingResult, read_result
 
     for training in TRAININGS:
@@ -145,7 +143,7 @@ def _scores(run: Path) -> dict[str, dict[str, Any]]:
 
     {metric, value, stderr, chance, chat_template: whether it was asked in that}
     """
-    from affinage.pipeline.names import EVALUATIONS, TRAININGS
+    from affinage.pipeline.models import EVALUATIONS, TRAININGS
     from affinage.pipeline.store import read_manifest
     from affinage.report.evaluations import read_evaluation
 

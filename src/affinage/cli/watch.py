@@ -140,7 +140,7 @@ def _result(
 
 def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Where the results of a run's steps are, and the next command, each with its name."""
-    from affinage.pipeline.names import TRAININGS, command
+    from affinage.pipeline.models import TRAININGS, command
     from affinage.plugins import VARIABLE
 
     folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from affinage.config.data import DecontaminateSettings
 from affinage.pipeline.models import made_from
@@ -37,49 +37,39 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         return None
 
     def search(items: "Iterable[BenchmarkItem]") -> "Contamination":
-        from affinage.data.contamination import contamination, runs_of
+        from affinage.data.contamination import contamination, runs_of, texts_of_documents, texts_of_rows
+        from affinage.data.tokenizer import Tokenizer
+
+        def of_chats(chat: Path, tokenizer: Path) -> "Iterable[Any]":
+            return texts_of_rows(chat / "train", Tokenizer.load(tokenizer))
 
         chosen = settings or DecontaminateSettings()
-        runs = runs_of(items, chosen)
-        found = []
+        runs, found = runs_of(items, chosen), []
         if split is not None:
-            found.append(_stored(runs, [split], partial(_in_documents, split)))
+            found.append(_counted(runs, [split], lambda: texts_of_documents(split / "train")))
         if tokenizer is not None:
-            found += [_stored(runs, [chat, tokenizer], partial(_in_chats, chat, tokenizer)) for chat in chats]
+            found += [_counted(runs, [chat, tokenizer], partial(of_chats, chat, tokenizer)) for chat in chats]
         return contamination(runs, found, chosen)
 
     return search
 
 
-def _in_documents(split: Path, runs: "Items") -> "Occurrences":
-    from affinage.data.contamination import look_through, texts_of_documents
-
-    return look_through(texts_of_documents(split / "train"), runs)
-
-
-def _in_chats(chats: Path, tokenizer: Path, runs: "Items") -> "Occurrences":
-    from affinage.data.contamination import look_through, texts_of_rows
-    from affinage.data.tokenizer import Tokenizer
-
-    return look_through(texts_of_rows(chats / "train", Tokenizer.load(tokenizer)), runs)
-
-
-def _stored(runs: "Items", read: list[Path], search: "Callable[[Items], Occurrences]") -> "Occurrences":
-    """The counts of a search of the results `read`, from the store if they are there."""
+def _counted(runs: "Items", read: list[Path], texts: Callable[[], Any]) -> "Occurrences":
+    """The counts of a search of texts of the results `read`, from the store if they are there."""
     import numpy as np
 
     from affinage.data.atomic import write_atomically
-    from affinage.data.contamination import Occurrences
+    from affinage.data.contamination import Occurrences, look_through
 
-    requests = [read_request(folder) for folder in read]
+    keys = [request[1] for folder in read if (request := read_request(folder)) is not None]
     words = runs.keys.tobytes() + runs.lengths.tobytes()
-    key = hashlib.sha256(words + "".join(f"{_VERSION} {request and request[1]}" for request in requests).encode())
-    file = read[0].resolve().parent / f"contamination-{key.hexdigest()[:12]}.npz"
+    digest = hashlib.sha256(words + " ".join([str(_VERSION), *keys]).encode()).hexdigest()
+    file = read[0].resolve().parent / f"contamination-{digest[:12]}.npz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as kept:
-        if None not in requests and kept["with_run"].shape == runs.keys.shape:
+        if len(keys) == len(read) and kept["with_run"].shape == runs.keys.shape:
             return Occurrences(int(kept["texts"]), kept["with_run"])
-    found = search(runs)
-    if None not in requests:
+    found = look_through(texts(), runs)
+    if len(keys) == len(read):
         content = io.BytesIO()
         np.savez(content, texts=found.texts, with_run=found.with_run)
         with contextlib.suppress(OSError):  # another user's store, or another process writes the same

@@ -1,21 +1,28 @@
-"""The steps that evaluate and export the models of trainings."""
+"""The steps that evaluate and export the models of trainings, and what they need."""
 
+import importlib.util
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rich
+
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
+from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.pipeline.contamination import contamination_search
-from affinage.pipeline.models import CHAT, TRAININGS, load_trained
+from affinage.pipeline.models import CHAT, MODEL, TRAININGS, load_trained
 from affinage.pipeline.step import StepContext, Summary
+from affinage.pipeline.steps_train import mesh_of, with_vocabulary
 from affinage.pipeline.store import write_json
+from affinage.results import read_json
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
+    from affinage.model import Graph
 
 _ANSWERS = "answers.db"  # of an evaluation that is not complete yet
 _SAMPLE_TOKENS = 64  # of each answer to a prompt or question of the report
@@ -91,13 +98,10 @@ def export(context: StepContext) -> Summary:
 
 def _trained(context: StepContext, training: str, name: str) -> "LoadedModel":
     """The model of a training, split over the recipe's mesh by the recipe's table."""
-    recipe, inputs = context.recipe, context.inputs
-    sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
+    tokenizer, sharding = context.inputs["train-tokenizer"], context.recipe.parallel.sharding
     # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
-    mesh = sizes if Processes.current.together else None
-    return load_trained(
-        inputs[training], inputs["train-tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding
-    )
+    mesh = mesh_of(context) if Processes.current.together else None
+    return load_trained(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
@@ -135,3 +139,95 @@ def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str
     answers = generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))
     key = "question" if chat else "prompt"
     return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}
+
+
+def check_export(loaded: LoadedRecipe) -> None:
+    """transformers has such a model, and is installed where the export is compared with it."""
+    from affinage.hub.families import family_of
+    from affinage.model import parse
+
+    recipe = loaded.recipe
+    assert recipe.export is not None
+    missing = [
+        name for name in ("transformers", "torch") if recipe.export.verify and not importlib.util.find_spec(name)
+    ]
+    if missing:
+        what, where = f"the package `{missing[0]}` is not installed", loaded.locate(("export", "verify"))
+        raise UserError(what, where=where, fix="Install it: pip install 'affinage[verify]'")
+    try:
+        family_of(parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate))
+    except UserError as error:
+        fix = "Set `export: null`: everything else works with it, as a MODEL too."
+        raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
+
+
+# ---- images ----
+
+
+def probe(context: StepContext) -> Summary:
+    """The same linear probe on trained features, on those of the weights that training began with, and on pixels."""
+    from affinage.data.arrays import HELD_OUT, TRAIN, read_arrays
+    from affinage.evaluation.probe import compare
+
+    recipe, settings = context.recipe, context.recipe.probe
+    assert settings is not None
+    (images, labels), (unseen, unseen_labels) = (
+        read_arrays(context.inputs["arrays"] / name) for name in (TRAIN, HELD_OUT)
+    )
+    if labels is None or unseen_labels is None or not len(unseen):
+        raise UserError("a probe needs labels, and images held out", where="probe")
+    features = _features(context, settings.features)
+    results = []
+    for count in (None, *settings.labels_per_class):
+        name = "all labels" if count is None else f"{count} labels per class"
+        context.progress(name)
+        scores = compare(
+            features,
+            (images, labels),
+            (unseen, unseen_labels),
+            labels_per_class=count,
+            draws=settings.draws,
+            seed=recipe.seed,
+        )
+        results.append({"labels_per_class": count, "scores": scores})
+        shown = ", ".join(f"{who} {s['accuracy']:.1%} ± {s['stderr']:.1%}" for who, s in scores.items())
+        rich.print(f"probe: accuracy with {name}: {shown}")
+    return {"features": settings.features, "held_out": len(unseen), "draws": settings.draws, "probe": results}
+
+
+def _features(context: StepContext, node: str) -> dict[str, Callable[[Any], Any]]:
+    """By name, functions from images [N, H, W, C] to vectors [N, D]."""
+    import jax
+    import jax.numpy as jnp
+
+    from affinage.checkpoint import CheckpointStore
+    from affinage.model import abstract_params, init_params, parse
+    from affinage.training.state import Purpose, random_key
+
+    facts = read_json(context.inputs["pretrain"] / MODEL)
+    graph, dtype = parse(facts["graph"]), jnp.dtype(facts["precision"]["params"])
+    if node not in graph:
+        raise UserError(f"the model has no node `{node}`", where="probe.features", fix="Name the one that encodes.")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract_params(graph, dtype)
+    )
+    trained = CheckpointStore(context.inputs["pretrain"] / "checkpoints").restore_params(None, abstract)
+    untrained = init_params(graph, random_key(context.recipe.seed, Purpose.INITIAL_WEIGHTS), dtype)
+    return {
+        "trained": lambda images: _vectors(graph, trained, node, images),
+        "random": lambda images: _vectors(graph, untrained, node, images),
+        "pixels": lambda images: images.reshape(len(images), -1),
+    }
+
+
+def _vectors(graph: "Graph", params: Any, node: str, images: Any) -> Any:
+    import jax
+    import numpy as np
+
+    from affinage.model import Call, apply
+
+    read = jax.jit(lambda params, images: apply(graph, params, {"images": images}, Call(until=node)).values[node])
+    values = np.asarray(read(params, np.asarray(images)), np.float32)
+    # Without a key all views of an image are the image itself.
+    return values[:, 0] if values.ndim == 3 else values.reshape(len(values), -1)
