@@ -134,11 +134,9 @@ def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
 
     McNemar's test, exact and one-sided: among the items whose answer changed, the new wrong ones are Binomial(n, 1/2).
     """
-    from scipy.stats import binom
-
     lost = sum(b and not n for b, n in zip(before, now, strict=True))
     changed = lost + sum(n and not b for b, n in zip(before, now, strict=True))
-    return float(binom.sf(lost - 1, changed, 0.5))
+    return sum(math.comb(changed, k) for k in range(lost, changed + 1)) / 2**changed
 
 
 def monitor_of(
