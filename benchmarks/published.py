@@ -2,17 +2,15 @@
 
     python benchmarks/published.py            # a minute
     python benchmarks/published.py --quick    # one of them
-    python benchmarks/published.py --json
 
 `ratio` is planned / published seconds. What a publication leaves open is assumed, and said.
 """
 
 import argparse
-from collections.abc import Iterator
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from affinage.cli.output import Table, emit
 from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice
 from affinage.planning.plan import Plan, make_plan, planned_graph
@@ -160,26 +158,16 @@ def measure(case: Published) -> dict[str, Any]:
     }
 
 
-def view(found: list[dict[str, Any]]) -> Iterator[str | Table]:
-    rows = [
-        (
-            *(each[name] for name in ("name", "slice")),
-            f"{each['ours']:.3g} s",
-            f"{each['peer']:.3g} s",
-            f"{each['ratio']:.2f}",
-            f"{each['mfu']:.0%}",
-            *(each[name] for name in ("bound", "source")),
-        )
-        for each in found
-    ]
-    columns = ("step", "slice", "planned", "published", "ratio", "planned MFU", "bound by", "source")
-    yield Table(columns, rows, left=(0, 1, 6, 7))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one of them")
+    results = [measure(case) for case in CASES[-1 if parser.parse_args().quick else 0 :]]
+    print("| step | slice | planned | published | ratio | planned MFU | source |\n|---|---|---|---|---|---|---|")
+    for one in results:
+        seconds = f"{one['ours']:.3g} s | {one['peer']:.3g} s | {one['ratio']:.2f} | {one['mfu']:.0%}"
+        print(f"| {one['name']} | {one['slice']} | {seconds} | {one['source']} |")
+    print(json.dumps({"benchmark": "published", "results": results}))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    results = [measure(case) for case in CASES[-1 if given.quick else 0 :]]
-    emit({"benchmark": "published", "results": results}, given.json, view(results))
+    main()

@@ -1,27 +1,152 @@
-"""Where the time of a training step goes on this machine, part by part, beside what the planner says of it.
+"""Where the time of a training step goes on this machine, part by part, beside what the planner predicts.
 
-    python benchmarks/step.py [RECIPE] [--set KEY=VALUE ...] [--steps 10] [--batch-size N] [--seq-len N] [--json]
+    python benchmarks/step.py [RECIPE] [--set KEY=VALUE ...] [--quick] [--steps 10] ...
 
-Forward, loss (with its gradient, and the logits), backward and optimizer are a program each; the whole step, as a run
-compiles it, stands beside them. Without a name it is FAX's 124M model; a CPU measures one sequence of 256 tokens of it.
+A run's step is one program, in which XLA mixes its parts. Here forward, loss (with its gradient, and the logits),
+backward and optimizer are a program each, with what one hands to the next in memory between them; the whole step, as a
+run compiles it, stands beside them. Without a name it is FAX's 124M model; a CPU measures one sequence of 256 tokens.
 """
 
 import argparse
+import dataclasses
+import json
+import math
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from breakdown import STEP, measure
+import jax
+import jax.numpy as jnp
+import optax
 
-from affinage.cli.output import Table, counted, emit
 from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire
+from affinage.model.module import apply_part
 from affinage.planning.plan import forecast, planned_graph
 from affinage.plugins import load_plugins
-from affinage.training.job import rows_per_step
-from affinage.training.trainer import program_of, synthetic_batch
+from affinage.training.job import HostBatch, rows_per_step
+from affinage.training.optimizer import learning_rate
+from affinage.training.state import Purpose, random_key
+from affinage.training.step import make_update
+from affinage.training.trainer import Trainer, program_of, synthetic_batch
 
-BAR = 40  # characters of the longest
+PyTree = Any
+
+PARTS = ("forward", "loss", "backward", "optimizer")
+STEP = "step"  # the whole, as a run compiles it
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of some repetitions, by the clock and of the processor (all its cores together)."""
+
+    seconds: tuple[float, ...]
+    processor: tuple[float, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """Of all of them."""
+        return statistics.fmean(self.seconds)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the sample; 0 of one."""
+        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
+
+
+def measure(program: Trainer, batch: HostBatch, steps: int = 10) -> dict[str, Timing]:
+    """Seconds of the parts, and of the whole step, over `steps` repetitions after one that does not count.
+
+    Args:
+        program: of a training of whole batches (one micro-batch) without a pipeline.
+        batch: what every step is made on.
+        steps: repetitions.
+
+    Returns:
+        Timings by the names in `PARTS`, and `STEP`.
+    """
+    if program.held.held:
+        raise SystemExit("only trainings of all weights are measured by their parts: leave out `lora`")
+    put, state = program.put(batch), program.begin()
+    forward, loss, backward = (jax.jit(part) for part in differentiated(program))
+    update = jax.jit(_update(program), donate_argnums=0)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*PARTS, STEP)}
+    for _ in range(steps + 1):
+        values, pull = _timed(found["forward"], forward, state.params, put)
+        direction = _timed(found["loss"], loss, values, state.params, put)
+        grads = _timed(found["backward"], backward, pull, direction)
+        del values, pull, direction
+        state = _timed(found["optimizer"], update, state, grads)
+    step = program.compile_training()
+    for _ in range(steps + 1):
+        state, _ = _timed(found[STEP], step, state, put)
+    return {name: Timing(*zip(*taken[1:], strict=True)) for name, taken in found.items()}
+
+
+def _timed(taken: list[tuple[float, float]], function: Callable[..., Any], *arguments: Any) -> Any:
+    jax.block_until_ready(arguments)
+    began, worked = time.perf_counter(), time.process_time()
+    result = jax.block_until_ready(function(*arguments))
+    taken.append((time.perf_counter() - began, time.process_time() - worked))
+    return result
+
+
+def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The gradient of a program's mean loss as three functions.
+
+    Returns:
+        forward: (parameters, batch) -> (what the loss reads, the way back through the model).
+        loss: (what the loss reads, parameters, batch) -> the gradient of the mean loss by it.
+        backward: (the way back, that gradient) -> the gradient by the parameters, float32.
+    """
+    graph, key = program.job.graph, random_key(program.job.seed, Purpose.DROPOUT)
+    call = dataclasses.replace(program.adapted_call, key=key)
+    inputs = {name for name, _ in graph.inputs}
+    read = tuple(name for name in graph[graph.loss].inputs if name not in inputs)
+    before = set(graph.needed_for(graph.loss)) - {graph.loss}
+
+    def values_of(params: PyTree, batch: PyTree) -> Any:
+        given = {name: batch[name] for name in inputs if name in batch}
+        part = apply_part(graph, before, params, given, batch, call)
+        return {name: part.values[name] for name in read}, sum(part.losses, jnp.zeros(()))
+
+    def forward(params: PyTree, batch: PyTree) -> Any:
+        return jax.vjp(lambda params: values_of(params, batch), params)
+
+    def loss(values: Any, params: PyTree, batch: PyTree) -> Any:
+        def mean(values: Any) -> Any:
+            made, losses = values
+            given = {**{name: batch[name] for name in inputs if name in batch}, **made}
+            part = apply_part(graph, {graph.loss}, params, given, batch, call)
+            return part.values[graph.loss].mean() + losses
+
+        return jax.grad(mean)(values)
+
+    def backward(pull: Any, direction: Any) -> PyTree:
+        (grads,) = pull(direction)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+    return forward, loss, backward
+
+
+def _update(program: Trainer) -> Callable[..., Any]:
+    job, settings = program.job, program.job.settings
+    update = make_update(
+        job.graph,
+        program.optimizer,
+        learning_rate(settings.schedule, settings.steps),
+        seed=job.seed,
+        stochastic_rounding=settings.precision.rounding == "stochastic",
+        health=settings.health,
+    )
+    loss = math.log(job.graph.vocabulary)  # one that no judge of losses minds
+
+    def apply_gradient(state: Any, grads: PyTree) -> Any:
+        return update(state, grads, jnp.float32(loss), optax.tree.norm(grads))[0]
+
+    return apply_gradient
 
 
 def measured(
@@ -59,40 +184,38 @@ def measured(
         "devices": len(acquire()),
         "rows": rows,
         "seq_len": length,
-        "repetitions": steps,
-        "seconds": {name: {"mean": timing.mean, "deviation": timing.deviation} for name, timing in found.items()},
-        "cpu_seconds": {name: statistics.fmean(timing.processor) for name, timing in found.items()} if cpu else None,
-        "planned_seconds": planned and planned[1].phases(graph.loss) | {STEP: planned[1].seconds},
+        "timings": found,
+        "planned": planned and planned[1].phases(graph.loss) | {STEP: planned[1].seconds},
         "tokens_per_second": rows * length / found[STEP].mean,
         "flops_per_second": program.flops_per_step / found[STEP].mean,
     }
 
 
-def view(facts: dict[str, Any]) -> Iterator[str | Table]:
-    yield (
-        f"{facts['recipe']}: {counted(facts['rows'], 'row')} of {facts['seq_len']:,} tokens on {facts['devices']} x "
-        f"{facts['device']}, {counted(facts['repetitions'], 'repetition')} of each part as a program of its own"
-    )
-    seconds, cpu, planned = facts["seconds"], facts["cpu_seconds"], facts["planned_seconds"]
-    parts = {name: each["mean"] for name, each in seconds.items() if name != STEP}
-    rows = []
-    for name, each in seconds.items():
-        share = parts.get(name, 0.0) / sum(parts.values())
-        bar = (f"{share:.0%}", "█" * max(1, round(share * BAR))) if name in parts else ("", "as a run compiles it")
-        more = [f"{cpu[name]:.3f}" if cpu else None, f"{planned[name]:.4f}" if planned else None]
-        rows.append((name, f"{each['mean']:.4f}", f"{each['deviation']:.4f}", *more, *bar))
-    yield Table(("", "seconds", "±", "CPU s", "planned", "share", ""), rows, left=(0, 6))
-    yield f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['flops_per_second'] / 1e9:,.1f} GFLOP/s"
-
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="fax-124m")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, default=10, help="repetitions of each part")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--seq-len", type=int)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    found = measured(given.recipe, given.set, given.steps, given.batch_size, given.seq_len)
-    emit(found, given.json, view(found))
+    parser.add_argument("--quick", action="store_true", help="one repetition of 64 tokens")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.batch_size, options.seq_len = 1, 1, 64
+    facts = measured(options.recipe, options.set, options.steps, options.batch_size, options.seq_len)
+    print(f"{facts['recipe']}, {facts['rows']} x {facts['seq_len']:,} tokens on {facts['devices']} x {facts['device']}")
+    results = []
+    for name, timing in facts.pop("timings").items():
+        planned = facts["planned"] and facts["planned"][name]
+        print(
+            f"{name:<10}{timing.mean:10.4f} s ± {timing.deviation:.4f}"
+            f"{statistics.fmean(timing.processor):10.3f} CPU s{f'{planned:10.4f} planned' if planned else ''}"
+        )
+        line = {"name": name, "ours": timing.mean, "peer": planned, "unit": "s"}
+        results.append(line | {"ratio": timing.mean / planned if planned else None, "deviation": timing.deviation})
+    print(f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['flops_per_second'] / 1e9:,.1f} GFLOP/s")
+    print(json.dumps({"benchmark": "step", "results": results, **facts}))
+
+
+if __name__ == "__main__":
+    main()

@@ -28,9 +28,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded
     signal.signal(signal.SIGHUP, lambda *_: None)
 # One cache of compiled programs for all workers and for what they start. It begins empty with every session, unless
 # AFFINAGE_TEST_CACHE names a folder that is kept from one run of some tests to the next.
-KEPT_CACHE = os.environ.get("AFFINAGE_TEST_CACHE")
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = KEPT_CACHE or tempfile.mkdtemp(prefix="affinage-tests-")
+if "AFFINAGE_TEST_CACHE" in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["AFFINAGE_TEST_CACHE"]
+elif "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="affinage-tests-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
@@ -65,7 +66,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     """Remove the session's compilation cache."""
-    if "PYTEST_XDIST_WORKER" not in os.environ and not KEPT_CACHE:
+    if "PYTEST_XDIST_WORKER" not in os.environ and "AFFINAGE_TEST_CACHE" not in os.environ:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 

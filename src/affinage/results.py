@@ -57,13 +57,12 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 class Size(Result):
-    """How much there is of something: documents, conversations, images, sequences of tokens."""
+    """How much there is of something: documents, conversations, sequences of tokens."""
 
     documents: int | None = None
     bytes: int | None = None
     parts: int | None = None
     conversations: int | None = None
-    images: int | None = None
     rows: int | None = None
     tokens: int | None = None
     trained_tokens: int | None = None
@@ -241,12 +240,6 @@ class ChatDataResult(_SequencesResult):
     not_sampled: int = 0
 
 
-class ArraysResult(Result):
-    """Images to train on."""
-
-    train: Size = Size()
-
-
 # ---- training ----
 
 
@@ -297,10 +290,8 @@ class TrainingResult(Result):
     flops_per_step: float | None = None
     steps: int | None = None
     tokens: int | None = None
-    images: int | None = None  # in place of tokens
     seconds: dict[str, float] = {}  # by account, and in total
     tokens_per_second: float | None = None
-    images_per_second: float | None = None
     mfu: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -319,35 +310,6 @@ class TrainingResult(Result):
         """Seconds from its first start to its end, without the time between two starts."""
         total = self.seconds.get("total")
         return None if total is None else total - self.seconds.get("paused", 0.0)
-
-
-class ProbeScore(Result):
-    """Accuracy on held-out images, with its standard error."""
-
-    accuracy: float | None = None
-    stderr: float | None = None
-
-
-class ProbeScores(Result):
-    """Scores of all kinds of features with the same labels: all of them if `labels_per_class` is None."""
-
-    labels_per_class: int | None = None
-    scores: dict[str, ProbeScore] = {}
-
-
-class ProbeResult(Result):
-    """Linear probes of the vectors of one node."""
-
-    features: str = ""
-    held_out: int | None = None
-    draws: int | None = None
-    probe: list[ProbeScores] = []
-
-    @property
-    def is_comparable(self) -> bool:
-        """Whether the same features have accuracies with all numbers of labels."""
-        features = {tuple(one.scores) for one in self.probe}
-        return len(features) == 1 and all(s.accuracy is not None for one in self.probe for s in one.scores.values())
 
 
 # ---- evaluation and release ----
@@ -466,9 +428,7 @@ RESULTS: dict[str, type[Result]] = {
     "compare-tokenizers": CompareTokenizersResult,
     "tokenize": TokenizeResult,
     **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
-    "arrays": ArraysResult,
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),
-    "probe": ProbeResult,
     **dict.fromkeys(("evaluate-base", "evaluate-sft", "evaluate-dpo"), EvaluationResult),
     "export": ExportResult,
     "report": ReportResult,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from affinage.checkpoint.checksums import checksums
+from affinage.checkpoint.metadata import checksums
 
 DTYPES = ["float32", "bfloat16", "int32", "int8", "bool", "float8_e4m3fn"]
 

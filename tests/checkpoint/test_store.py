@@ -103,7 +103,7 @@ def test_the_newest_and_every_nth_stay_and_a_step_that_is_there_is_not_written_a
     assert sorted(os.listdir(tmp_path)) == ["4", "8", "9"]
     store.save(9, state(5, EIGHT), {})
     store.wait()
-    assert store.meta(9) == {"at": 9}
+    assert store.metadata(9).facts == {"at": 9}
 
 
 def test_a_save_that_was_cut_off_does_not_count_and_is_replaced_or_removed(store: CheckpointStore):
@@ -178,12 +178,12 @@ def test_a_full_disk_is_an_error_of_the_disk_also_of_a_save_in_flight(store: Che
     try:
         with pytest.raises(OSError) as full:
             store.save(2, large, {})
-            until(lambda: store.in_flight() < 0)
+            until(lambda: store.check_save() is not None)  # raises
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert full.value.errno == errno.EFBIG
     store.wait()  # it was raised once
-    assert store.in_flight() == 0.0
+    store.check_save()
     assert CheckpointStore(store.folder).steps() == [1] and not store.verify(1)
 
 
@@ -296,14 +296,6 @@ def test_files_that_are_flipped_cut_swapped_or_deleted_are_never_restored_as_som
         step, got, meta = store.restore_newest(abstract(ONE))
         assert meta == {"at": step}, path
         assert_same(got, expected[step])
-
-
-def test_a_checkpoint_of_the_first_edition_is_restored_with_a_warning(intact: CheckpointStore, tmp_path: Path):
-    store = CheckpointStore(shutil.copytree(intact.folder, tmp_path / "steps"))
-    before = metadata(lambda found: found.update(custom_metadata={"step": 2, "facts": {"at": 2}}))
-    before(tmp_path / "steps" / "2")
-    with pytest.warns(CheckpointWarning, match="without checksums"):
-        assert newest(store) == 2
 
 
 def test_no_code_that_a_checkpoint_names_is_run(

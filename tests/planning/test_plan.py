@@ -114,14 +114,6 @@ def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
     assert blocks_of("pretrain.attention=xla", name="h100x4").seconds > blocks_of(name="h100x4").seconds
 
 
-def test_a_model_of_images_is_planned_too():
-    made = plan_of("byol-digits", "v4-8", "mesh={data: 4}")
-    assert made.memory.averages > 0 and made.time.seconds > 0 and made.fits
-    with pytest.raises(UserError, match="context = 4") as refused:
-        plan_of("byol-digits", "v4-8", "mesh={data: 1, context: 4}")
-    assert "{data: 4}" in refused.value.fix
-
-
 def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
     loaded = load_recipe(SMALL, ["pretrain.batch_size=256"])
     plans = [entry for entry in compare(loaded.recipe, planned_graph(loaded)) if not isinstance(entry, tuple)]

@@ -7,8 +7,9 @@ import pytest
 
 import tiny_run
 from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.metadata import COMMIT
 from affinage.checkpoint.remote import RemoteFolder
-from affinage.checkpoint.uploader import COPY, find_steps
+from affinage.checkpoint.uploader import find_steps
 from affinage.cli.program import main
 from affinage.training.metrics import curve
 from waiting import until
@@ -38,7 +39,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
         """Steps that come while another is copied are passed over: which ones hangs on the machine."""
         save(store, step, *given)
         store.wait()
-        until(lambda: any(name.endswith(f"checkpoints/{step}/{COPY}") for name in RemoteFolder(url).sizes()))
+        until(lambda: any(name.endswith(f"checkpoints/{step}/{COMMIT}") for name in RemoteFolder(url).sizes()))
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -48,8 +49,8 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     steps = find_steps(url)
     assert list(steps.listing()) == [15, 20]
     # As if the machine had been taken away in the midst of the last save.
-    steps.folder.remove([f"20/{COPY}"])
-    for name in RemoteFolder(url).names():
+    steps.folder.remove([f"20/{COMMIT}"])
+    for name in dict.fromkeys(name.partition("/")[0] for name in RemoteFolder(url).sizes()):
         if name.startswith(("pretrain-", "report-")):
             RemoteFolder(url).remove([f"{name}/manifest.json"])
     said = capfd.readouterr()
@@ -89,7 +90,9 @@ def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, c
     contents = bytearray(remote.read(name) or b"")
     contents[len(contents) // 2] ^= 1
     remote.write(name, bytes(contents))
-    [tokenizer] = [name for name in remote.names() if name.startswith("train-tokenizer-")]
+    [tokenizer] = [
+        name for name in {name.partition("/")[0] for name in remote.sizes()} if name.startswith("train-tokenizer-")
+    ]
     remote.remove([f"{tokenizer}/manifest.json"])
     assert run(tmp_path / "second", url, *until) == 2
     assert Path(name).name in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Moving averages of weights belong to the state: moved by its step, split and skipped with it."""
+"""The moving average of the parameters belongs to the state: moved by its step, split and skipped with it."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -10,64 +10,41 @@ import numpy as np
 import pytest
 import tiny
 
-import tiny_graphs
-from affinage.model import parse
 from affinage.training.state import TrainState
 
-GRAPH = parse(tiny_graphs.byol())
 
-
-class Images(tiny.RandomFeed):
-    """Noise, a function of the step; that of the fourth step is not finite."""
-
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        images = np.random.default_rng(step).random((8, 8, 8, 1)).astype(np.float32)
-        images[0] *= np.nan if step == 3 else 1
-        return {"images": images, "rows": np.arange(8, dtype=np.int32)}
-
-
-def steps(mesh: dict[str, int], count: int, **changes: Any) -> tuple[list[TrainState], list[dict[str, float]]]:
-    job = tiny.job(Path("unused"), graph=GRAPH, mesh=mesh, feed=Images(), **changes)
+def steps(mesh: dict[str, int], **changes: Any) -> list[TrainState]:
+    """The states of four steps, of which the last update is not finite and so skipped."""
+    job = tiny.job(Path("unused"), mesh=mesh, ema={"decay": 0.9}, **changes)
     program, step = tiny.compiled(job)
-    state, seen = program.begin(), []
-    states = [jax.device_get(state)]
-    for number in range(count):
-        state, metrics = step(state, program.put(Images().batch(number)))
+    state = program.begin()
+    states, batches = [jax.device_get(state)], job.feed.iterate(0)
+    for number in range(4):
+        if number == 3:
+            state = state._replace(params=jax.tree.map(lambda p: p * jnp.nan, state.params))
+        state, metrics = step(state, program.put(next(batches)))
+        assert float(metrics["skipped"]) == (number == 3)
         states.append(jax.device_get(state))
-        seen.append({name: float(value) for name, value in metrics.items()})
-    for name, tree in program.abstract.averages["target"].items():  # split like the weights they follow
-        jax.tree.map(
-            lambda a, p: a.sharding == p.sharding or pytest.fail(f"{a} {p}"), tree, program.abstract.params[name]
-        )
-    assert {leaf.dtype for leaf in jax.tree.leaves(program.abstract.averages)} == {jnp.dtype("float32")}
-    return states, seen
+    averaged, params = program.abstract.ema_params, program.abstract.params
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, p: a.sharding == p.sharding, averaged, params)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(averaged)} == {jnp.dtype("float32")}
+    return states
 
 
-@pytest.fixture(scope="module")
-def one_device() -> tuple[list[TrainState], list[dict[str, float]]]:
-    return steps({"data": 1}, 4)
-
-
-def test_every_step_moves_the_averages_by_the_formula(one_device):
-    states, _ = one_device
+def test_it_moves_by_the_formula_and_not_with_a_skipped_update():
+    states = steps({"data": 1})
     for before, after in pairwise(states[:4]):
-        for name, tree in after.averages["target"].items():
-            jax.tree.map(
-                lambda new, old, p: np.testing.assert_allclose(new, 0.9 * old + 0.1 * p, rtol=1e-5, atol=1e-7),
-                tree,
-                before.averages["target"][name],
-                after.params[name],
-            )
-
-
-def test_a_skipped_update_leaves_them_bit_for_bit(one_device):
-    states, seen = one_device
-    assert [metrics["skipped"] for metrics in seen] == [0, 0, 0, 1]
-    assert tiny.bits(states[3][1:]) == tiny.bits(states[4][1:])
+        jax.tree.map(
+            lambda new, old, p: np.testing.assert_allclose(new, 0.9 * old + 0.1 * p, rtol=1e-5, atol=1e-7),
+            after.ema_params,
+            before.ema_params,
+            after.params,
+        )
+    assert tiny.bits(states[3].ema_params) == tiny.bits(states[4].ema_params)
+    assert tiny.bits(states[0].ema_params) == tiny.bits(states[0].params)
 
 
 @pytest.mark.full
-def test_mesh_and_accumulation_change_nothing(one_device):
-    _, got = steps({"fsdp": 2}, 3, gradient_accumulation_steps=2)
-    tiny.assert_close(got, one_device[1][:3], rtol=2e-4)
-    assert got[0]["loss_tokens"] == 8
+def test_mesh_and_accumulation_change_nothing():
+    whole, split = steps({"data": 1}), steps({"fsdp": 2}, gradient_accumulation_steps=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), whole[3].ema_params, split[3].ema_params)

@@ -33,8 +33,7 @@ class InMemory:
 
     def wait(self) -> None: ...
 
-    def in_flight(self) -> float:
-        return 0.0
+    def check_save(self) -> None: ...
 
     def forget_after(self, step: int) -> None:
         self.kept = {kept: saved for kept, saved in self.kept.items() if kept <= step}

@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from affinage.checkpoint.checksums import leaves_by_path
 from affinage.checkpoint.compatibility import differences
-from affinage.checkpoint.metadata import CorruptedError, Metadata, read_metadata
+from affinage.checkpoint.metadata import CorruptedError, Metadata, leaves_by_path, read_metadata
 from affinage.checkpoint.store import CheckpointStore, whats_missing
 
 _NOT_COMPARED = ("saved", "seconds", "stalls", "clock", "resumed_at")  # facts of the clock
@@ -26,8 +25,7 @@ def listing(store: CheckpointStore) -> list[dict[str, Any]]:
                 saved = read_metadata(path).facts.get("saved")
             except (CorruptedError, OSError) as error:
                 why_not = str(error)
-        files = [] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-        size = sum(file.stat().st_size for file in files)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         found.append({"step": step, "saved": saved, "bytes": size, "why_not": why_not})
     return found
 
@@ -54,7 +52,7 @@ def compare(one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int]
     Args:
         one: a store and a step.
         other: the same.
-        numbers: read the arrays that differ, to say how far they are apart.
+        numbers: read the arrays that differ, to measure how far they are apart.
 
     Returns:
         {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}; with `numbers` also
@@ -70,22 +68,16 @@ def compare(one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int]
     left, right = (each.checksums for each in metadata)
     both = sorted(left.keys() & right.keys())
     different = [{"name": path, "shape": left[path][1]} for path in both if left[path] != right[path]]
-    if numbers:
-        _measure(one, other, different)
-    found = {"same": len(both) - len(different), "different": different, "only": sorted(left.keys() ^ right.keys())}
-    return {"facts": [vars(each) for each in listed], "arrays": found}
-
-
-def _measure(
-    one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int], different: list[dict[str, Any]]
-) -> None:
-    for tree in dict.fromkeys(each["name"].partition(".")[0] for each in different):  # memory holds one tree of each
-        left, right = (
+    for tree in dict.fromkeys(each["name"].partition(".")[0] for each in different) if numbers else ():
+        # Memory holds one tree of each checkpoint at a time.
+        read = [
             leaves_by_path(store.restore(step, {tree: store.described(step)[tree]})) for store, step in (one, other)
-        )
+        ]
         for each in different:
             if each["name"].partition(".")[0] == tree:
-                each |= _distance(np.asarray(left[each["name"]]), np.asarray(right[each["name"]]))
+                each |= _distance(*(np.asarray(leaves[each["name"]]) for leaves in read))
+    found = {"same": len(both) - len(different), "different": different, "only": sorted(left.keys() ^ right.keys())}
+    return {"facts": [each._asdict() for each in listed], "arrays": found}
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> dict[str, float | int | None]:

@@ -3,19 +3,16 @@
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from affinage.differing import differing
 from affinage.errors import UserError, plain
 
 IDENTITY = "identity"  # key of the facts that decide about a run's numbers
-_ABSENT = "(not there)"
-_PLAIN = re.compile(r"[A-Za-z_][\w.-]*")  # in YAML, and in a shell
+_PLAIN = re.compile(r"[A-Za-z_][\w.-]*")  # needs no quotes in YAML and in a shell
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One fact, by its dotted name, as it was saved and as it is now."""
 
     name: str
@@ -23,12 +20,13 @@ class Difference:
     now: Any
 
     def __str__(self) -> str:
-        return f"{plain(self.name)}: {_short(self.saved)} -> {_short(self.now)}"
+        saved, now = (plain(str(value))[:80] for value in (self.saved, self.now))
+        return f"{plain(self.name)}: {saved} -> {now}"
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """The facts that are not the same, in the order of their names."""
-    found = differing([saved, now], absent=_ABSENT)
+    found = differing([saved, now], absent="(not there)")
     return sorted((Difference(name, *pair) for name, pair in found), key=lambda each: each.name)
 
 
@@ -38,7 +36,7 @@ def check_compatible(
     """Compare the identity in a checkpoint's facts with that of the run that is to resume from it.
 
     Args:
-        meta: as `CheckpointStore.meta` returns it; one without an identity, such as an import's, fits any run.
+        meta: the checkpoint's facts; without an identity, such as an import's, they fit any run.
         now: the identity of the run.
         allowed: names of facts that may differ; `schedule` includes `schedule.peak_lr` and all others below it.
         where: of the checkpoints, for the message.
@@ -49,12 +47,11 @@ def check_compatible(
     Raises:
         UserError: with all differences that are not allowed.
     """
-    saved = meta.get(IDENTITY)
-    found = [] if saved is None else differences(saved, now)
-    refused = [each for each in found if not _covers(allowed, each.name)]
+    found = differences(meta[IDENTITY], now) if IDENTITY in meta else []
+    refused = [each for each in found if not any(f"{each.name}.".startswith(f"{name}.") for name in allowed)]
     if refused:
         listed = "".join(f"\n    {each}" for each in refused)
-        names = ", ".join(dict.fromkeys(_to_allow(each.name) for each in refused))
+        names = ", ".join(dict.fromkeys(_name_to_allow(each.name) for each in refused))
         raise UserError(
             f"this run is not the one that was saved:{listed}",
             where=where,
@@ -63,17 +60,8 @@ def check_compatible(
     return found
 
 
-def _covers(allowed: Collection[str], name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in allowed)
-
-
-def _to_allow(name: str) -> str:
+def _name_to_allow(name: str) -> str:
     """The narrowest name that covers a difference and needs no quotes: of a file's path, what stands before it."""
     parts = name.split(".")
     found = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((each for each in found if _PLAIN.fullmatch(each)), json.dumps(plain(name), ensure_ascii=False))
-
-
-def _short(value: Any, most: int = 80) -> str:
-    text = plain(str(value))
-    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,16 +1,28 @@
 """What a checkpoint says of itself: its step, facts about its run, and the checksums of its arrays.
 
-It stands in the metadata that Orbax writes with a step, with a hash of itself. Reading it needs no JAX.
+It is part of the metadata that Orbax writes with a step, with a hash of itself. A checksum is computed on the devices
+that hold the array: the wrapping sum, over all elements, of a hash of the element's bits and its index. The hash is a
+bijection of the bits for a fixed index, so any one changed element changes the sum; two changes cancel each other out
+with a probability of 2^-32. A sum has no order, so an array has the same checksum on any mesh.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
 from affinage.errors import UserError
+
+PyTree = Any
+Checksums = dict[str, list[Any]]  # path of an array -> [dtype, shape, checksum as 8 hexadecimal digits]
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's metadata
 COMMIT = "commit_success.txt"  # Orbax writes it last, when everything else of a step is on disk
@@ -23,17 +35,11 @@ class CorruptedError(ValueError):
 
 @dataclass(frozen=True)
 class Metadata:
-    """The metadata of one step.
-
-    Attributes:
-        step: its number.
-        facts: about its run, JSON-able.
-        checksums: see `affinage.checkpoint.checksums.checksums`; {} if it was saved without.
-    """
+    """The metadata of one step: its number, JSON-able facts about its run, and the checksums of its arrays."""
 
     step: int
     facts: dict[str, Any]
-    checksums: dict[str, list[Any]]
+    checksums: Checksums
 
     @property
     def fingerprint(self) -> str:
@@ -46,11 +52,8 @@ class Metadata:
         return {"affinage": content | {"hash": _digest(content)}}
 
 
-def read_metadata(folder: Any) -> Metadata:
+def read_metadata(folder: Path) -> Metadata:
     """Read the metadata of the step in a folder.
-
-    Args:
-        folder: of the step, a path of pathlib or of etils.
 
     Raises:
         CorruptedError: they are not what was saved, or of another step than the folder is named after.
@@ -59,10 +62,7 @@ def read_metadata(folder: Any) -> Metadata:
     with (folder / METADATA).open("rb") as file:
         content = file.read(_LARGEST + 1)
     try:
-        custom = json.loads(content)["custom_metadata"]
-        if custom.keys() == {"step", "facts"}:  # of the first edition, which hashed the files
-            return Metadata(custom["step"], dict(custom["facts"]), {})
-        found = custom["affinage"]
+        found = json.loads(content)["custom_metadata"]["affinage"]
         digest = found.pop("hash")
         metadata = Metadata(**found)
         is_intact = digest == _digest(vars(metadata))
@@ -85,3 +85,40 @@ def fingerprint(folder: Path) -> str:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def checksums(state: Mapping[str, PyTree]) -> Checksums:
+    """The checksum of every array of a state, by its path; one program on the devices, started by all processes."""
+    leaves = leaves_by_path(state)
+    sums = np.asarray(_sums(list(leaves.values()))).tolist() if leaves else []
+    return {
+        path: [str(leaf.dtype), list(leaf.shape), f"{value:08x}"]
+        for (path, leaf), value in zip(leaves.items(), sums, strict=True)
+    }
+
+
+def leaves_by_path(state: Mapping[str, PyTree]) -> dict[str, Any]:
+    """The leaves of trees by their dotted paths; a field of a tuple and the same key of a mapping are alike."""
+    found = jax.tree_util.tree_leaves_with_path(dict(state))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+
+
+@jax.jit
+def _sums(leaves: list[Array]) -> UInt32[Array, " N"]:
+    return jnp.stack([_checksum(leaf) for leaf in leaves])
+
+
+def _checksum(array: Array) -> UInt32[Array, ""]:
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    size = min(array.dtype.itemsize, 4)  # of 8 bytes, two halves
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
+    index = jnp.zeros(bits.shape, jnp.uint32)
+    for axis in range(bits.ndim):
+        stride = math.prod(bits.shape[axis + 1 :]) % 2**32
+        index += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    # The finalizer of MurmurHash3, after the index has been spread over all bits: each line is a bijection of `mixed`.
+    mixed = bits ^ (index * jnp.uint32(0x9E3779B1) + jnp.uint32(0x7F4A7C15))
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

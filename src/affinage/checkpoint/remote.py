@@ -1,21 +1,19 @@
 """A folder at a URL, as fsspec reaches it: an object store such as S3 or Google's, or another machine's disk."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from affinage.data.token_shards import errors_at
 from affinage.data.uploads import read_if_short, upload
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 from affinage.secrets import masked
 
 _PROBE = ".affinage"
-
-Result = TypeVar("Result")
 
 
 class RemoteError(Exception):
@@ -38,62 +36,46 @@ class RemoteFolder:
 
     def sizes(self) -> dict[str, int]:
         """All files below, with their length in bytes; none if there is no such folder."""
-        found = self._call("list", "", lambda: self._filesystem.find(self._root, detail=True))
-        prefix = f"{self._root}/"
-        return {
-            path.removeprefix(prefix): int(facts.get("size") or 0)
-            for path, facts in sorted(found.items())
-            if path.startswith(prefix)
-        }
-
-    def names(self) -> list[str]:
-        """What is directly in it, folders too, in order."""
-        return list(dict.fromkeys(name.partition("/")[0] for name in self.sizes()))
+        with self._failing("list", ""):
+            found, prefix = self._filesystem.find(self._root, detail=True), f"{self._root}/"
+            own = sorted((path.removeprefix(prefix), facts) for path, facts in found.items() if path.startswith(prefix))
+            return {name: int(facts.get("size") or 0) for name, facts in own}
 
     def read(self, name: str) -> bytes | None:
         """A small file; None if it is not there."""
-
-        def read() -> bytes | None:
-            with contextlib.suppress(FileNotFoundError):
-                return bytes(self._filesystem.cat_file(self._at(name)))
-            return None
-
-        return self._call("read", name, read)
+        with self._failing("read", name), contextlib.suppress(FileNotFoundError):
+            return bytes(self._filesystem.cat_file(self._at(name)))
+        return None
 
     def write(self, name: str, contents: bytes) -> None:
         """Write a file of these bytes."""
-
-        def write() -> None:
+        with self._failing("write", name):
             self._make_parent(name)
             upload(self._filesystem, self._at(name), contents)
-
-        self._call("write", name, write)
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there. Raises FileNotFoundError if it is gone here."""
         if (contents := read_if_short(file)) is not None:
             self.write(name, contents)
             return
-        self._make_parent(name)
-        self._call("write", name, lambda: self._filesystem.put_file(str(file), self._at(name)))
+        with self._failing("write", name):
+            self._make_parent(name)
+            self._filesystem.put_file(str(file), self._at(name))
 
     def get(self, name: str, file: Path) -> None:
         """Copy a file from there; its folder is made."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._call("read", name, lambda: self._filesystem.get_file(self._at(name), str(file)))
+        with self._failing("read", name):
+            self._filesystem.get_file(self._at(name), str(file))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; those that are not there are no mistake."""
-
-        def remove(name: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
+        for name in names:
+            with self._failing("remove", name), contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm_file(self._at(name))
 
-        for name in names:
-            self._call("remove", name, lambda name=name: remove(name))  # type: ignore[misc]
-
     def check(self) -> None:
-        """Try whether one may write, read and remove here."""
+        """Write, read and remove a small file here."""
         self.write(_PROBE, b"affinage")
         if self.read(_PROBE) != b"affinage":
             raise RemoteError(f"{masked(self.url)}: what was written there cannot be read again")
@@ -106,13 +88,12 @@ class RemoteFolder:
         if self._makes_folders:
             self._filesystem.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
 
-    def _call(self, verb: str, name: str, function: Callable[[], Result]) -> Result:
+    @contextlib.contextmanager
+    def _failing(self, verb: str, name: str) -> Iterator[None]:
         try:
-            return function()
+            yield
         except Exception as error:  # each library has its own
-            reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
-            place = f"{self.url}/{name}" if name else self.url
-            what = f"cannot {verb} {place}: {type(error).__name__}{': ' if reason else ''}{reason}"
+            what = f"cannot {verb} {self.url}/{name}: {type(error).__name__}: {first_line(error)}"
             raise RemoteError(masked(what)) from None
 
 
@@ -126,9 +107,17 @@ def reached(where: str, fix: str = "") -> Iterator[None]:
         raise UserError(str(error), where=where, fix=fix) from error
 
 
-def is_inside(name: Any) -> bool:
+def is_inside(name: object) -> bool:
     """Whether a name that somebody else wrote is of a file below a folder, and leads nowhere else."""
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
+
+
+def has_hash(path: Path, digest: str) -> bool:
+    """Whether there is a file with this SHA-256."""
+    if not path.is_file() or path.is_symlink():
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == digest

@@ -5,22 +5,26 @@ import gc
 import logging
 import os
 import re
+import shutil
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import absl.logging
 import jax
-from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 
-from affinage.checkpoint.checksums import checksums, leaves_by_path
-from affinage.checkpoint.metadata import COMMIT, METADATA, CorruptedError, Metadata, read_metadata
+from affinage.checkpoint.metadata import (
+    COMMIT,
+    METADATA,
+    CorruptedError,
+    Metadata,
+    checksums,
+    leaves_by_path,
+    read_metadata,
+)
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError, UserWarned, errno_of, first_line, raise_of_network
 
@@ -30,22 +34,12 @@ if TYPE_CHECKING:
 PyTree = Any
 Facts = dict[str, Any]
 
+IO_TIMEOUT = 3600.0  # seconds in which every process has read or written its part of a state; then the disk is stuck
 _STEP = re.compile(r"0|[1-9]\d*")
-_PAUSE = 600.0  # seconds in which a disk may do nothing at all
-_SLOWEST = 10e6  # bytes per second; a disk that is slower counts as stuck
 
 
 class CheckpointWarning(UserWarned):
     """A checkpoint was passed over."""
-
-
-@dataclass
-class _Save:
-    """A save that runs in the background; `finished` is set when older steps are removed, too."""
-
-    response: ocp.AsyncResponse[None]
-    began: float = field(default_factory=time.monotonic)
-    finished: threading.Event = field(default_factory=threading.Event)
 
 
 class CheckpointStore:
@@ -58,7 +52,7 @@ class CheckpointStore:
     All processes of a run call the same methods in the same order, with the same folder.
 
     Args:
-        folder: made by the first save. A gs:// URL is handed to Orbax as it is, which was not tried.
+        folder: made by the first save.
         keep_last: how many of the newest steps stay.
         keep_every: steps at multiples of this stay forever; None for none.
         uploader: is notified of every save, and names steps that must not be removed yet.
@@ -72,12 +66,13 @@ class CheckpointStore:
         keep_every: int | None = None,
         uploader: "Uploader | None" = None,
     ) -> None:
-        self.folder: Any = epath.Path(folder) if "://" in str(folder) else Path(folder).absolute()
+        self.folder = Path(folder).absolute()
         self._keep_last, self._keep_every, self._uploader = keep_last, keep_every, uploader
         self._corrupted: set[int] = set()  # steps that look complete but could not be restored
-        self._running: _Save | None = None
+        self._running: ocp.AsyncResponse[None] | None = None
+        self._pruned = threading.Event()  # the older steps are removed after the save that runs
         self._context = ocp.Context()
-        self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE  # needs no rename, as in object stores
+        self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         # Only arrays are read: the global registry has handlers for whatever a checkpoint names.
         registry = ocp.handlers.local_registry(include_global_registry=False).add(ocp.handlers.PyTreeHandler)
         self._context.checkpointables.registry = registry
@@ -93,10 +88,6 @@ class CheckpointStore:
     def entries(self) -> list[tuple[int, Path]]:
         """Everything in the folder that is named like a step, oldest first."""
         return entries(self.folder)
-
-    def meta(self, step: int) -> Facts:
-        """The facts that were saved with a step. Raises UserError if they cannot be read."""
-        return self.metadata(step).facts
 
     def metadata(self, step: int) -> Metadata:
         """The metadata of a step. Raises UserError if they cannot be read."""
@@ -127,7 +118,7 @@ class CheckpointStore:
         Args:
             step: names the save.
             state: trees of `jax.Array`, by name.
-            meta: JSON-able facts about the run, returned by `meta`.
+            meta: JSON-able facts about the run.
 
         Raises:
             OSError: see `wait`.
@@ -141,35 +132,30 @@ class CheckpointStore:
         if processes.first and not exists:
             self.folder.mkdir(parents=True, exist_ok=True)
             _remove(path)  # what a killed save left, or a corrupted step
-        if processes.broadcast("a save", exists, seconds=seconds_at_most(state)):
+        if processes.broadcast("a save", exists, seconds=IO_TIMEOUT):
             return
         self._corrupted.discard(step)
         metadata = Metadata(step, dict(meta), checksums(state))
+        self._pruned.clear()
         with _quiet(), self._context:
-            response = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata.to_json())
-        self._running = _Save(response)
-        response.on_complete(partial(self._committed, step, self._running.finished))
-
-    def _committed(self, step: int, finished: threading.Event, _: None) -> None:
-        """Remove older steps, on the first host, in Orbax's thread."""
-        try:
-            if Processes.at_work().first:
-                if self._uploader is not None:
-                    self._uploader.saved()
-                self._prune(step)
-        finally:
-            finished.set()
+            self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata.to_json())
+        self._running.on_complete(lambda _: self._prune(step))
 
     def _prune(self, newest: int) -> None:
-        intact = [step for step in self.steps() if step not in self._corrupted]
-        keep = kept_steps(intact, self._keep_last, self._keep_every)
-        if self._uploader is not None:
-            keep |= self._uploader.in_use
-        for step, path in self.entries():
-            # Incomplete steps, too: killed saves left them.
-            if step < newest and step not in keep:
-                with contextlib.suppress(OSError):  # the training goes on
-                    _remove(path)
+        """Remove older steps, and what killed saves left of them; runs on the first host in Orbax's thread."""
+        try:
+            if Processes.at_work().first:
+                intact = [step for step in self.steps() if step not in self._corrupted]
+                keep = kept_steps(intact, self._keep_last, self._keep_every)
+                if self._uploader is not None:
+                    self._uploader.saved()
+                    keep |= self._uploader.in_use
+                for step, path in self.entries():
+                    if step < newest and step not in keep:
+                        with contextlib.suppress(OSError):  # the training continues
+                            _remove(path)
+        finally:
+            self._pruned.set()
 
     def wait(self) -> None:
         """Block until the save in progress is committed, and older steps are removed.
@@ -179,22 +165,17 @@ class CheckpointStore:
         """
         self._end(timeout=None)
 
-    def in_flight(self) -> float:
-        """Seconds since the save that still runs began, 0 if none does. Does not block.
-
-        Raises:
-            OSError: it has failed; see `wait`.
-        """
+    def check_save(self) -> None:
+        """Raise what a save in the background has failed with; see `wait`. Does not block."""
         with contextlib.suppress(TimeoutError):
             self._end(timeout=0)
-        return 0.0 if self._running is None else time.monotonic() - self._running.began
 
     def _end(self, timeout: float | None) -> None:
         if self._running is None:
             return
         running, self._running = self._running, None
         try:
-            running.response.result(timeout)
+            running.result(timeout)
         except TimeoutError:
             self._running = running
             raise
@@ -202,7 +183,7 @@ class CheckpointStore:
             if not (number := errno_of(error)):
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
-        running.finished.wait()
+        self._pruned.wait()
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
@@ -229,8 +210,8 @@ class CheckpointStore:
             raise self._refused(step, reason)
         return found[0]
 
-    def restore_params(self, step: int | None, abstract: PyTree) -> PyTree:
-        """Only the parameters of a step; of the newest if `step` is None.
+    def restore_params(self, step: int | None, abstract: PyTree, tree: str = "params") -> PyTree:
+        """Only the parameters of a step, or another of its trees; of the newest if `step` is None.
 
         A corrupted newest step is an error here: whoever uses or publishes a model must not get an older one unnoticed.
 
@@ -238,11 +219,11 @@ class CheckpointStore:
             UserError: there is no checkpoint, or it is corrupted.
         """
         if step is None:
-            steps = Processes.at_work().broadcast("checkpoints", self.steps(), seconds=seconds_at_most(abstract))
+            steps = Processes.at_work().broadcast("checkpoints", self.steps(), seconds=IO_TIMEOUT)
             if not steps:
                 raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
             step = int(steps[-1])
-        return self.restore(step, {"params": abstract})["params"]
+        return self.restore(step, {tree: abstract})[tree]
 
     def restore_newest(
         self,
@@ -256,17 +237,17 @@ class CheckpointStore:
 
         Args:
             abstract: see `restore`.
-            accept: is given the facts of a step before it is loaded; may refuse it with a UserError, which ends the
+            accept: gets the facts of a step before it is loaded; may refuse it with a UserError, which ends the
                 restore, or with a ValueError, with which the step is passed over.
-            at_most: the newest up to this step is wanted; if there is none, the first one after it is taken.
+            at_most: the newest up to this step is wanted; without any, the first one after it is taken.
 
         Raises:
             UserError: there are steps but none can be restored; starting from nothing would hide that.
-            OSError: the network of the disk failed, which says nothing about the steps.
+            OSError: the network of the disk failed, which proves nothing about the steps.
         """
         processes = Processes.at_work()
         found = [[step, whats_missing(path)] for step, path in self.entries()]
-        found = processes.broadcast("checkpoints", found, seconds=seconds_at_most(abstract))
+        found = processes.broadcast("checkpoints", found, seconds=IO_TIMEOUT)
         wanted = max((step for step, _ in found), default=0) if at_most is None else at_most
         reason = ""
         for step, missing in sorted(found, key=lambda each: (each[0] > wanted, abs(each[0] - wanted))):
@@ -292,10 +273,11 @@ class CheckpointStore:
         if reason := whats_missing(self.folder / str(step)):
             return reason
         try:
-            for name, tree in self.described(step).items():  # one by one: a whole state may not fit in memory
+            described = self.described(step)
+            for name, tree in described.items():  # one by one: a whole state may not fit in memory
                 self.restore(step, {name: tree})
             trees = {path.partition(".")[0] for path in self.metadata(step).checksums}
-            return "" if trees <= set(self.described(step)) else "a tree of arrays is missing"
+            return "" if trees <= set(described) else "a tree of arrays is missing"
         except UserError as error:
             return error.what.partition(": ")[2]
 
@@ -303,35 +285,39 @@ class CheckpointStore:
         self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Facts], None] = lambda meta: None
     ) -> tuple[tuple[dict[str, PyTree], Facts] | None, str]:
         """(state and facts of a step, ""), or (None, why not). The processes agree: if one cannot, none does."""
-        agreed = partial(_agreed, seconds=seconds_at_most(abstract))
         try:
             metadata = read_metadata(self.folder / str(step))
             accept(metadata.facts)
-            reason = misfit(metadata, abstract)
+            reason = _misfit(metadata, abstract)
         except (ValueError, OSError) as error:
             raise_of_network(error)
             reason = first_line(error)
-        if reason := agreed(f"metadata of {step}", reason):
+        if reason := _agreed(f"metadata of {step}", reason):
             return None, reason
         loaded: dict[str, PyTree] = {}
         try:
-            with _quiet(), self._context_for(Processes.at_work()):
-                as_saved = _with_dtypes(metadata, abstract)
-                loaded = dict(ocp.load_checkpointables(self.folder / str(step), as_saved))
+            with _quiet(), self._context_of_this_work():
+                loaded = dict(ocp.load_checkpointables(self.folder / str(step), _with_dtypes(metadata, abstract)))
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # whatever Orbax and TensorStore raise for corrupted files
             raise_of_network(error)
             reason = _reason(error)
-        if reason := agreed(f"restore of {step}", reason):
+        if reason := _agreed(f"restore of {step}", reason):
             return None, reason
-        if reason := agreed(f"checksums of {step}", _difference(metadata, loaded)):
+        found = checksums(loaded)
+        saved = {path: facts for path, facts in metadata.checksums.items() if path.partition(".")[0] in loaded}
+        wrong = sorted(path for path in found.keys() | saved.keys() if found.get(path) != saved.get(path))
+        if reason := _agreed(f"checksums of {step}", f"{wrong[0]} is not what was saved (checksum)" if wrong else ""):
             return None, reason
-        return (_converted(loaded, abstract), metadata.facts), ""
+        for name, tree in abstract.items():
+            if tree is not None:
+                loaded[name] = jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded[name], tree)
+        return (loaded, metadata.facts), ""
 
-    def _context_for(self, processes: Processes) -> ocp.Context:
+    def _context_of_this_work(self) -> ocp.Context:
         """Restores of one process of several must not wait for the others."""
-        if jax.process_count() == 1 or processes.count > 1:
+        if jax.process_count() == 1 or Processes.at_work().count > 1:
             return self._context
         context = ocp.Context(self._context)
         context.multiprocessing.primary_host = jax.process_index()
@@ -351,20 +337,20 @@ class CheckpointStore:
 # ---- a folder of steps ----
 
 
-def entries(folder: Any) -> list[tuple[int, Any]]:
+def entries(folder: Path) -> list[tuple[int, Path]]:
     """Everything in a folder that is named like a step, oldest first."""
     found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
     return sorted((int(path.name), path) for path in found)
 
 
-def complete_steps(folder: Any) -> list[int]:
+def complete_steps(folder: Path) -> list[int]:
     """The complete steps in a folder, oldest first."""
     return [step for step, path in entries(folder) if not whats_missing(path)]
 
 
-def whats_missing(path: Any) -> str:
+def whats_missing(path: Path) -> str:
     """Why a folder that is named like a step is not complete; "" if it is."""
-    if os.path.islink(path):
+    if path.is_symlink():
         return "it is a symbolic link, and could lead anywhere"
     if not all((path / name).exists() for name in (METADATA, COMMIT)):
         return "it is incomplete: its save was cut off"
@@ -383,33 +369,26 @@ def remove_incomplete(folder: Path) -> None:
             _remove(path)
 
 
-def seconds_at_most(state: PyTree) -> float:
-    """Seconds in which a state of such arrays is written or read, unless the disk is stuck."""
-    return _PAUSE + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / _SLOWEST
-
-
-def _remove(path: Any) -> None:
+def _remove(path: Path) -> None:
     """Remove a step, its marks first, so that half a step never looks complete. Links are left alone."""
-    if not os.path.islink(path) and path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         for name in (COMMIT, METADATA):
             (path / name).unlink(missing_ok=True)
-        epath.Path(path).rmtree()
+        shutil.rmtree(path)
 
 
-# ---- comparing what was saved with what is wanted ----
+# ---- what was saved and what is wanted ----
 
 
-def misfit(metadata: Metadata, wanted: Mapping[str, PyTree]) -> str:
+def _misfit(metadata: Metadata, wanted: Mapping[str, PyTree]) -> str:
     """The first array that was saved in another shape than wanted, or is on one side only; "" if there is none."""
-    for name, tree in wanted.items():
-        if tree is None or not metadata.checksums:
-            continue
-        here = {path: list(leaf.shape) for path, leaf in leaves_by_path({name: tree}).items()}
-        saved = {path: facts[1] for path, facts in metadata.checksums.items() if path.partition(".")[0] == name}
-        for path in sorted(here.keys() | saved.keys()):
-            if here.get(path) != saved.get(path):
-                sides = [str(side.get(path, "not there")) for side in (saved, here)]
-                return f"{path} was saved as {sides[0]}, and is {sides[1]} here"
+    trees = {name: tree for name, tree in wanted.items() if tree is not None}
+    here = {path: list(leaf.shape) for path, leaf in leaves_by_path(trees).items()}
+    saved = {path: facts[1] for path, facts in metadata.checksums.items() if path.partition(".")[0] in trees}
+    for path in sorted(here.keys() | saved.keys()):
+        if here.get(path) != saved.get(path):
+            sides = [str(side.get(path, "not there")) for side in (saved, here)]
+            return f"{path} was saved as {sides[0]}, and is {sides[1]} here"
     return ""
 
 
@@ -418,34 +397,14 @@ def _with_dtypes(metadata: Metadata, wanted: Mapping[str, PyTree]) -> dict[str, 
 
     def as_saved(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        dtype = metadata.checksums[name][0] if metadata.checksums else leaf.dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, metadata.checksums[name][0], sharding=leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(as_saved, dict(wanted))
 
 
-def _converted(state: dict[str, PyTree], wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    for name, tree in wanted.items():
-        if tree is not None:
-            state[name] = jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state[name], tree)
-    return state
-
-
-def _difference(metadata: Metadata, loaded: Mapping[str, PyTree]) -> str:
-    """The first array that is not what was saved; "" if there is none."""
-    if not metadata.checksums:
-        what = f"checkpoint {metadata.step} was saved without checksums: its arrays are not verified"
-        warnings.warn(what, CheckpointWarning, stacklevel=2)
-        return ""
-    found = checksums(loaded)
-    saved = {path: facts for path, facts in metadata.checksums.items() if path.partition(".")[0] in loaded}
-    wrong = sorted(path for path in found.keys() | saved.keys() if found.get(path) != saved.get(path))
-    return f"{wrong[0]} is not what was saved (checksum)" if wrong else ""
-
-
-def _agreed(what: str, reason: str, seconds: float) -> str:
+def _agreed(what: str, reason: str) -> str:
     """The reason of this process; that another one has a reason, if this one has none; "" if nobody has one."""
-    fine = Processes.at_work().all_min(what, int(not reason), seconds=seconds)
+    fine = Processes.at_work().all_min(what, int(not reason), seconds=IO_TIMEOUT)
     return "" if fine else reason or "another process cannot read it"
 
 

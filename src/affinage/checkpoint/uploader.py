@@ -1,14 +1,13 @@
 """Copies of a training at a URL, made while it runs: for machines whose disks vanish with them.
 
-A step there has the files that Orbax wrote, and last `copy.json` with their hashes: without it a step is incomplete.
+A step there has the files that Orbax wrote. Its mark of completion is copied last, and its metadata, which hold the
+checksums of all arrays, identify it.
 """
 
 import contextlib
-import hashlib
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +20,9 @@ from affinage.checkpoint.store import complete_steps, kept_steps
 from affinage.errors import UserError
 
 CHECKPOINTS = "checkpoints"  # in the folder of a training
-COPY = "copy.json"  # in the folder of a step at a URL
-_RETRY_AT_MOST = 300.0  # seconds between two attempts
+_COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
+_LONGEST_PAUSE = 300.0  # seconds between two attempts
 _WITHOUT = "`--set runtime.remote=null` does without the copy."
-_STUCK = 600.0  # seconds without a file that arrived, after which a copy is no longer waited for
 _AT_ONCE = 4  # files
 # Beside the checkpoints, which have rules of their own: what belongs to this machine, or to this start.
 _NOT_COPIED = frozenset({CHECKPOINTS, "profile", "alive", "request.json", "manifest.json"})
@@ -33,7 +31,7 @@ _NOT_COPIED = frozenset({CHECKPOINTS, "profile", "alive", "request.json", "manif
 class Uploader:
     """Copies checkpoints, and what else a training writes, to a URL in a thread of its own.
 
-    The newest step goes first; steps that no rule keeps are removed there as they are here. If the place does not
+    The newest step goes first; steps that no rule keeps are removed there as they are here. While the place does not
     answer, the training continues, and the copy is tried again.
 
     Use it as a context manager around the training, after `download_newest`.
@@ -55,10 +53,11 @@ class Uploader:
         self._folder, self._retry = folder, retry
         self._keep_last, self._keep_every = keep_last, keep_every
         self._remote = RemoteFolder(url)
-        self._sent: dict[str, Any] = {}  # what is there: length and time of change of files, digests of steps
+        self._sent: dict[str, Any] = {}  # file -> its length and time of change when it was copied
+        self._sent_steps: dict[int, bytes] = {}  # the metadata of those that are there
         self._changed = threading.Condition()
-        self._requested = self._handled = self._files = 0
-        self._failure, self._hurry, self._closed = "", False, False
+        self._requested = self._handled = 0
+        self._failure, self._closed = "", False
 
     def __enter__(self) -> "Uploader":
         with reached("runtime.remote", _WITHOUT):
@@ -81,33 +80,26 @@ class Uploader:
             self._changed.notify_all()
 
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
-        """Wait until everything is there.
+        """Wait until everything is there, or an attempt has failed.
 
         Args:
-            seconds_left: called again and again, how long to wait; None: as long as files arrive.
+            seconds_left: returns how long to wait, called several times a second; None: as long as it takes.
 
         Returns:
             "" if everything is there, otherwise why not.
         """
+        self.saved()
         with self._changed:
-            self._hurry = True
-            self._requested += 1
-            requested, files, since = self._requested, self._files, time.monotonic()
-            self._changed.notify_all()
+            requested = self._requested
             while self._handled < requested:
-                if self._files != files:
-                    files, since = self._files, time.monotonic()
                 left = seconds_left()
                 if left is not None and left <= 0:
                     return "there was no time for it"
-                if time.monotonic() - since > _STUCK:
-                    return f"no file has arrived there for {_STUCK:.0f} s"
                 self._changed.wait(0.2 if left is None else min(left, 0.2))
-            self._hurry = False
             return self._failure
 
     def _run(self) -> None:
-        retry = self._retry
+        pause = self._retry
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._requested > self._handled)
@@ -116,7 +108,7 @@ class Uploader:
                 requested = self._requested
             try:
                 self._copy()
-                failure, retry = "", self._retry
+                failure, pause = "", self._retry
             except (RemoteError, OSError) as error:
                 failure = str(error)
             if failure and not self._failure:
@@ -126,15 +118,15 @@ class Uploader:
             with self._changed:
                 self._failure, self._handled = failure, requested
                 self._changed.notify_all()
-                if failure:
-                    self._changed.wait_for(lambda: self._closed or self._hurry, retry)
-                    retry, self._requested = min(2 * retry, _RETRY_AT_MOST), self._requested + 1
+                if failure and not self._changed.wait_for(
+                    lambda: self._closed or self._requested > self._handled, pause
+                ):
+                    self._requested, pause = self._requested + 1, min(2 * pause, _LONGEST_PAUSE)
 
     def _copy(self) -> None:
         self._copy_others()
         steps = complete_steps(self._folder / CHECKPOINTS)
-        wanted = {*steps[-1:], *(step for step in steps if self._keep_every and step % self._keep_every == 0)}
-        for step in sorted(wanted, reverse=True):
+        for step in sorted(kept_steps(steps, 1, self._keep_every), reverse=True):
             self.in_use = frozenset({step})
             try:
                 self._copy_step(step)
@@ -145,45 +137,31 @@ class Uploader:
                 self.in_use = frozenset()
 
     def _copy_step(self, step: int) -> None:
-        folder, there = self._folder / CHECKPOINTS / str(step), self._remote / f"{CHECKPOINTS}/{step}"
-        mark = (folder / COMMIT).stat().st_mtime_ns  # another one if the step was saved again
-        if self._sent.get(f"step {step}") == mark:
+        folder, steps = self._folder / CHECKPOINTS / str(step), RemoteSteps(self._remote / CHECKPOINTS)
+        metadata = (folder / METADATA).read_bytes()
+        if self._sent_steps.get(step) == metadata:
             return
-        hashes = {path.relative_to(folder).as_posix(): _sha256(path) for path in folder.rglob("*") if path.is_file()}
-        content = json.dumps(hashes).encode()
-        if there.read(COPY) != content:  # which an earlier start may have copied
-
-            def send(name: str) -> None:
-                newest = max(complete_steps(folder.parent), default=step)
-                if not (self._hurry and newest > step):  # otherwise there is no time for this one
-                    there.put(folder / name, name)
-                    with self._changed:
-                        self._files += 1
-                        self._changed.notify_all()
-
-            there.remove([COPY])
-            there.remove([name for name in there.sizes() if name not in hashes])
+        there = steps.folder / str(step)
+        if there.read(METADATA) != metadata or there.read(COMMIT) is None:  # an earlier start may have copied it
+            steps.remove(step)
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                list(pool.map(send, hashes))
+                list(pool.map(lambda name: there.put(folder / name, name), set(names) - {COMMIT}))
             arrived = there.sizes()
-            for name in hashes:
+            for name in set(names) - {COMMIT}:
                 if arrived.get(name) != (length := (folder / name).stat().st_size):
                     raise RemoteError(f"{arrived.get(name, 0):,} of {length:,} bytes of {there.url}/{name} arrived")
-            there.write(COPY, content)
-        self._sent[f"step {step}"] = mark
+            there.put(folder / COMMIT, COMMIT)
+        self._sent_steps[step] = metadata
         self.newest = max(step, self.newest or 0)
-        self._remove_old(step)
-
-    def _remove_old(self, newest: int) -> None:
-        there = RemoteSteps(self._remote / CHECKPOINTS)
-        found = {step: files for step, files in there.listing().items() if step <= newest}
-        complete = [step for step, files in found.items() if COPY in files]
-        for step in found.keys() - kept_steps(complete, self._keep_last, self._keep_every):
-            there.remove(step)
+        found = {other: files for other, files in steps.listing().items() if other <= step}
+        complete = [other for other, files in found.items() if COMMIT in files]
+        for other in found.keys() - kept_steps(complete, self._keep_last, self._keep_every):
+            steps.remove(other)
 
     def _copy_others(self) -> None:
         found = {}
-        for path in sorted(self._folder.rglob("*")):
+        for path in self._folder.rglob("*"):
             name = path.relative_to(self._folder).as_posix()
             hidden = any(part.startswith(".") for part in name.split("/"))
             if name.partition("/")[0] not in _NOT_COPIED and not hidden and path.is_file() and not path.is_symlink():
@@ -193,7 +171,7 @@ class Uploader:
             if self._sent.get(name) != found[name]:
                 self._remote.put(self._folder / name, name)
                 self._sent[name] = found[name]
-        gone = [name for name in self._sent if name not in found and not name.startswith("step ")]
+        gone = self._sent.keys() - found.keys()
         self._remote.remove(gone)
         for name in gone:
             del self._sent[name]
@@ -218,7 +196,7 @@ class RemoteSteps:
         """{step, saved, bytes, why_not} of the steps, oldest first; see `affinage.checkpoint.browse.listing`."""
         found = []
         for step, files in self.listing().items():
-            saved, why_not = None, "" if COPY in files else "it is incomplete: its copy was cut off"
+            saved, why_not = None, "" if COMMIT in files else "it is incomplete: its copy was cut off"
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 metadata = json.loads(self.folder.read(f"{step}/{METADATA}") or b"")
                 saved = metadata["custom_metadata"]["affinage"]["facts"]["saved"]
@@ -226,36 +204,29 @@ class RemoteSteps:
         return found
 
     def download(self, step: int, folder: Path) -> str:
-        """Copy a step into a folder of steps, complete or not at all.
+        """Copy a step into a folder of steps, complete or not at all; its arrays are verified when they are restored.
 
         Returns:
             "" if it is there, otherwise what is wrong with the copy at the URL.
         """
-        try:
-            hashes = dict(json.loads(self.folder.read(f"{step}/{COPY}") or b""))
-        except (ValueError, TypeError, RecursionError):
+        there, part = self.folder / str(step), folder / f".{step}.part"
+        files = there.sizes()
+        if not {COMMIT, METADATA} <= files.keys():
             return "it is incomplete"
-        if not all(is_inside(name) for name in hashes):
+        if not all(map(is_inside, files)):
             return "the name of a file leads out of its folder"
-        part = folder / f".{step}.part"
-        for name, digest in hashes.items():
-            if not has_hash(part / name, digest):  # what is there was copied before
-                try:
-                    self.folder.get(f"{step}/{name}", part / name)
-                except RemoteError as error:
-                    if f"{step}/{name}" in self.folder.sizes():
-                        raise
-                    return str(error)
-            if not has_hash(part / name, digest):
-                shutil.rmtree(part)
-                return f"{name} is not what was written"
+        shutil.rmtree(part, ignore_errors=True)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(lambda name: there.get(name, part / name), files))
         shutil.rmtree(folder / str(step), ignore_errors=True)
         part.rename(folder / str(step))
         return ""
 
     def remove(self, step: int) -> None:
         """Remove a step, its mark first, so that half a step never looks complete."""
-        self.folder.remove([f"{step}/{COPY}", *(f"{step}/{name}" for name in (self.folder / str(step)).sizes())])
+        there = self.folder / str(step)
+        there.remove([COMMIT])
+        there.remove(there.sizes())
 
 
 def find_steps(url: str) -> RemoteSteps:
@@ -267,21 +238,19 @@ def find_steps(url: str) -> RemoteSteps:
     folder = RemoteFolder(url)
     with reached(url):
         files = folder.sizes()
-    if any(name.startswith(f"{CHECKPOINTS}/") for name in files):
-        return RemoteSteps(folder / CHECKPOINTS)
     if any(name.partition("/")[0].isdecimal() for name in files):
         return RemoteSteps(folder)
-    trainings = sorted({name.partition("/")[0] for name in files if name.split("/")[1:2] == [CHECKPOINTS]})
-    if len(trainings) == 1:
-        return RemoteSteps(folder / trainings[0] / CHECKPOINTS)
-    if trainings:
-        listed = "".join(f"\n    {folder.url}/{name}" for name in trainings)
+    found = sorted({name.partition(f"{CHECKPOINTS}/")[0] for name in files if CHECKPOINTS in name.split("/")[:2]})
+    if len(found) == 1:
+        return RemoteSteps(folder / f"{found[0]}{CHECKPOINTS}")
+    if found:
+        listed = "".join(f"\n    {folder.url}/{name.rstrip('/')}" for name in found)
         raise UserError("there are several trainings", where=url, fix=f"Name one of them:{listed}")
-    raise UserError("there is no checkpoint", where=url, fix="Name what a recipe's `runtime.remote` says.")
+    raise UserError("there is no checkpoint", where=url, fix="Name what a recipe's `runtime.remote` names.")
 
 
-def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> int | None:
-    """Copy a training from a URL into a folder, if there is a newer checkpoint there than here.
+def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[int]:
+    """Copy a training from a URL into a folder: its newest checkpoints, as far as they are newer than those here.
 
     Args:
         url: that an `Uploader` of the training has written to.
@@ -289,29 +258,26 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> int |
         say: prints a line.
 
     Returns:
-        The step that was copied; None if what is here is as new, or there is nothing there.
+        The steps that were copied, newest first.
 
     Raises:
         UserError: the place cannot be reached.
     """
-    remote = RemoteFolder(url)
-    steps, own = RemoteSteps(remote / CHECKPOINTS), folder / CHECKPOINTS
-    with reached("runtime.remote", _WITHOUT):
-        there = steps.listing()
-    here = max(complete_steps(own), default=-1)
+    remote, own = RemoteFolder(url), folder / CHECKPOINTS
+    steps, here, copied = RemoteSteps(remote / CHECKPOINTS), max(complete_steps(own), default=-1), list[int]()
     own.mkdir(parents=True, exist_ok=True)
-    for step in sorted(there, reverse=True):
-        if step <= here:
-            return None
-        say(f"copying step {step:,} from {url}")
-        with reached("runtime.remote", _WITHOUT):
-            if not (corruption := steps.download(step, own)):
-                for name in remote.sizes():
-                    if name.partition("/")[0] not in _NOT_COPIED and is_inside(name):
-                        remote.get(name, folder / name)
-                return step
-        say(f"step {step:,} at {url} is corrupted: {corruption}; the one before is taken")
-    return None
+    with reached("runtime.remote", _WITHOUT):
+        for step in sorted((step for step in steps.listing() if step > here), reverse=True):
+            if len(copied) < _COPIED_BACK:
+                say(f"copying step {step:,} from {url}")
+                if corruption := steps.download(step, own):
+                    say(f"step {step:,} at {url} is corrupted: {corruption}; the one before is taken")
+                else:
+                    copied.append(step)
+        for name in remote.sizes() if copied else ():
+            if name.partition("/")[0] not in _NOT_COPIED and is_inside(name):
+                remote.get(name, folder / name)
+    return copied
 
 
 def forget(url: str) -> None:
@@ -322,13 +288,3 @@ def forget(url: str) -> None:
         remote.remove(["manifest.json"])
         for step in steps.listing():
             steps.remove(step)
-
-
-def has_hash(path: Path, digest: str) -> bool:
-    """Whether there is a file with this SHA-256."""
-    return path.is_file() and not path.is_symlink() and _sha256(path) == digest
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

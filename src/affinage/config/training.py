@@ -73,6 +73,13 @@ class PrecisionSettings(Settings):
     updates are not lost; or to the nearer one."""
 
 
+class EmaSettings(Settings):
+    """An exponential moving average of the parameters, kept beside them in float32 and saved as `ema_params`."""
+
+    decay: float = Field(ge=0, lt=1)
+    """Kept per step; the rest comes from the parameters. 0.999 and more for long trainings."""
+
+
 class HealthSettings(Settings):
     """What happens to updates whose loss or gradient is not finite, and to those whose loss is a spike.
 
@@ -191,6 +198,7 @@ class TrainSettings(Settings):
     `max_grad_norm` then holds for each layer. A gradient that is not finite leads to a rollback. Needs
     `parallel.remat` none, block or auto."""
     schedule: ScheduleSettings
+    ema: EmaSettings | None = None
     precision: PrecisionSettings = PrecisionSettings()
     attention: AttentionImplementation = "auto"
     """What computes attention: splash (TPUs), cudnn (NVIDIA GPUs) or xla (anything). auto: the

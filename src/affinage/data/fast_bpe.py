@@ -5,7 +5,7 @@ piece, join the pair with the best score, the leftmost of equal ones; a characte
 SentencePiece numbers its pieces by their score, so the smallest id is the best.
 
 This is 7 times as fast as SentencePiece on one core from the start, 11 times once the words are known, and threads run
-side by side (benchmarks/data_encode.py). Hugging Face's `tokenizers` is as fast as SentencePiece with this vocabulary;
+side by side (benchmarks/data.py encode). Hugging Face's `tokenizers` is as fast as SentencePiece with this vocabulary;
 kitoken is 4 times as fast, but has a single author.
 """
 

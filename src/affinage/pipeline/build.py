@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
+from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
@@ -36,9 +36,7 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     begun = initial_fingerprint(loaded)  # of the imported model that the recipe begins with
     trains = bool(begun and _tunings(recipe)) or (recipe.data is not None and recipe.pretrain is not None)
     steps: list[Step] = []
-    if recipe.data is not None and recipe.data.arrays is not None:
-        steps = [*_image_steps(loaded)]
-    elif recipe.data is not None or trains:
+    if recipe.data is not None or trains:
         steps = _data_steps(recipe, begun)
         if trains:
             steps += [*_tuning_data_steps(loaded), *_training_steps(loaded, begun), *_result_steps(recipe)]
@@ -57,18 +55,6 @@ def _setup(step: Step) -> Callable[[StepContext, bool], None]:
             steps_train.bring_from_remote(context, forced)
 
     return setup
-
-
-def _image_steps(loaded: LoadedRecipe) -> Iterator[Step]:
-    recipe = loaded.recipe
-    assert recipe.data is not None and recipe.data.arrays is not None
-    path, config = recipe.data.arrays.path, {"data": _json(recipe.data, "arrays"), **_part(recipe, "seed")}
-    files, check = () if path == DIGITS else (path,), steps_data.check_arrays
-    yield Step("arrays", steps_data.arrays, config, version=2, files=files, check=check)
-    if recipe.pretrain is not None:
-        yield _training_step(loaded, "pretrain", steps_train.pretrain_on_arrays, ("arrays",))
-        if recipe.probe is not None:
-            yield Step("probe", steps_eval.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain"))
 
 
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:

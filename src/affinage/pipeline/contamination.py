@@ -20,7 +20,7 @@ from affinage.pipeline.store import read_request
 if TYPE_CHECKING:
     from affinage.data.benchmark_items import BenchmarkItem
     from affinage.data.contamination import Contamination, Occurrences
-    from affinage.data.overlap import Items
+    from affinage.data.overlap import ItemIndex
     from affinage.evaluation.run import Seen
 
 _VERSION = 1  # of the code that searches
@@ -37,38 +37,39 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         return None
 
     def search(items: "Iterable[BenchmarkItem]") -> "Contamination":
-        from affinage.data.contamination import contamination, runs_of, texts_of_documents, texts_of_rows
+        from affinage.data.contamination import contamination, texts_of_documents, texts_of_rows
+        from affinage.data.overlap import ItemIndex
         from affinage.data.tokenizer import Tokenizer
 
         def of_chats(chat: Path, tokenizer: Path) -> "Iterable[Any]":
             return texts_of_rows(chat / "train", Tokenizer.load(tokenizer))
 
         chosen = settings or DecontaminateSettings()
-        runs, found = runs_of(items, chosen), []
+        index, found = ItemIndex(items, chosen), []
         if split is not None:
-            found.append(_counted(runs, [split], lambda: texts_of_documents(split / "train")))
+            found.append(_counted(index, [split], lambda: texts_of_documents(split / "train")))
         if tokenizer is not None:
-            found += [_counted(runs, [chat, tokenizer], partial(of_chats, chat, tokenizer)) for chat in chats]
-        return contamination(runs, found, chosen)
+            found += [_counted(index, [chat, tokenizer], partial(of_chats, chat, tokenizer)) for chat in chats]
+        return contamination(index, found, chosen)
 
     return search
 
 
-def _counted(runs: "Items", read: list[Path], texts: Callable[[], Any]) -> "Occurrences":
+def _counted(index: "ItemIndex", read: list[Path], texts: Callable[[], Any]) -> "Occurrences":
     """The counts of a search of texts of the results `read`, from the store if they are there."""
     import numpy as np
 
     from affinage.data.atomic import write_atomically
-    from affinage.data.contamination import Occurrences, look_through
+    from affinage.data.contamination import Occurrences, count_occurrences
 
     keys = [request[1] for folder in read if (request := read_request(folder)) is not None]
-    words = runs.keys.tobytes() + runs.lengths.tobytes()
+    words = index.keys.tobytes() + index.lengths.tobytes()
     digest = hashlib.sha256(words + " ".join([str(_VERSION), *keys]).encode()).hexdigest()
     file = read[0].resolve().parent / f"contamination-{digest[:12]}.npz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as kept:
-        if len(keys) == len(read) and kept["with_run"].shape == runs.keys.shape:
+        if len(keys) == len(read) and kept["with_run"].shape == index.keys.shape:
             return Occurrences(int(kept["texts"]), kept["with_run"])
-    found = look_through(texts(), runs)
+    found = count_occurrences(texts(), index)
     if len(keys) == len(read):
         content = io.BytesIO()
         np.savez(content, texts=found.texts, with_run=found.with_run)

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
-from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
-from affinage.checkpoint.uploader import CHECKPOINTS, has_hash
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, has_hash, is_inside, reached
+from affinage.checkpoint.uploader import CHECKPOINTS
 from affinage.errors import UserError
 from affinage.pipeline.store import Request, Store, read_manifest
 from affinage.results import MANIFEST, Manifest

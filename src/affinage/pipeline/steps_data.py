@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
-from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
+from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_BYTES
@@ -31,15 +31,6 @@ def synthesize(context: StepContext) -> Summary:
     from affinage.data.synthetic import write_world
 
     return write_world(context.folder, megabytes=pocket_bytes(context.recipe) / 1e6, seed=context.recipe.seed)
-
-
-def arrays(context: StepContext) -> Summary:
-    """Split the images into those that are trained on and those that are held out."""
-    from affinage.data.arrays import prepare_arrays
-
-    settings = _data(context).arrays
-    assert settings is not None
-    return prepare_arrays(settings, context.folder, seed=context.recipe.seed)
 
 
 def ingest(context: StepContext) -> Summary:
@@ -254,13 +245,6 @@ def _data(context: StepContext) -> DataSettings:
 
 
 # ---- what can be known to fail before the first step runs ----
-
-
-def check_arrays(loaded: LoadedRecipe) -> None:
-    """The images are there."""
-    settings = loaded.recipe.data.arrays if loaded.recipe.data else None
-    if settings is not None and settings.path != DIGITS:
-        check_exists(loaded, settings.path, "data", "arrays")
 
 
 def check_ingest(loaded: LoadedRecipe) -> None:

@@ -2,27 +2,23 @@
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import rich
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.pipeline.contamination import contamination_search
-from affinage.pipeline.models import CHAT, MODEL, TRAININGS, load_trained
+from affinage.pipeline.models import CHAT, TRAININGS, load_trained
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.steps_train import mesh_of, with_vocabulary
 from affinage.pipeline.store import write_json
-from affinage.results import read_json
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
-    from affinage.model import Graph
 
 _ANSWERS = "answers.db"  # of an evaluation that is not complete yet
 _SAMPLE_TOKENS = 64  # of each answer to a prompt or question of the report
@@ -159,75 +155,3 @@ def check_export(loaded: LoadedRecipe) -> None:
     except UserError as error:
         fix = "Set `export: null`: everything else works with it, as a MODEL too."
         raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
-
-
-# ---- images ----
-
-
-def probe(context: StepContext) -> Summary:
-    """The same linear probe on trained features, on those of the weights that training began with, and on pixels."""
-    from affinage.data.arrays import HELD_OUT, TRAIN, read_arrays
-    from affinage.evaluation.probe import compare
-
-    recipe, settings = context.recipe, context.recipe.probe
-    assert settings is not None
-    (images, labels), (unseen, unseen_labels) = (
-        read_arrays(context.inputs["arrays"] / name) for name in (TRAIN, HELD_OUT)
-    )
-    if labels is None or unseen_labels is None or not len(unseen):
-        raise UserError("a probe needs labels, and images held out", where="probe")
-    features = _features(context, settings.features)
-    results = []
-    for count in (None, *settings.labels_per_class):
-        name = "all labels" if count is None else f"{count} labels per class"
-        context.progress(name)
-        scores = compare(
-            features,
-            (images, labels),
-            (unseen, unseen_labels),
-            labels_per_class=count,
-            draws=settings.draws,
-            seed=recipe.seed,
-        )
-        results.append({"labels_per_class": count, "scores": scores})
-        shown = ", ".join(f"{who} {s['accuracy']:.1%} ± {s['stderr']:.1%}" for who, s in scores.items())
-        rich.print(f"probe: accuracy with {name}: {shown}")
-    return {"features": settings.features, "held_out": len(unseen), "draws": settings.draws, "probe": results}
-
-
-def _features(context: StepContext, node: str) -> dict[str, Callable[[Any], Any]]:
-    """By name, functions from images [N, H, W, C] to vectors [N, D]."""
-    import jax
-    import jax.numpy as jnp
-
-    from affinage.checkpoint import CheckpointStore
-    from affinage.model import abstract_params, init_params, parse
-    from affinage.training.state import Purpose, random_key
-
-    facts = read_json(context.inputs["pretrain"] / MODEL)
-    graph, dtype = parse(facts["graph"]), jnp.dtype(facts["precision"]["params"])
-    if node not in graph:
-        raise UserError(f"the model has no node `{node}`", where="probe.features", fix="Name the one that encodes.")
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract_params(graph, dtype)
-    )
-    trained = CheckpointStore(context.inputs["pretrain"] / "checkpoints").restore_params(None, abstract)
-    untrained = init_params(graph, random_key(context.recipe.seed, Purpose.INITIAL_WEIGHTS), dtype)
-    return {
-        "trained": lambda images: _vectors(graph, trained, node, images),
-        "random": lambda images: _vectors(graph, untrained, node, images),
-        "pixels": lambda images: images.reshape(len(images), -1),
-    }
-
-
-def _vectors(graph: "Graph", params: Any, node: str, images: Any) -> Any:
-    import jax
-    import numpy as np
-
-    from affinage.model import Call, apply
-
-    read = jax.jit(lambda params, images: apply(graph, params, {"images": images}, Call(until=node)).values[node])
-    values = np.asarray(read(params, np.asarray(images)), np.float32)
-    # Without a key all views of an image are the image itself.
-    return values[:, 0] if values.ndim == 3 else values.reshape(len(values), -1)

@@ -54,26 +54,6 @@ def pretrain(context: StepContext) -> Summary:
     return _train(context, job, graph, facts) | {"epochs": feed.epochs(settings.steps)}
 
 
-def pretrain_on_arrays(context: StepContext) -> Summary:
-    """Train the model from random weights on images."""
-    from affinage.data.arrays import TRAIN, ArrayFeed
-    from affinage.model import parse
-
-    settings, recipe, arrays = context.recipe.pretrain, context.recipe, context.inputs["arrays"]
-    assert settings is not None
-    graph = parse(recipe.model, context.loaded.locate)
-    feed = ArrayFeed(arrays / TRAIN, seed=recipe.seed, batch=_rows_per_step(context, settings))
-    for name, shape in graph.inputs:
-        if name != "images" or shape.dims[1:] != feed.shape:
-            raise UserError(
-                f"the model takes `{name}` {shape}, the data are `images` [B, {', '.join(map(str, feed.shape))}]",
-                where=context.loaded.locate(("model", "inputs")),
-                fix=f"Write `inputs: {{images: {list(feed.shape)}}}`.",
-            )
-    job = _job(context, graph, settings, feed, tokens=1, data={"arrays": content_hash(arrays, TRAIN)})
-    return _train(context, job, graph, {})
-
-
 def sft(context: StepContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init_from` names, on conversations."""
     from affinage.data.sft import show_examples
@@ -474,7 +454,6 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     _check_from_step(loaded, name)
     wanted = recipe.tokenizer.vocab_size
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
-    is_text = recipe.data is None or recipe.data.arrays is None
     folder = initial_folder(loaded)
     if folder is not None:
         from affinage.data.tokenizer import Tokenizer
@@ -485,7 +464,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
             if recipe.sft is not None or recipe.dpo is not None:
                 given.use_template(chat_template_of(loaded, folder / TOKENIZER))
                 _ = given.chat_ids if given.template is None else given.template.marks(given)
-    elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+    elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise _too_few(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with line("mesh"):
@@ -506,9 +485,8 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
         call = call_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
         strategy_for(mesh, recipe.parallel).check(graph, rows // settings.gradient_accumulation_steps, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
-    if is_text:
-        with line("packing", "seq_len"):
-            check_positions_divide(recipe.packing.seq_len, mesh, table)
+    with line("packing", "seq_len"):
+        check_positions_divide(recipe.packing.seq_len, mesh, table)
 
 
 def _check_monitor(loaded: LoadedRecipe, training: str, monitor: MonitorSettings | None) -> None:

@@ -198,7 +198,8 @@ class PerDevice:
     def state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state of the whole model."""
         dtype = jnp.dtype(self.settings.precision.params)
-        return abstract_state(self.frozen, dtype, optimizer_of(self.frozen, self.settings), self.layout)
+        optimizer = optimizer_of(self.frozen, self.settings)
+        return abstract_state(self.frozen, dtype, optimizer, self.layout, ema=self.settings.ema is not None)
 
     def bytes_of(self, tree: Any) -> int:
         """Bytes on one device of a part of the state."""
@@ -417,7 +418,8 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
     if program.stages > 1:
         call = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(call)
     step = step_of(held, optimizer, settings, call, seed=0)
-    state = abstract_state(held, jnp.dtype(settings.precision.params), optimizer, layout)
+    dtype = jnp.dtype(settings.precision.params)
+    state = abstract_state(held, dtype, optimizer, layout, ema=settings.ema is not None)
     batch = batch_shapes(graph, program.rows * settings.gradient_accumulation_steps, program.seq_len)
 
     def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:

@@ -15,9 +15,9 @@ from typing_extensions import TypedDict
 
 import affinage
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.checksums import checksums
 from affinage.checkpoint.compatibility import IDENTITY, check_compatible
-from affinage.checkpoint.store import seconds_at_most
+from affinage.checkpoint.metadata import checksums
+from affinage.checkpoint.store import IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
 from affinage.training.frozen import FROZEN
@@ -60,7 +60,7 @@ class Checkpointer:
         self._frozen = CheckpointStore(self._job.folder / FROZEN)
         self._resumed_at: list[int] = []
         self._saved = time.monotonic()
-        self.seconds = seconds_at_most(trainer.abstract)
+        self.seconds = IO_TIMEOUT
 
     @property
     def seconds_to_restore(self) -> float:
@@ -102,7 +102,7 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether the state after a step is to be saved; the same in all processes. Raises OSError if a save failed."""
-        self._store.in_flight()
+        self._store.check_save()
         if step % self._keep.every_steps == 0 or step == self._job.settings.steps:
             return True
         if self._keep.every_minutes is None or (Processes.current.count > 1 and step % _BY_CLOCK):
@@ -171,7 +171,7 @@ class Checkpointer:
         if job.settings.steps <= extension.step:
             fix = f"Set {job.name}.steps to more than {extension.step}."
             raise UserError(f"it has made {extension.step} of the {job.settings.steps} steps", where=where, fix=fix)
-        meta, now = store.meta(extension.step), identity(self._trainer)
+        meta, now = store.metadata(extension.step).facts, identity(self._trainer)
         try:
             check_facts(meta)
         except ValueError as error:

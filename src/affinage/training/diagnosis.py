@@ -32,7 +32,7 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
         batch = jax.jit(lambda frozen, batch: held.with_reference(frozen, batch, call))(state.frozen, batch)
     found = {
         "step": error.step,
-        **diagnose(job.graph, call, held.whole(state.params, state.frozen), state.averages, batch),
+        **diagnose(job.graph, call, held.whole(state.params, state.frozen), state.ema_params, batch),
         "learning_rate": trainer.learning_rate(error.step),
         "documents": None if job.documents is None else job.documents(batch_number),
     }
@@ -41,7 +41,9 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
     return error.explained(job.folder, found)
 
 
-def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]) -> dict[str, Any]:
+def diagnose(
+    graph: Graph, call: Call, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
+) -> dict[str, Any]:
     """Look for what is not finite in one forward and backward pass.
 
     Returns:
@@ -49,7 +51,7 @@ def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: 
         way back; "nothing" if all are finite. gradient_norms: {node: norm}.
     """
     finite_weights = jax.jit(lambda params: _sound_parts(graph, params))(params)
-    values, gradients, norms = jax.jit(lambda *of: _passes(graph, call, *of))(params, averages, batch)
+    values, gradients, norms = jax.jit(lambda *of: _passes(graph, call, *of))(params, ema_params, batch)
     gradient_norms = {name: float(norms[name]) for name in _in_order(graph, norms)}
     forward: dict[str, bool] = {}
     for node in graph.nodes:
@@ -67,7 +69,7 @@ def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: 
 
 
 def _passes(
-    graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]
+    graph: Graph, call: Call, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
 ) -> tuple[dict[str, Any], _Finite, dict[str, Array]]:
     """Whether the values and the gradients of all nodes, and of all layers of repeated nodes, are finite.
 
@@ -87,7 +89,7 @@ def _passes(
                 result = Result(step.value, None, {}, {})
             return result
 
-        outputs = apply(graph, params, batch, replace(call, key=None, averages=averages, layers=layers))
+        outputs = apply(graph, params, batch, replace(call, key=None, ema_params=ema_params, layers=layers))
         nodes = {node.name: _finite(outputs.values[node.name]) for node in graph.nodes if node.name in outputs.values}
         total = outputs.values[graph.loss]
         return total.sum / jnp.maximum(total.count, 1.0), {"nodes": nodes, "layers": seen}

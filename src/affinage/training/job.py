@@ -69,11 +69,8 @@ class Checkpoints(Protocol):
         """Until what was saved is there."""
         ...
 
-    def in_flight(self) -> float:
-        """Seconds since the save that still runs began, 0 where none does. Called at every step, and waits for nothing.
-
-        Raises what has become of a save that failed.
-        """
+    def check_save(self) -> None:
+        """Raise what a save in the background has failed with. Called after every step, and does not block."""
         ...
 
     def forget_after(self, step: int) -> None:

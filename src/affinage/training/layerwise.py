@@ -93,7 +93,7 @@ def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> N
     nodes = [node for node in graph.nodes if node.repeat is not None]
     reasons = {
         f"the model has {len(nodes)} repeated nodes, not one": len(nodes) != 1,
-        "the model has moving averages": bool(graph.averages),
+        "the training has `ema`": settings.ema is not None,
         "the model has a mixture of experts": "experts" in str(graph.parameters),
         f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
         f"gradient_accumulation_steps is {settings.gradient_accumulation_steps}": settings.gradient_accumulation_steps
@@ -169,7 +169,7 @@ class _Layerwise:
             state.step + 1,
             {**rest, name: layers},
             {"layers": opt_layers, "rest": opt_rest},
-            state.averages,
+            state.ema_params,
             window,
         )
         healthy = may_update & jnp.isfinite(norm)

@@ -10,14 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
-from affinage.model import (
-    Graph,
-    abstract_averages,
-    abstract_params,
-    average_axes,
-    first_averages,
-    logical_axes,
-)
+from affinage.model import abstract_params, logical_axes
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
 from affinage.training.frozen import Frozen
@@ -34,7 +27,7 @@ class TrainState(NamedTuple):
         step: int32 scalar, updates made so far, skipped ones included.
         params: nested dict of weights.
         opt_state: the optimizer's, a tree of Optax.
-        averages: moving averages of weights that the graph reads, see `Graph.averages`; None where it has none.
+        ema_params: the moving average of `params`, in float32; None where the settings ask for none.
         window: the losses that a spike is told from; None where nobody looks.
         frozen: weights that no step changes, see `affinage.training.frozen`; None where there are none.
     """
@@ -42,7 +35,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     params: PyTree
     opt_state: PyTree
-    averages: PyTree = None
+    ema_params: PyTree = None
     window: LossWindow | None = None
     frozen: PyTree = None
 
@@ -65,12 +58,18 @@ def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> j
 
 
 def abstract_state(
-    held: Frozen, dtype: jnp.dtype, optimizer: optax.GradientTransformation, layout: MeshLayout, window: int = 0
+    held: Frozen,
+    dtype: jnp.dtype,
+    optimizer: optax.GradientTransformation,
+    layout: MeshLayout,
+    *,
+    window: int = 0,
+    ema: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    The optimizer's arrays and the averages are split like the parameter they belong to. `window` is how many losses a
-    spike is told from; 0 for none.
+    The arrays of the optimizer and of the moving average are split like the parameter they belong to. `window` is how
+    many losses a spike is told from, 0 for none; `ema` says whether there is a moving average.
     """
     mesh, table, graph = layout.mesh, layout.table, held.graph
     abstract_weights, axes = abstract_params(held.trained, dtype), logical_axes(held.trained)
@@ -91,25 +90,23 @@ def abstract_state(
         others=lambda leaf: _with_sharding(leaf, replicated(mesh)),
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    averages = None
-    if graph.averages:
-        of_averages = abstract_averages(graph)
-        splits = param_shardings(mesh, average_axes(graph), of_averages, table)
-        averages = jax.tree.map(_with_sharding, of_averages, splits)
+    averaged = jax.tree.map(_with_sharding, abstract_params(held.trained), shardings) if ema else None
     whole = partial(_with_sharding, sharding=replicated(mesh))
     losses = jax.tree.map(whole, jax.eval_shape(partial(LossWindow.empty, window))) if window else None
-    return TrainState(cast(Any, step), params, opt_state, averages, losses, frozen)
+    return TrainState(cast(Any, step), params, opt_state, averaged, losses, frozen)
 
 
 def begin(
-    graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation, frozen: PyTree = None
+    abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation, frozen: PyTree = None
 ) -> TrainState:
     """The state before the first step, with the given weights."""
 
     def others(params: PyTree) -> TrainState:
-        averages = first_averages(graph, params) if graph.averages else None
+        averaged = None
+        if abstract.ema_params is not None:
+            averaged = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
         window = None if abstract.window is None else LossWindow.empty(abstract.window.losses.size)
-        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), averages, window)
+        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), averaged, window)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None, frozen=None))
     return jax.jit(others, out_shardings=shardings)(params)._replace(params=params, frozen=frozen)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, BFloat16, Float, Float32, PRNGKeyArray
 
-from affinage.config.training import HealthSettings
-from affinage.model import Call, Graph, apply, moved_averages
+from affinage.config.training import EmaSettings, HealthSettings
+from affinage.model import Call, Graph, apply
 from affinage.parallel import MeshLayout
 from affinage.parallel.layout import REPLICAS
 from affinage.parallel.pipeline import AXIS as STAGES
@@ -24,7 +24,7 @@ Batch = Mapping[str, Array]
 Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Weights = tuple[PyTree, PyTree, PyTree]  # params, averages, frozen
+Weights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
 
 def make_train_step(
@@ -37,12 +37,13 @@ def make_train_step(
     seed: int,
     stochastic_rounding: bool = True,
     health: HealthSettings | None = None,
+    ema: EmaSettings | None = None,
 ) -> Step:
     """Build the step of a graph.
 
     The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
     with any accumulation is the same step up to rounding. An update whose loss or gradient is not finite is left out:
-    weights, their moving averages and optimizer state stay bit for bit, only the step is counted. So is one whose loss
+    weights, their moving average and optimizer state stay bit for bit, only the step is counted. So is one whose loss
     is a spike, where `health` says so.
 
     Args:
@@ -54,6 +55,7 @@ def make_train_step(
         seed: of the run, for dropout, augmentation and rounding.
         stochastic_rounding: of weights that are stored in bfloat16; else to the nearest.
         health: what is a spike, and what becomes of it; None: nothing is.
+        ema: of the moving average of the parameters, where the state has one.
 
     Returns:
         The step. Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per
@@ -67,7 +69,7 @@ def make_train_step(
 
     def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
         whole = held.whole(params, state.frozen)
-        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=key, averages=state.averages))
+        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=key, ema_params=state.ema_params))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
@@ -77,12 +79,7 @@ def make_train_step(
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
     update = make_update(
-        graph,
-        optimizer,
-        schedule,
-        seed=seed,
-        stochastic_rounding=stochastic_rounding,
-        health=health,
+        optimizer, schedule, seed=seed, stochastic_rounding=stochastic_rounding, health=health, ema=ema
     )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -149,13 +146,13 @@ Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tupl
 
 
 def make_update(
-    graph: Graph,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     *,
     seed: int,
     stochastic_rounding: bool = True,
     health: HealthSettings | None = None,
+    ema: EmaSettings | None = None,
 ) -> Update:
     """Build the step's second half: (state, gradient of the mean loss, that loss, the gradient's norm) -> next state.
 
@@ -171,14 +168,18 @@ def make_update(
         moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, state.params, direction)
         rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None
         params = stored_like(state.params, moved, rounding)
-        averages = None if state.averages is None else moved_averages(graph, state.averages, params)
+        averaged = None
+        if ema is not None and state.ema_params is not None:
+            averaged = jax.tree.map(
+                lambda a, p: ema.decay * a + (1 - ema.decay) * p.astype(jnp.float32), state.ema_params, params
+            )
         window, may_update, spike = detect_spike(state.window, loss, health)
         healthy = may_update & jnp.isfinite(grad_norm)
-        old, new = (state.params, state.opt_state, state.averages), (params, opt_state, averages)
-        kept, kept_opt, kept_averages = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
+        old, new = (state.params, state.opt_state, state.ema_params), (params, opt_state, averaged)
+        kept, kept_opt, kept_average = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
         skipped = 1.0 - healthy.astype(jnp.float32)
         metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **spike}
-        return TrainState(state.step + 1, kept, kept_opt, kept_averages, window, state.frozen), metrics
+        return TrainState(state.step + 1, kept, kept_opt, kept_average, window, state.frozen), metrics
 
     return update
 
@@ -188,10 +189,10 @@ def make_validation_step(held: Frozen, *, call: Call) -> Callable[[Weights, Batc
     and the sums and counts of what the graph itself reports."""
 
     def step(weights: Weights, batch: Batch) -> dict[str, Any]:
-        params, averages, frozen = weights
+        params, ema_params, frozen = weights
         batch, graph = held.with_reference(frozen, batch, call), held.graph
         whole = held.whole(params, frozen)
-        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=None, averages=averages))
+        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=None, ema_params=ema_params))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +62,8 @@ class Trainer:
         return self._sizes[BATCH]
 
     @property
-    def unit(self) -> Literal["tokens", "images"]:
-        """What training is counted in: images where the batches are no rows of tokens."""
-        return "tokens" if SEQUENCE in self._sizes else "images"
-
-    @property
-    def units(self) -> int:
-        """Tokens of a batch, those that do not count included, or images."""
+    def tokens(self) -> int:
+        """Tokens of a batch, those that do not count included; of a model without tokens its rows."""
         return math.prod(self._sizes.values())
 
     @cached_property
@@ -133,8 +128,15 @@ class Trainer:
     @cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        dtype = jnp.dtype(self.job.settings.precision.params)
-        return abstract_state(self.held, dtype, self.optimizer, self.layout, self.job.settings.health.spike_window)
+        settings = self.job.settings
+        return abstract_state(
+            self.held,
+            jnp.dtype(settings.precision.params),
+            self.optimizer,
+            self.layout,
+            window=settings.health.spike_window,
+            ema=settings.ema is not None,
+        )
 
     def begin(self) -> TrainState:
         """The state before the first step."""
@@ -145,7 +147,7 @@ class Trainer:
             params = jax.tree.map(jnp.copy, frozen)
         else:
             params = self._first_weights(self.abstract.params)
-        return begin(self.job.graph, self.abstract, params, self.optimizer, frozen)
+        return begin(self.abstract, params, self.optimizer, frozen)
 
     def _first_weights(self, abstract: PyTree) -> PyTree:
         """The weights that the job begins with, or random ones."""
@@ -171,7 +173,7 @@ class Trainer:
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
         step = make_validation_step(self.held, call=self.adapted_call)
-        weights = (self.abstract.params, self.abstract.averages, self.abstract.frozen)
+        weights = (self.abstract.params, self.abstract.ema_params, self.abstract.frozen)
         return self.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
@@ -277,6 +279,7 @@ def step_of(
         seed=seed,
         stochastic_rounding=settings.precision.rounding == "stochastic",
         health=settings.health,
+        ema=settings.ema,
     )
 
 
