@@ -227,6 +227,7 @@ class TokenizeResult(_SequencesResult):
     groups: dict[str, Size] = {}  # of training, by `<source>.<language>`
     by_source: dict[str, Size] = {}
     by_language: dict[str, Size] = {}
+    unspelled: int = 0  # characters that the tokenizer cannot spell
 
 
 class ChatDataResult(_SequencesResult):
@@ -238,6 +239,7 @@ class ChatDataResult(_SequencesResult):
     unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
     not_sampled: int = 0
+    unspelled: int = 0  # characters that the tokenizer cannot spell
 
 
 # ---- training ----
@@ -327,7 +329,7 @@ class TaskResult(Result):
 
     metrics: dict[str, Metric] = {}
     items: int | None = None
-    shots: int | None = None
+    num_fewshot: int | None = None
     chat_template: bool = False
     chance: float | None = None
 

@@ -135,7 +135,7 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
                 chat=found.is_chat,
                 seen=contamination_search(target.path) if contamination else None,
                 progress=progressed,
-                say=lines.append,
+                log=lines.append,
                 **settings,
             )
         print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
@@ -161,8 +161,8 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     )
     if templated := [task for task, entry in tasks.items() if entry.get("chat_template")]:
         yield f"Asked in the chat template: {', '.join(templated)}"
-    long = {task: entry for task, entry in tasks.items() if entry.get("longer")}
-    if cut := [f"{each['longer']:,} of {task}'s {counted(each['items'], 'item')}" for task, each in long.items()]:
+    long = {task: entry for task, entry in tasks.items() if entry.get("truncated")}
+    if cut := [f"{each['truncated']:,} of {task}'s {counted(each['items'], 'item')}" for task, each in long.items()]:
         yield f"Longer than the context of {results['context']:,} tokens, and cut or scored in pieces: {', '.join(cut)}"
     if facts := results.get("contamination"):
         yield from _contamination(facts, tasks)

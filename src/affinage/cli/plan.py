@@ -126,7 +126,7 @@ class _Planned:
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe, load_saved
-    from affinage.data.preferences import documents_in_a_row
+    from affinage.data.tuning_data import documents_in_a_row
     from affinage.pipeline.models import RECIPE, resolve, run_folder
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins

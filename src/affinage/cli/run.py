@@ -62,8 +62,8 @@ def dpo(recipe: RecipeArgument, show: ShowOption = None, *, how: PipelineOptions
 
 
 def _show_examples(rows: Path, count: int, documents: int, how: PipelineOptions) -> None:
-    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tuning_data import show_examples
     from affinage.pipeline.models import made_from
 
     tokenizer = made_from(rows.resolve(), "train-tokenizer")

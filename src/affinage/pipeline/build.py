@@ -97,7 +97,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         fn = steps_data.compare_tokenizers
         add("compare-tokenizers", fn, config, "split", "train-tokenizer", files=files, version=2)
     config = _part(recipe, "packing", "seed")
-    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=2, resumable=True)
+    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=3, resumable=True)
     return steps
 
 
@@ -138,7 +138,7 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> Iterator[Step]:
             config, files = config | searched, files + more
         check = partial(steps_data.check_tuning_data, section=section)
         inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
-        yield Step(name, fn, config, inputs, version=2, files=files, check=check, resumable=True)
+        yield Step(name, fn, config, inputs, version=3, files=files, check=check, resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Step]:
@@ -187,7 +187,7 @@ def _training_step(
         fn,
         config,
         inputs,
-        version=3,
+        version=4,
         files=tuple(files),
         sources=(begun or {}) | extension_fingerprint(loaded, name),
         check=partial(steps_train.check_training, name=name),

@@ -121,7 +121,7 @@ class TrainingRows:
 
         Gives {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
-        from affinage.data.lineage import occurrences, rows_of, spans_of_document, token_ranges
+        from affinage.data.lineage import occurrences, rows_of_document, token_ranges
         from affinage.data.tokenize import UNDETERMINED, group_name
 
         split = self._there(made_from(self.folder, "split"))
@@ -131,9 +131,8 @@ class TrainingRows:
                 rows = []
                 if part == "train":
                     folder = group_name(document.source, document.language or UNDETERMINED)
-                    spans = spans_of_document(self.feed.shards[folder], document.id, document.source)
                     ranges = token_ranges(document, len(text), self.tokenizer)
-                    for number in sorted({row for tokens in ranges for row in rows_of(spans, tokens)}):
+                    for number in rows_of_document(self.feed.shards[folder], document.id, document.source, ranges):
                         steps = [step + 1 for step in self.feed.steps_of(folder, number, self.steps)]
                         rows.append({"folder": folder, "number": number, "steps": steps})
                 yield {**facts, "part": part, "occurrences": len(document.at), "rows": rows}

@@ -1,8 +1,7 @@
 """The steps from sources to packed tokens, of documents, conversations and preference pairs, and what they need."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_BYTES
-from affinage.config.tuning import TuningSettings
+from affinage.config.tuning import DpoSettings, SftSettings, TuningSettings
 from affinage.data.places import released_folder
 from affinage.errors import UserError
 from affinage.paths import from_home
@@ -127,34 +126,29 @@ def tokenize(context: StepContext) -> Summary:
 
 def sft_data(context: StepContext) -> Summary:
     """Write conversations as token shards with masks of the tokens that are trained on."""
-    from affinage.data.sft import prepare_conversations
-
     assert context.recipe.sft is not None
-    return _tuning_data(context, context.recipe.sft, prepare_conversations, "conversations")
+    return _tuning_data(context, context.recipe.sft, context.recipe.sft.system_prompt, "conversations")
 
 
 def preference_data(context: StepContext) -> Summary:
     """Write pairs of answers as token shards."""
-    from affinage.data.preferences import prepare_preferences
-
-    recipe = context.recipe
-    assert recipe.dpo is not None
-    prepare = partial(prepare_preferences, system_prompt=recipe.chat_system_prompt)
-    return _tuning_data(context, recipe.dpo, prepare, "pairs")
+    assert context.recipe.dpo is not None
+    return _tuning_data(context, context.recipe.dpo, context.recipe.chat_system_prompt, "pairs")
 
 
-def _tuning_data(
-    context: StepContext, tuning: TuningSettings, prepare: Callable[..., dict[str, Any]], things: str
-) -> Summary:
+def _tuning_data(context: StepContext, tuning: SftSettings | DpoSettings, system_prompt: str, things: str) -> Summary:
+    from affinage.data.tuning_data import prepare_tuning_data
+
     recipe = context.recipe
     with _searched_benchmarks(context) as searched, _workers(context) as how:
         how["progress"] = context.progress
-        summary = prepare(
+        summary = prepare_tuning_data(
             tuning,
             chat_tokenizer(context),
             context.folder,
-            context=tuning.seq_len or recipe.packing.seq_len,
+            seq_len=tuning.seq_len or recipe.packing.seq_len,
             seed=recipe.seed,
+            system_prompt=system_prompt,
             world_folder=context.inputs.get("synthesize"),
             searched=searched,
             **how,
@@ -366,13 +360,13 @@ def check_tokenize(loaded: LoadedRecipe) -> None:
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
     """The conversations are there, with the names that are in the mixture, and so is their template."""
-    from affinage.data.conversation_files import check
+    from affinage.data.conversations import check_source
     from affinage.data.mixture import ALL, refuse_unknown
 
     tuning: TuningSettings = getattr(loaded.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
-            check(tuning, index)
+            check_source(tuning, index)
     titles = {source.title for source in tuning.sources}
     for stage in tuning.mixture or ():
         for name in stage.weights.keys() - {*titles, ALL}:

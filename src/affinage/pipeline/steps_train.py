@@ -56,8 +56,8 @@ def pretrain(context: StepContext) -> Summary:
 
 def sft(context: StepContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init_from` names, on conversations."""
-    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tuning_data import show_examples
 
     asked, rows = context.recipe.sft, context.inputs["sft-data"]
     assert asked is not None
@@ -86,28 +86,28 @@ def sft(context: StepContext) -> Summary:
 
 def dpo(context: StepContext) -> Summary:
     """Teach the model to prefer the chosen answers, held to the model that it was."""
-    from affinage.data.preferences import PreferenceFeed, PreferenceRows, read_reference
+    from affinage.data.dataloader import read_reference
 
     asked, inputs, graph = _dpo(context), context.inputs, graph_of(context)
     rows, reference = inputs["preference-data"], inputs.get("ref-logprobs")
     feed, held_out = token_rows(context, asked, rows)
     settings = within_epochs(asked, feed, "dpo")
-    train: Any = feed
-    validation, data = {}, {"rows": content_hash(rows, "train")}
+    data = {"rows": content_hash(rows, "train")}
+    for found in held_out.values():
+        found.bytes = 0  # the loss is of pairs, not of text
     if reference is not None:
-        train, validation = (
-            PreferenceFeed(feed, read_reference(reference / "train")),
-            read_reference(reference / "validation"),
-        )
+        feed.reference, validation = read_reference(reference / "train"), read_reference(reference / "validation")
+        for name, found in held_out.items():
+            found.reference = validation.get(name)
         data["reference"] = content_hash(reference, "train")
     system_prompt = context.recipe.chat_system_prompt
     job = _dpo_job(
         context,
         graph,
         settings,
-        train,
+        feed,
         data=data,
-        validation={name: PreferenceRows(found, validation.get(name)) for name, found in held_out.items()},
+        validation=held_out,
         monitor=monitor_of(context, settings, graph, feed.context, system_prompt),
     )
     # What it is used with is the model itself, whose loss is of the next token.
@@ -159,7 +159,7 @@ def _dpo(context: StepContext) -> DpoSettings:
 
 
 def _dpo_job(context: StepContext, base: "Graph", settings: DpoSettings, feed: Any, **more: Any) -> "TrainJob":
-    from affinage.data.preferences import documents_in_a_row
+    from affinage.data.tuning_data import documents_in_a_row
     from affinage.model.preferred import preference_graph
 
     graph = preference_graph(base, settings, documents_in_a_row(context.inputs["preference-data"]))
@@ -463,7 +463,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
             given = Tokenizer.load(folder / TOKENIZER)
             if recipe.sft is not None or recipe.dpo is not None:
                 given.use_template(chat_template_of(loaded, folder / TOKENIZER))
-                _ = given.chat_ids if given.template is None else given.template.marks(given)
+                _ = given.chat_ids if given.template is None else given.conversation_marks
     elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise _too_few(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))

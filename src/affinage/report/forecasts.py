@@ -56,6 +56,6 @@ def predicted(name: str, folder: Path, result: TrainingResult, recipe: Mapping[s
 
 def _documents(rows: Path) -> int | None:
     """Documents of a row of preferences, where the rows are still there."""
-    from affinage.data.preferences import documents_in_a_row
+    from affinage.data.tuning_data import documents_in_a_row
 
     return documents_in_a_row(rows) if (rows / MANIFEST).is_file() else None
