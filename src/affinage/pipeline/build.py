@@ -224,6 +224,7 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
             partial(steps_eval.evaluate, training=training),
             {**settings, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
             (training, *read),
+            version=2,
             files=(*task_files(filter(is_task_file, _tasks(recipe))), *_item_files(evaluate)),
             check=steps_data.check_tasks,
             resumable=True,
