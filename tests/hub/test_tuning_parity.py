@@ -18,7 +18,7 @@ from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.data.dataloader import DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.hub.families import family_of
-from affinage.hub.tokenizer import write_hf_tokenizer
+from affinage.hub.vocabulary import write_hf_tokenizer
 from affinage.model import Call, apply
 from affinage.model.preferred import preference_graph
 from affinage.training.frozen import frozen_of
