@@ -10,7 +10,7 @@ from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
-from affinage.evaluation.item_lines import BITS_PER_BYTE, LOG_LIKELIHOOD
+from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
 from affinage.report.charts import Axis, Series, line_chart, smoothed, thinned
 from affinage.report.evaluations import Evaluation, is_share, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, compare
-from affinage.results import EvaluationResult, lenient, read_json
+from affinage.results import EvaluationResult, read_json
 
 # What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
 CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.25, "winogrande": 0.5, "boolq": 0.5}
@@ -71,7 +71,7 @@ class Evaluation:
                 value=metric.value,
                 stderr=metric.stderr,
                 items=result.items,
-                shots=result.shots,
+                shots=result.num_fewshot,
                 chat_template=result.chat_template,
                 chance=(CHANCE.get(task) if result.chance is None else result.chance) if is_share(name) else None,
                 headline=name
@@ -117,7 +117,7 @@ def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Differ
 
 def read_evaluation(model: str, folder: Path, step: int | None = None) -> Evaluation:
     """Read the results.json of an evaluation, which also `affinage eval` writes."""
-    return Evaluation(model, lenient(EvaluationResult, read_json(folder / "results.json")), folder, step)
+    return Evaluation(model, EvaluationResult.model_validate(read_json(folder / "results.json")), folder, step)
 
 
 def read_by_hand(runs: Path, trainings: Mapping[str, tuple[str, int | None]]) -> list[Evaluation]:

@@ -24,7 +24,6 @@ from affinage.results import (
     ThresholdCost,
     TokenizeResult,
     TrainingResult,
-    lenient,
     read_json,
     read_result,
 )
@@ -208,7 +207,7 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     Raises nothing for steps or fields that are missing; a step without a manifest did not finish and is left out.
     """
     recipe = read_json(run_folder / "recipe.json")
-    settings = lenient(Settings, recipe)
+    settings = Settings.model_validate(recipe)
     folders = dict(results) if results is not None else {}
     if results is None and run_folder.is_dir():
         folders = {folder.name: folder for folder in run_folder.iterdir()}
@@ -255,7 +254,7 @@ def _steps(folders: Mapping[str, Path]) -> list[Step]:
         value = read_json(folder / "manifest.json")
         if not value or folder_name == "report":  # written before its own time is known
             continue
-        manifest = lenient(Manifest, value)
+        manifest = Manifest.model_validate(value)
         name, seconds = manifest.step or folder_name, manifest.seconds
         if name in TRAININGS and (training := read_result(folder, TrainingResult)) is not None:
             seconds = max((each for each in (seconds, training.worked) if each is not None), default=None)

@@ -18,7 +18,6 @@ from affinage.results import (
     TrainedModel,
     TrainingResult,
     Validated,
-    lenient,
     read_json,
     read_json_lines,
 )
@@ -128,9 +127,9 @@ class Training:
 
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
     """Read the curves and benchmarks of a training, and predict it now, from the recipe of the run."""
-    model = lenient(TrainedModel, read_json(folder / "model.json"))
+    model = TrainedModel.model_validate(read_json(folder / "model.json"))
     graph = _graph(model)
-    monitored = lenient(_Monitor, read_json(folder / "monitor.json")).points
+    monitored = _Monitor.model_validate(read_json(folder / "monitor.json")).points
     training = Training(
         name,
         result,
@@ -141,7 +140,7 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
         context=model.context,
     )
     for values in read_json_lines(folder / "metrics.jsonl"):
-        line = lenient(_Line, values)
+        line = _Line.model_validate(values)
         if (step := line.step) is None:
             continue
         for metric, value in values.items():
@@ -190,7 +189,7 @@ def _forecast(
     Nothing for trainings that the planner does not know (other chips), or recipes of other versions.
     """
     from affinage.config.recipe import Recipe
-    from affinage.data.preferences import documents_in_a_row
+    from affinage.data.tuning_data import documents_in_a_row
     from affinage.planning.plan import forecast, preferring
 
     steps, tokens = result.steps, result.tokens
