@@ -10,7 +10,7 @@ import pytest
 import tiny_graphs
 from affinage.config.training import PretrainSettings
 from affinage.hardware.slices import find_slice
-from affinage.model import Call, abstract_params, apply, parse
+from affinage.model import ApplyConfig, abstract_params, apply, parse
 from affinage.parallel import MeshLayout, make_mesh
 from affinage.planning.estimate import step_memory
 from affinage.planning.per_device import per_device, sent_per_token
@@ -43,7 +43,7 @@ def products(jaxpr):
 
 def forward(graph, layout, rows, axes=()):
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
-    call = Call(platform="tpu", attention="xla", layout=layout)
+    call = ApplyConfig(platform="tpu", attention="xla", layout=layout)
     run = jax.make_jaxpr(lambda params, tokens: apply(graph, params, {"tokens": tokens}, call).values, axis_env=axes)
     return run(abstract_params(graph), tokens).jaxpr
 

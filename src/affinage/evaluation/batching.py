@@ -184,9 +184,9 @@ class Batch:
         tokens: of a group those that are shared, then the ends of its rows one after the other, each at the
             `positions` that follow the shared ones.
         segments: a number for what is shared, and for each end.
-        parents: of an end the number of what its group shares; of other tokens that of their own segment.
-        at: of each of R equal parts of the rows, the places in its flattened `tokens` after which a probability is
-            asked. Where these are few, a part is a row.
+        prefix_segment_ids: of an end the number of what its group shares; of other tokens that of their own segment.
+        logit_positions: of each of R equal parts of the rows, the places in its flattened `tokens` after which a
+            probability is asked. Where these are few, a part is a row.
         targets: the tokens whose probability is asked.
         joined: a row of this length may be more than one sequence, or longer than one.
     """
@@ -195,8 +195,8 @@ class Batch:
     tokens: Int[np.ndarray, "B S"]
     positions: Int[np.ndarray, "B S"]
     segments: Int[np.ndarray, "B S"]
-    parents: Int[np.ndarray, "B S"]
-    at: Int[np.ndarray, "R P"]
+    prefix_segment_ids: Int[np.ndarray, "B S"]
+    logit_positions: Int[np.ndarray, "R P"]
     targets: Int[np.ndarray, "R P"]
     joined: bool
 
@@ -204,7 +204,7 @@ class Batch:
         self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
         """For every request, its place and its answer, from those of the tokens that are asked."""
-        rows = len(self.tokens) // len(self.at)
+        rows = len(self.tokens) // len(self.logit_positions)
         for part, (of_part, best_of_part) in enumerate(zip(values, best, strict=True)):
             start = 0
             for group in chain.from_iterable(self.rows[part * rows : (part + 1) * rows]):
@@ -339,8 +339,8 @@ def _batch(rows: Sequence[Sequence[PrefixGroup]], shape: _Shape, pad: int, joine
         tokens=np.full(whole, pad, np.int32),
         positions=np.zeros(whole, np.int32),
         segments=np.zeros(whole, np.int32),
-        parents=np.zeros(whole, np.int32),
-        at=np.zeros(asked, np.int32),
+        prefix_segment_ids=np.zeros(whole, np.int32),
+        logit_positions=np.zeros(asked, np.int32),
         targets=np.zeros(asked, np.int32),
         joined=joined,
     )
@@ -358,16 +358,16 @@ def _batch(rows: Sequence[Sequence[PrefixGroup]], shape: _Shape, pad: int, joine
 def _fill(batch: Batch, index: int, group: PrefixGroup, start: int, column: int, number: int) -> None:
     """Write a group into a row, from a token, an asked one and a segment's number on."""
     shared, begun = group.shared, slice(start, start + group.shared)
-    part, row_of_part = divmod(index, len(batch.tokens) // len(batch.at))
+    part, row_of_part = divmod(index, len(batch.tokens) // len(batch.logit_positions))
     before = row_of_part * batch.tokens.shape[1]
     batch.tokens[index, begun] = group.rows[0].tokens[:shared]
     batch.positions[index, begun] = np.arange(shared)
     batch.segments[index, begun] = number
-    batch.parents[index, start : start + group.length] = number
+    batch.prefix_segment_ids[index, start : start + group.length] = number
     first = start
     start = begun.stop
     alike = slice(column, column + len(group.begun))
-    batch.at[part, alike] = before + first + np.array(group.begun, np.int32)
+    batch.logit_positions[part, alike] = before + first + np.array(group.begun, np.int32)
     batch.targets[part, alike] = group.rows[0].tokens[group.begun.start + 1 : shared]
     column = alike.stop
     for own_number, row in enumerate(group.rows, number + 1):
@@ -380,6 +380,6 @@ def _fill(batch: Batch, index: int, group: PrefixGroup, start: int, column: int,
         places = before + np.where(asked < shared, asked + first, asked - shared + start)
         targets = [*row.tokens[asked[0] + 1 :], *row.candidates]
         columns = slice(column, column + len(targets))
-        batch.at[part, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
+        batch.logit_positions[part, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
         batch.targets[part, columns] = targets
         start, column = own.stop, columns.stop

@@ -14,7 +14,7 @@ from jaxtyping import Array, UInt32
 from affinage.data.atomic import write_atomically, write_json
 from affinage.evaluation.item_lines import line_of
 from affinage.generation.model import LoadedModel
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 
 RESULTS = "results.json"
 ITEMS = "items"
@@ -29,7 +29,7 @@ def fingerprint(model: LoadedModel) -> str:
 
 
 @jax.jit
-def _sums(params: Tree) -> list[UInt32[Array, ""]]:
+def _sums(params: PyTree) -> list[UInt32[Array, ""]]:
     return [_sum(leaf) for leaf in jax.tree.leaves(params)]
 
 

@@ -13,15 +13,15 @@ from affinage.errors import UserError
 from affinage.hub.families import FAMILIES, family_of
 from affinage.hub.family_spec import Decoder
 from affinage.model import Adapters
-from affinage.model.adapters import LORA_A, LORA_B
-from affinage.model.parameter import Tree
+from affinage.model.lora import LORA_A, LORA_B
+from affinage.model.parameter import PyTree
 
 _PREFIX = "base_model.model."
 # What transformers 5 calls the weights of all experts of a layer, gate and up of each one above the other.
 _EXPERTS, _GATE_UP, _DOWN = "mlp.experts", "gate_up_proj", "down_proj"
 
 
-def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str = "") -> dict[str, int]:
+def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str = "") -> dict[str, int]:
     """Write a folder that `peft.PeftModel.from_pretrained(model, folder)` puts beside the exported weights of the base.
 
     Args:
@@ -65,7 +65,7 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
 
 
-def adapter_tensors(adapters: Adapters, params: Tree) -> dict[str, NDArray[Any]]:
+def adapter_tensors(adapters: Adapters, params: PyTree) -> dict[str, NDArray[Any]]:
     """A [rank, inputs] and B [outputs, rank] under PEFT's names, float32; of experts the ranks of all in one."""
     tensors: dict[str, NDArray[Any]] = {}
     of_layers: dict[int, dict[str, tuple[NDArray[Any], NDArray[Any]]]] = {}
@@ -88,7 +88,7 @@ def adapter_tensors(adapters: Adapters, params: Tree) -> dict[str, NDArray[Any]]
     return tensors
 
 
-def _of_layers(adapters: Adapters, params: Tree, path: tuple[str, ...]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+def _of_layers(adapters: Adapters, params: PyTree, path: tuple[str, ...]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
     leaves = _at(params, path)
     a, b = (np.asarray(leaves[name], np.float32) for name in (LORA_A, LORA_B))
     return list(zip(a, b, strict=True)) if Decoder.of(adapters.graph).repeated else [(a, b)]

@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinage.errors import UserError
-from affinage.model.graph import Graph, parse
-from affinage.model.kinds.block import TransformerBlock
-from affinage.model.kinds.dropout import Dropout
-from affinage.model.kinds.embedding import Embedding, LearnedPositions
-from affinage.model.kinds.head import Unembed
-from affinage.model.kinds.norm import LayerNorm, RmsNorm
-from affinage.model.node import Node
-from affinage.model.parameter import Parameter, Tree
+from affinage.model.graph import Graph, Node, parse
+from affinage.model.layers.block import TransformerBlock
+from affinage.model.layers.dropout import Dropout
+from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.layers.head import Unembed
+from affinage.model.layers.norm import LayerNorm, RmsNorm
+from affinage.model.parameter import ParamSpec, PyTree
 
 Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
@@ -67,12 +66,12 @@ class Decoder:
         chain = _chain(graph)
         order = iter(_ROLES.items())
         for node in chain:
-            role = next((role for role, kinds in order if isinstance(node.kind, kinds)), None)
+            role = next((role for role, kinds in order if isinstance(node.layer, kinds)), None)
             if role is None:
                 break
             nodes[role] = node
         if len(nodes) != len(chain) or any(role not in nodes for role in _ROLES if role not in _OPTIONAL):
-            listed = ", ".join(f"{node.name} ({node.kind.kind_name})" for node in chain)
+            listed = ", ".join(f"{node.name} ({node.layer.kind_name})" for node in chain)
             raise UserError(
                 f"the model cannot be written for transformers: its nodes are {listed}",
                 fix="A chain of embedding, one repeated transformer_block, norm and unembed can be written.",
@@ -87,13 +86,13 @@ class Decoder:
     @property
     def tied(self) -> bool:
         """Whether the logits use the embedding's vectors."""
-        return self.nodes["logits"].kind.shares is not None
+        return self.nodes["logits"].layer.shares is not None
 
     def settings(self) -> Settings:
         """All settings, with the defaults that depend on others filled in."""
-        tree = {role: node.kind.model_dump(mode="json") for role, node in self.nodes.items()}
-        blocks, norm = tree["blocks"], self.nodes["norm"].kind
-        kind = self.nodes["blocks"].kind
+        tree = {role: node.layer.model_dump(mode="json") for role, node in self.nodes.items()}
+        blocks, norm = tree["blocks"], self.nodes["norm"].layer
+        kind = self.nodes["blocks"].layer
         assert isinstance(kind, TransformerBlock)
         blocks["repeat"] = self.nodes["blocks"].layers
         blocks["attention"]["kv_heads"] = kind.attention.groups_of
@@ -248,7 +247,7 @@ class FamilySpec:
 
     # ---- tensors ----
 
-    def to_tensors(self, params: Tree, graph: Graph) -> dict[str, NDArray[Any]]:
+    def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
         """The parameters under transformers' names, in their own dtype."""
         tensors: dict[str, NDArray[Any]] = {}
         parts: dict[str, dict[int, NDArray[Any]]] = {}
@@ -264,10 +263,10 @@ class FamilySpec:
                     parts.setdefault(name, {})[spec.part] = stored
         return tensors | {name: np.concatenate([some[i] for i in range(3)], axis=-1) for name, some in parts.items()}
 
-    def from_tensors(self, tensors: Tensors, graph: Graph) -> Tree:
+    def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
         """The graph's parameters in float32. Raises UserError for a tensor that is missing or of another shape."""
         decoder = Decoder.of(graph)
-        params: Tree = {}
+        params: PyTree = {}
         for role, path, declared, spec in self._stored(graph):
             whole = np.empty(declared.shape, np.float32)
             for name, index in _places(spec, declared.shape, role == "blocks" and decoder.repeated):
@@ -278,7 +277,7 @@ class FamilySpec:
             leaf[path[-1]] = whole
         return params
 
-    def _stored(self, graph: Graph) -> Iterator[tuple[str, tuple[str, ...], Parameter, TensorSpec]]:
+    def _stored(self, graph: Graph) -> Iterator[tuple[str, tuple[str, ...], ParamSpec, TensorSpec]]:
         """Every parameter of a graph: the role of its node, its path in it, its declaration and where it is stored."""
         for role, node in Decoder.of(graph).nodes.items():
             for path, declared in _leaves(graph.parameters.get(node.name, {})):
@@ -304,9 +303,9 @@ class FamilySpec:
         raise UserError(f"the weights have no tensor {name!r}", fix="Download the whole model again.")
 
 
-def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Parameter]]:
+def _leaves(tree: PyTree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ParamSpec]]:
     for name, child in tree.items():
-        if isinstance(child, Parameter):
+        if isinstance(child, ParamSpec):
             yield (*path, name), child
         else:
             yield from _leaves(child, (*path, name))

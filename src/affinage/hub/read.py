@@ -15,7 +15,7 @@ from affinage.data.foreign_json import read_object
 from affinage.errors import UserError
 from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -32,7 +32,7 @@ class HubModel:
 
     architecture: Architecture
     graph: Graph
-    params: Tree  # float32, which holds every dtype of the hub exactly
+    params: PyTree  # float32, which holds every dtype of the hub exactly
     weights: "HubWeights"
 
     def digest(self) -> str:
@@ -65,9 +65,9 @@ def read_hub_folder(folder: Path) -> HubModel:
     return HubModel(architecture, graph, params, weights)
 
 
-def _check_all_read(weights: "HubWeights", params: Tree, graph: Graph) -> None:
+def _check_all_read(weights: "HubWeights", params: PyTree, graph: Graph) -> None:
     unread = [name for name in weights if name not in weights.names_read and not _BUFFERS.fullmatch(name)]
-    shared = graph[graph.logits].kind.shares
+    shared = graph[graph.logits].layer.shares
     if shared is not None and "lm_head.weight" in unread:
         if not np.array_equal(weights["lm_head.weight"], params[shared]["embedding"]):
             fix = "Set `tie_word_embeddings` to false if the model was trained that way."

@@ -17,7 +17,7 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.hub.export import DTYPES
 from affinage.model.graph import Graph
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 from affinage.parallel import MeshLayout
 
 TOLERANCE = 1e-4  # largest difference between two logits, as a share of the largest logit
@@ -85,7 +85,7 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     }
 
 
-def logits_at_highest_precision(model: LoadedModel, params: Tree, ids: Sequence[int]) -> Float[np.ndarray, "S V"]:
+def logits_at_highest_precision(model: LoadedModel, params: PyTree, ids: Sequence[int]) -> Float[np.ndarray, "S V"]:
     """float32 logits of a text on the model's mesh; without TF32 or bf16 passes, which GPUs and TPUs use by default."""
     rows = np.zeros((model.row_multiple, min(model.context, _TOKENS_COMPARED)), np.int32)  # one shape for all texts
     rows[:, : len(ids)] = ids
@@ -95,14 +95,16 @@ def logits_at_highest_precision(model: LoadedModel, params: Tree, ids: Sequence[
 
 
 @partial(jax.jit, static_argnames=("graph", "layout"))
-def _logits(graph: Graph, params: Tree, tokens: Int[Array, "B S"], layout: MeshLayout | None) -> Float[Array, "B S V"]:
+def _logits(
+    graph: Graph, params: PyTree, tokens: Int[Array, "B S"], layout: MeshLayout | None
+) -> Float[Array, "B S V"]:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return logits_of(graph, params, tokens, positions, "float32", attention="xla", layout=layout)[0].array()
 
 
-def _rounded(params: Tree, dtype: str) -> Tree:
+def _rounded(params: PyTree, dtype: str) -> PyTree:
     """The weights as the export holds them, in float32, where they are."""
-    rounded: Tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(DTYPES[dtype]).astype(jnp.float32), params)
+    rounded: PyTree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(DTYPES[dtype]).astype(jnp.float32), params)
     return rounded
 
 

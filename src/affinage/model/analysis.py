@@ -15,12 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from affinage.model.graph import Graph
-from affinage.model.kind import Cost
-from affinage.model.kinds.embedding import Embedding, LearnedPositions
-from affinage.model.node import Node
-from affinage.model.parameter import Parameter, parameters_in
-from affinage.model.shape import BATCH, SEQUENCE
+from affinage.model.graph import Graph, Node
+from affinage.model.layer import BATCH, SEQUENCE, Cost
+from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.parameter import ParamSpec, parameters_in
 
 BACKWARD = 2  # products of the backward pass for each of the forward pass
 _SUMMED = ("parameters", "active_parameters", "flops", "training_flops", "training_flops_all_pairs")
@@ -95,7 +93,7 @@ class Analysis:
 def parameters(graph: Graph) -> ParameterCount:
     """Counts of the declared parameters; nothing is allocated."""
     tables = (Embedding, LearnedPositions)
-    embedding = sum(_count(graph, node) for node in graph.nodes if isinstance(node.kind, tables))
+    embedding = sum(_count(graph, node) for node in graph.nodes if isinstance(node.layer, tables))
     declared = parameters_in(graph.parameters)
     return ParameterCount(sum(p.size for p in declared), sum(p.active for p in declared), embedding)
 
@@ -105,13 +103,13 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
     sizes = {BATCH: batch, SEQUENCE: context}
     rows = []
     for node in graph.nodes:
-        cost: Cost = node.kind.cost(graph.input_shapes(node), sizes) * node.layers
+        cost: Cost = node.layer.cost(graph.input_shapes(node), sizes) * node.layers
         flops, all_pairs = cost.matmul + cost.attention_causal, cost.matmul + cost.attention
-        products = 0 if node.kind.constant else BACKWARD
+        products = 0 if node.layer.constant else BACKWARD
         rows.append(
             NodeCost(
                 name=node.name,
-                kind=node.kind.kind_name,
+                kind=node.layer.kind_name,
                 inputs=node.inputs,
                 repeat=node.layers,
                 shape=str(graph.shapes[node.name]),
@@ -133,7 +131,7 @@ def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]
     table: list[dict[str, Any]] = [
         {
             "name": node.name,
-            "kind": node.kind,
+            "kind": node.layer,
             "inputs": list(node.inputs),
             "repeat": node.repeat,
             "shape": node.shape,
@@ -153,7 +151,7 @@ def cache_bytes(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32)
     """Bytes of what decoding keeps for `length` tokens of `batch` rows."""
     elements = 0
     for node in graph.nodes:
-        shapes = node.kind.cache(graph.input_shapes(node), batch, length)
+        shapes = node.layer.cache(graph.input_shapes(node), batch, length)
         elements += node.layers * sum(int(np.prod(shape)) for shape in shapes.values())
     return elements * jnp.dtype(dtype).itemsize
 
@@ -164,10 +162,10 @@ def mermaid(graph: Graph) -> str:
     lines += [f'    {name}(["{name} {shape}"])' for name, shape in graph.inputs]
     for node in graph.nodes:
         times = f" × {node.repeat}" if node.repeat else ""
-        lines.append(f'    {node.name}["{node.name}: {node.kind.kind_name}{times}<br/>{graph.shapes[node.name]}"]')
+        lines.append(f'    {node.name}["{node.name}: {node.layer.kind_name}{times}<br/>{graph.shapes[node.name]}"]')
         lines += [f"    {source} --> {node.name}" for source in node.inputs]
-        if node.kind.shares:
-            lines.append(f"    {node.kind.shares} -. weights .-> {node.name}")
+        if node.layer.shares:
+            lines.append(f"    {node.layer.shares} -. weights .-> {node.name}")
     return "\n".join(lines) + "\n"
 
 
@@ -175,5 +173,5 @@ def _count(graph: Graph, node: Node) -> int:
     return sum(p.size for p in _declared(graph, node))
 
 
-def _declared(graph: Graph, node: Node) -> list[Parameter]:
+def _declared(graph: Graph, node: Node) -> list[ParamSpec]:
     return parameters_in(graph.parameters.get(node.name, {}))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
     from affinage.model import Adapters, Graph
-    from affinage.model.parameter import Tree
+    from affinage.model.parameter import PyTree
     from affinage.parallel import MeshLayout
 
     Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
@@ -196,7 +196,7 @@ def _spread(
     devices: "Sequence[jax.Device]",
     mesh: "Sizes | None",
     sharding: Mapping[LogicalAxis, tuple[MeshAxis, ...]] | None = None,
-) -> "tuple[MeshLayout | None, Tree]":
+) -> "tuple[MeshLayout | None, PyTree]":
     """How a model lies on the devices, None if on one alone, and its parameters in the abstract, with shardings."""
     import jax
     import jax.numpy as jnp
@@ -228,7 +228,7 @@ def _talking(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
     return tokenizer
 
 
-def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Tree]":
+def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, PyTree]":
     """The adapters that a training has trained, and their A and B.
 
     Raises:

@@ -262,7 +262,7 @@ def _check_tuning_data(loaded: LoadedRecipe, tuning: TuningSettings, section: st
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
     from affinage.hardware.devices import acquire
     from affinage.model import abstract_params, logical_axes, parse
-    from affinage.parallel import MeshLayout, call_on, make_mesh, param_shardings, strategy_for, table_with
+    from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.parallel.used_axes import check_axes_used
     from affinage.training import rows_per_step
@@ -306,7 +306,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         check_rows_divide(rows_per_step(settings, mesh.size), settings.gradient_accumulation_steps, mesh, table)
     with _written(loaded, "mesh"):
         rows = rows_per_step(settings, mesh.size) // settings.gradient_accumulation_steps
-        call = call_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
+        call = apply_config_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
         strategy_for(mesh, recipe.parallel).check(graph, rows, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
     with _written(loaded, "packing", "seq_len"):

@@ -325,7 +325,7 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
 
 def ref_logprobs(context: StepContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
-    from affinage.model.preferred import ANSWERS
+    from affinage.model.graph import ANSWERS
     from affinage.parallel import make_mesh
     from affinage.training.trainer import Trainer
 
@@ -341,7 +341,7 @@ def ref_logprobs(context: StepContext) -> Summary:
         told = {part: _write_reference(context, trainer, params, rows, part) for part in ("train", "validation")}
     finally:
         job.hardware.release()
-    return {"rows": told, "documents": graph[ANSWERS].kind.model_dump()["documents"]}
+    return {"rows": told, "documents": graph[ANSWERS].layer.model_dump()["documents"]}
 
 
 def _write_reference(context: StepContext, trainer: Any, params: Any, rows: Path, part: str) -> dict[str, int]:
@@ -351,7 +351,7 @@ def _write_reference(context: StepContext, trainer: Any, params: Any, rows: Path
     from affinage.data.atomic import write_array
     from affinage.data.dataloader import ValidationRows
     from affinage.data.token_shards import find_shard_folders
-    from affinage.model.preferred import ANSWERS
+    from affinage.model.graph import ANSWERS
 
     (context.folder / part).mkdir(exist_ok=True)
     counts, compiled = {}, None
@@ -430,6 +430,6 @@ def _base_graph(context: StepContext) -> "Graph":
 
 def _preference_graph(context: StepContext, settings: DpoSettings) -> "Graph":
     from affinage.data.preferences import documents_in_a_row
-    from affinage.model.preferred import preference_graph
+    from affinage.model.graph import preference_graph
 
     return preference_graph(_base_graph(context), settings, documents_in_a_row(context.inputs["preference-data"]))

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool
 
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.model import Call, Graph, apply
-from affinage.model.kind import Context, Result
-from affinage.model.node import Node
-from affinage.model.repeat import apply_layers
+from affinage.model import ApplyConfig, Graph, apply
+from affinage.model.forward import apply_layers
+from affinage.model.graph import Node
+from affinage.model.layer import LayerContext, Result
 from affinage.training.health import TrainingDiverged
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
@@ -26,13 +26,13 @@ _Finite = dict[str, list[Bool[Array, ""]]]  # by node: whether it is finite, for
 
 def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_offset: int) -> UserError:
     """The error for the user, with a diagnosis of the step at which the training diverged, also in diagnosis.json."""
-    job, held, call, batch_number = trainer.job, trainer.held, trainer.call, error.step + data_offset
+    job, held, config, batch_number = trainer.job, trainer.held, trainer.apply_config, error.step + data_offset
     batch = trainer.put_share(next(trainer.batches(batch_number - 1)))
     if held.reference:
-        batch = jax.jit(lambda frozen, batch: held.with_reference(frozen, batch, call))(state.frozen, batch)
+        batch = jax.jit(lambda frozen, batch: held.with_reference(frozen, batch, config))(state.frozen, batch)
     found = {
         "step": error.step,
-        **diagnose(job.graph, call, held.whole(state.params, state.frozen), state.ema_params, batch),
+        **diagnose(job.graph, config, held.whole(state.params, state.frozen), state.ema_params, batch),
         "learning_rate": trainer.learning_rate(error.step),
         "documents": None if job.documents is None else job.documents(batch_number),
     }
@@ -42,7 +42,7 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
 
 
 def diagnose(
-    graph: Graph, call: Call, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
+    graph: Graph, config: ApplyConfig, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
 ) -> dict[str, Any]:
     """Look for what is not finite in one forward and backward pass.
 
@@ -51,7 +51,7 @@ def diagnose(
         way back; "nothing" if all are finite. gradient_norms: {node: norm}.
     """
     finite_weights = jax.jit(lambda params: _sound_parts(graph, params))(params)
-    values, gradients, norms = jax.jit(lambda *of: _passes(graph, call, *of))(params, ema_params, batch)
+    values, gradients, norms = jax.jit(lambda *of: _passes(graph, config, *of))(params, ema_params, batch)
     gradient_norms = {name: float(norms[name]) for name in _in_order(graph, norms)}
     forward: dict[str, bool] = {}
     for node in graph.nodes:
@@ -69,7 +69,7 @@ def diagnose(
 
 
 def _passes(
-    graph: Graph, call: Call, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
+    graph: Graph, config: ApplyConfig, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
 ) -> tuple[dict[str, Any], _Finite, dict[str, Array]]:
     """Whether the values and the gradients of all nodes, and of all layers of repeated nodes, are finite.
 
@@ -79,9 +79,9 @@ def _passes(
     def loss(params: PyTree) -> tuple[Array, dict[str, Any]]:
         seen: dict[str, list[Bool[Array, ""]]] = {}
 
-        def layers(node: Node, params: PyTree, x: Any, context: Context) -> Result:
+        def layers(node: Node, params: PyTree, x: Any, context: LayerContext) -> Result:
             result = Result(x)
-            context = replace(context, prepared=node.kind.prepare((x,), context))
+            context = replace(context, prepared=node.layer.prepare((x,), context))
             for layer in range(node.layers):
                 own = jax.tree.map(lambda w, at=layer: w[at : at + 1], params)
                 step = apply_layers(replace(node, repeat=1), own, result.value, context, layer)
@@ -89,7 +89,7 @@ def _passes(
                 result = Result(step.value, None, {}, {})
             return result
 
-        outputs = apply(graph, params, batch, replace(call, key=None, ema_params=ema_params, layers=layers))
+        outputs = apply(graph, params, batch, replace(config, key=None, ema_params=ema_params, layers=layers))
         nodes = {node.name: _finite(outputs.values[node.name]) for node in graph.nodes if node.name in outputs.values}
         total = outputs.values[graph.loss]
         return total.sum / jnp.maximum(total.count, 1.0), {"nodes": nodes, "layers": seen}

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 from affinage.config.parallel import ParallelSettings, RematChoice, RematPreset
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.model import Call, Graph, apply, decayed, logical_axes, matrices
-from affinage.model.kind import Result
-from affinage.model.module import context_of
-from affinage.model.node import Node
+from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes, matrices
+from affinage.model.forward import context_of
+from affinage.model.graph import Node
+from affinage.model.layer import Result
 from affinage.training.frozen import Frozen
 from affinage.training.optimizer import Weights, learning_rate, make_optimizer
 from affinage.training.spikes import detect_spike
@@ -32,7 +32,7 @@ LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.r
 _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
 
-def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, seed: int) -> Step:
+def make_layerwise_step(held: Frozen, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step, with the metrics of `make_train_step`, and torn: 1 where only some weights were updated.
 
     It is the same step but for two things that the gradient of all layers would be needed for: the norm that gradients
@@ -44,14 +44,14 @@ def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, se
     Args:
         held: the graph, with a loss node and one repeated node.
         settings: of the training.
-        call: compute dtype and how the graph is applied; its key is set here.
+        config: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout and rounding.
 
     Raises:
         UserError: for models and settings that it does not go with.
     """
-    check_update(held, settings, in_stages=call.layers is not None)
-    return _Layerwise(held.graph, _repeated(held.graph), settings, call, seed).step
+    check_update(held, settings, in_stages=config.layers is not None)
+    return _Layerwise(held.graph, _repeated(held.graph), settings, config, seed).step
 
 
 def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
@@ -139,20 +139,20 @@ class _Layerwise:
     graph: Graph
     node: Node
     settings: TrainSettings
-    call: Call
+    config: ApplyConfig
     seed: int
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update of all weights."""
         name = self.node.name
-        call = replace(self.call, key=random_key(self.seed, Purpose.DROPOUT, state.step))
+        config = replace(self.apply_config, key=random_key(self.seed, Purpose.DROPOUT, state.step))
         rest = {key: tree for key, tree in state.params.items() if key != name}
-        first, first_back = jax.vjp(lambda rest: self._first(rest, batch, call), rest)
-        layer = self._layer(batch, call, first)
+        first, first_back = jax.vjp(lambda rest: self._first(rest, batch, config), rest)
+        layer = self._layer(batch, config, first)
         last, inputs = jax.lax.scan(
             lambda x, xs: (layer(xs[0], x, xs[1]), x), first, (state.params[name], jnp.arange(self.node.layers))
         )
-        loss = jax.value_and_grad(lambda rest, y: self._loss(rest, y, batch, call), argnums=(0, 1), has_aux=True)
+        loss = jax.value_and_grad(lambda rest, y: self._loss(rest, y, batch, config), argnums=(0, 1), has_aux=True)
         (_, sums), (rest_grads, grad) = loss(rest, last)
         _, loss_tokens = sums["loss"]
         means = {key: total / jnp.maximum(count, 1.0) for key, (total, count) in sums.items()}
@@ -186,26 +186,26 @@ class _Layerwise:
     def _rate(self, state: TrainState) -> Float[Array, ""]:
         return jnp.asarray(learning_rate(self.settings.schedule, self.settings.steps)(state.step), jnp.float32)
 
-    def _first(self, rest: PyTree, batch: Batch, call: Call) -> Array:
+    def _first(self, rest: PyTree, batch: Batch, config: ApplyConfig) -> Array:
         """The input of the first layer."""
         (name,) = self.node.inputs
-        value: Array = apply(self.graph, rest, batch, replace(call, until=name)).values[name]
-        return call.constrain(value, ("batch", "residual", "width"))
+        value: Array = apply(self.graph, rest, batch, replace(config, until=name)).values[name]
+        return config.constrain(value, ("batch", "residual", "width"))
 
-    def _layer(self, batch: Batch, call: Call, first: Array) -> Callable[[PyTree, Array, Any], Array]:
-        context = context_of(self.node, {}, batch, call)
-        context = replace(context, prepared=self.node.kind.prepare((first,), context))
+    def _layer(self, batch: Batch, config: ApplyConfig, first: Array) -> Callable[[PyTree, Array, Any], Array]:
+        context = context_of(self.node, {}, batch, config)
+        context = replace(context, prepared=self.node.layer.prepare((first,), context))
 
         def layer(weights: PyTree, x: Array, index: Array) -> Array:
             key = None if context.key is None else jax.random.fold_in(context.key, index)
-            result = self.node.kind.apply(weights, (x,), replace(context, key=key, layer=index))
+            result = self.node.layer.apply(weights, (x,), replace(context, key=key, layer=index))
             return result.value if isinstance(result, Result) else result
 
         return layer
 
-    def _loss(self, rest: PyTree, y: Array, batch: Batch, call: Call) -> tuple[Float[Array, ""], Any]:
+    def _loss(self, rest: PyTree, y: Array, batch: Batch, config: ApplyConfig) -> tuple[Float[Array, ""], Any]:
         """The loss of what comes out of the last layer."""
-        outputs = apply(self.graph, rest, batch, replace(call, layers=lambda *_: Result(y)))
+        outputs = apply(self.graph, rest, batch, replace(config, layers=lambda *_: Result(y)))
         loss = outputs.values[self.graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
@@ -241,7 +241,7 @@ class _Layerwise:
             weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
-            pinned = jax.tree.map(lambda a, g: self.call.constrain(g, a), axes, grads, is_leaf=_is_axes)
+            pinned = jax.tree.map(lambda a, g: self.apply_config.constrain(g, a), axes, grads, is_leaf=_is_axes)
             new, new_state, square, good = update({name: weights}, _at(states, index), {name: pinned}, number + 1)
             return (
                 _put(params, new[name], index),

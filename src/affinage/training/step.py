@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, BFloat16, Float, Float32, PRNGKeyArray
 
 from affinage.config.training import EmaSettings, HealthSettings
-from affinage.model import Call, Graph, apply
+from affinage.model import ApplyConfig, Graph, apply
 from affinage.parallel import MeshLayout
 from affinage.parallel.layout import REPLICAS
 from affinage.parallel.pipeline import AXIS as STAGES
@@ -32,7 +32,7 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     *,
-    call: Call,
+    config: ApplyConfig,
     micro_batches: int,
     seed: int,
     stochastic_rounding: bool = True,
@@ -50,7 +50,7 @@ def make_train_step(
         held: the graph with its loss, and what of it is trained.
         optimizer: as `make_optimizer` makes it; the learning rate is not its business.
         schedule: step -> learning rate.
-        call: compute dtype and how the graph is applied; its key is set here.
+        config: compute dtype and how the graph is applied; its key is set here.
         micro_batches: parts that a batch goes through one after the other; divides its rows.
         seed: of the run, for dropout, augmentation and rounding.
         stochastic_rounding: of weights that are stored in bfloat16; else to the nearest.
@@ -62,19 +62,19 @@ def make_train_step(
         example), grad_norm (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0
         or 1), with a window in the state spike_score and spike (0 or 1), and what the graph itself reports.
     """
-    graph, call = held.graph, held.call(call)
-    replicas = replicas_of(graph, call) if micro_batches > 1 else 1
+    graph, config = held.graph, held.apply_config(config)
+    replicas = replicas_of(graph, config) if micro_batches > 1 else 1
     if replicas > 1:
-        call = dataclasses.replace(call, layout=cast(MeshLayout, call.layout).of_a_replica)
+        config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).of_a_replica)
 
     def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
         whole = held.whole(params, state.frozen)
-        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=key, ema_params=state.ema_params))
+        outputs = apply(graph, whole, batch, dataclasses.replace(config, key=key, ema_params=state.ema_params))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
     def gradient(state: TrainState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
-        batch = held.with_reference(state.frozen, batch, call)
+        batch = held.with_reference(state.frozen, batch, config)
         grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
@@ -129,16 +129,16 @@ def accumulate(
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), total) if copies else total
 
 
-def replicas_of(graph: Graph, call: Call) -> int:
+def replicas_of(graph: Graph, config: ApplyConfig) -> int:
     """Copies of the model that can each add up the gradients of their micro-batches; 1: the devices go together.
 
     They must where a node's value, or what it reports, is of all rows together, in a pipeline, and where keys go around
     in a ring: JAX 0.10 cannot put a `jax.shard_map` over some of the axes into a `jax.vmap` over another.
     """
-    layout = call.layout
+    layout = config.layout
     if not isinstance(layout, MeshLayout) or layout.mesh.shape[STAGES] > 1:
         return 1
-    together = call.rings or any(node.kind.mixes_rows() for node in graph.nodes)
+    together = config.rings or any(node.layer.mixes_rows() for node in graph.nodes)
     return 1 if together else layout.replicas
 
 
@@ -184,15 +184,15 @@ def make_update(
     return update
 
 
-def make_validation_step(held: Frozen, *, call: Call) -> Callable[[Weights, Batch], dict[str, Any]]:
+def make_validation_step(held: Frozen, *, config: ApplyConfig) -> Callable[[Weights, Batch], dict[str, Any]]:
     """Build `(weights, batch) -> {sum, count, metrics}`: nats summed over the counted tokens of a batch, their number,
     and the sums and counts of what the graph itself reports."""
 
     def step(weights: Weights, batch: Batch) -> dict[str, Any]:
         params, ema_params, frozen = weights
-        batch, graph = held.with_reference(frozen, batch, call), held.graph
+        batch, graph = held.with_reference(frozen, batch, config), held.graph
         whole = held.whole(params, frozen)
-        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=None, ema_params=ema_params))
+        outputs = apply(graph, whole, batch, dataclasses.replace(config, key=None, ema_params=ema_params))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))
