@@ -292,9 +292,9 @@ def _cut(graph: Graph, groups: Sequence[Group]) -> list[_Stage]:
         entering = {name for node in graph.nodes if node.name in own for name in node.inputs if name in earlier}
         leaving = {name for node in later for name in node.inputs if name in own}
         for node in (node for node in graph.nodes if node.name in own):
-            if node.kind.shares and node.kind.shares not in own:
+            if node.layer.shares and node.layer.shares not in own:
                 raise UserError(
-                    f"`{node.name}` shares the weights of `{node.kind.shares}`, which is in another stage",
+                    f"`{node.name}` shares the weights of `{node.layer.shares}`, which is in another stage",
                     where="groups",
                     fix="Cut elsewhere, or give it weights of its own (`tied: false`).",
                 )

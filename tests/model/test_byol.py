@@ -78,5 +78,5 @@ def test_mistakes_are_refused(inputs, nodes, named):
 
 @pytest.mark.full
 def test_its_features_of_digits_are_better_than_those_untrained(tmp_path):
-    few = byol.run(tmp_path, steps=300, draws=5)["5"]
-    assert few["trained"] > few["untrained"] + 0.03 and few["trained"] > few["pixels"] + 0.03
+    for scores in byol.run(tmp_path, steps=900, draws=5).values():
+        assert scores["trained"] > max(scores["untrained"], scores["pixels"]) + 0.005

@@ -75,5 +75,5 @@ def test_slots_of_a_capacity_take_the_same_memory_wherever_the_experts_are():
 
 @pytest.mark.parametrize(("capacity_factor", "rows"), [(1.0, CHOICES), (2.0, EXPERTS), (None, 4 * CHOICES)])
 def test_between_owners_goes_what_their_buffers_hold(capacity_factor, rows):
-    ffn = graph(capacity_factor)["blocks"].kind.ffn
+    ffn = graph(capacity_factor)["blocks"].layer.ffn
     assert sent_per_token(ffn, LENGTH, owners=4) == rows

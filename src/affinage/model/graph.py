@@ -114,8 +114,7 @@ class Graph:
         tree: PyTree = {}
         for node in self.nodes:
             if own := self._own(node):
-                repeat = node.repeat
-                tree[node.name] = own if repeat is None else map_parameters(lambda _, p, n=repeat: p.stacked(n), own)
+                tree[node.name] = own if node.repeat is None else _stacked(own, node.repeat)
         return tree
 
     def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
@@ -160,6 +159,10 @@ class Graph:
         if all(name in _INPUTS for name, _ in self.inputs):
             return {"inputs": [name for name, _ in self.inputs], "nodes": nodes}
         return {"inputs": {name: list(shape.dims[1:]) for name, shape in self.inputs}, "nodes": nodes}
+
+
+def _stacked(tree: PyTree, layers: int) -> PyTree:
+    return map_parameters(lambda _, parameter: parameter.stacked(layers), tree)
 
 
 def preference_graph(graph: Graph, settings: DpoSettings, documents: int) -> Graph:

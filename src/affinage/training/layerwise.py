@@ -145,7 +145,7 @@ class _Layerwise:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update of all weights."""
         name = self.node.name
-        config = replace(self.apply_config, key=random_key(self.seed, Purpose.DROPOUT, state.step))
+        config = replace(self.config, key=random_key(self.seed, Purpose.DROPOUT, state.step))
         rest = {key: tree for key, tree in state.params.items() if key != name}
         first, first_back = jax.vjp(lambda rest: self._first(rest, batch, config), rest)
         layer = self._layer(batch, config, first)
@@ -241,7 +241,7 @@ class _Layerwise:
             weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
-            pinned = jax.tree.map(lambda a, g: self.apply_config.constrain(g, a), axes, grads, is_leaf=_is_axes)
+            pinned = jax.tree.map(lambda a, g: self.config.constrain(g, a), axes, grads, is_leaf=_is_axes)
             new, new_state, square, good = update({name: weights}, _at(states, index), {name: pinned}, number + 1)
             return (
                 _put(params, new[name], index),
