@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.pipeline.eval_results import model_fingerprint, results_folder
-from affinage.pipeline.names import resolve
+from affinage.pipeline.models import resolve
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 from tiny_run import WORDS
@@ -91,11 +91,6 @@ def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).write_text("another")
         assert state_of(str(model), tmp_path / "runs") != before
-
-    def state_of(folder: str, runs: Path) -> str:
-        return model_fingerprint(resolve(folder, runs), runs)
-
-    before = state_of(str(model), tmp_path / "runs")
 
 
 def test_models_of_different_paths_have_different_folders_of_results(tmp_path: Path, monkeypatch):

@@ -41,7 +41,9 @@ def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_pla
         values, best = np.zeros(one.logit_positions.shape), np.zeros(one.logit_positions.shape, bool)
         count, length = one.tokens.shape
         for part, column in np.ndindex(*one.logit_positions.shape):
-            row, place = divmod(part * (count // len(one.at)) * length + one.at[part, column], length)
+            row, place = divmod(
+                part * (count // len(one.logit_positions)) * length + one.logit_positions[part, column], length
+            )
             own = np.isin(one.segments[row], [one.segments[row, place], one.prefix_segment_ids[row, place]])
             text = one.tokens[row][own & (one.positions[row] <= one.positions[row, place])]
             values[part, column], best[part, column] = answer(tuple(text.tolist()), int(one.targets[part, column]))

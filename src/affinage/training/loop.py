@@ -75,7 +75,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- who is told about steps ----
         console = stack.enter_context(ConsoleWriter(job.name, steps, start, shown=processes.first))
-        for other in (job.uploader, job.judge, job.benchmarks):
+        for other in (job.uploader, job.monitor):
             if other is not None:
                 other.say = console.say
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(trainer))
