@@ -35,11 +35,11 @@ def steps(mesh: dict[str, int], count: int, **changes: Any) -> tuple[list[TrainS
         state, metrics = step(state, program.put(Images().batch(number)))
         states.append(jax.device_get(state))
         seen.append({name: float(value) for name, value in metrics.items()})
-    for name, tree in program.abstract.averages["target"].items():  # split like the weights they follow
+    for name, tree in program.abstract.target_params["target"].items():  # split like the weights they follow
         jax.tree.map(
             lambda a, p: a.sharding == p.sharding or pytest.fail(f"{a} {p}"), tree, program.abstract.params[name]
         )
-    assert {leaf.dtype for leaf in jax.tree.leaves(program.abstract.averages)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(program.abstract.target_params)} == {jnp.dtype("float32")}
     return states, seen
 
 
@@ -51,11 +51,11 @@ def one_device() -> tuple[list[TrainState], list[dict[str, float]]]:
 def test_every_step_moves_the_averages_by_the_formula(one_device):
     states, _ = one_device
     for before, after in pairwise(states[:4]):
-        for name, tree in after.averages["target"].items():
+        for name, tree in after.target_params["target"].items():
             jax.tree.map(
                 lambda new, old, p: np.testing.assert_allclose(new, 0.9 * old + 0.1 * p, rtol=1e-5, atol=1e-7),
                 tree,
-                before.averages["target"][name],
+                before.target_params["target"][name],
                 after.params[name],
             )
 

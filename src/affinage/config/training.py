@@ -73,6 +73,13 @@ class PrecisionSettings(Settings):
     updates are not lost; or to the nearer one."""
 
 
+class EmaSettings(Settings):
+    """A moving average of the weights, kept beside them for evaluation and export as `NAME/pretrain@ema`."""
+
+    decay: float = Field(default=0.999, ge=0, lt=1)
+    """Share of the average that a step keeps: about the last 1 / (1 - decay) steps are averaged."""
+
+
 class HealthSettings(Settings):
     """What happens to updates whose loss or gradient is not finite, and to those whose loss is a spike.
 
@@ -205,6 +212,7 @@ class TrainSettings(Settings):
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of the log."""
     health: HealthSettings = HealthSettings()
+    ema: EmaSettings | None = None
     resume_from: str | None = None
     """Checkpoint of another run to continue, with optimizer and place in the data: runs/NAME/STEP or runs/NAME/STEP@N.
     """
@@ -212,7 +220,8 @@ class TrainSettings(Settings):
     def deciding(self) -> dict[str, Any]:
         """The settings that decide about the result of a training, as JSON, without those of its data."""
         how: dict[str, Any] = {"monitor": {"data_dir", "batch_size"}}
-        return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS, True))
+        absent = {"ema"} if self.ema is None else set()
+        return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS | absent, True))
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainSettings":

@@ -247,12 +247,12 @@ def _merged(graph: "Graph", settings: TuningSettings, state: "TrainState") -> An
     """The weights of this step, with LoRA merged into them."""
     import jax
 
-    from affinage.training.frozen import frozen_of
+    from affinage.training.frozen import split_params
 
     if settings.lora is None:
         return state.params
     like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
-    return jax.jit(frozen_of(graph, settings).merged, out_shardings=like)(state.params, state.frozen)
+    return jax.jit(split_params(graph, settings).merge_lora, out_shardings=like)(state.params, state.frozen)
 
 
 def _right_answers(

@@ -268,7 +268,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.parallel.used_axes import check_axes_used
     from affinage.training import rows_per_step
-    from affinage.training.frozen import frozen_of
+    from affinage.training.frozen import split_params
     from affinage.training.layerwise import check_remat, check_update
     from affinage.training.optimizer import check_choices
 
@@ -295,9 +295,9 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     with _written(loaded, "mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
     with _written(loaded, name, "lora"):
-        held = frozen_of(graph, settings)
+        split = split_params(graph, settings)
     with _written(loaded, name, "optimizer_in_backward"):
-        check_update(held, settings, in_stages=mesh.shape["pipeline"] > 1)
+        check_update(split, settings, in_stages=mesh.shape["pipeline"] > 1)
     with _written(loaded, "parallel", "remat"):
         check_remat(settings, recipe.parallel.remat)
     check_choices(settings, lambda path: loaded.locate((name, *path)))

@@ -85,7 +85,7 @@ def step_memory(device: PerDevice) -> Memory:
         weights=device.bytes_of(device.state.params),
         frozen=device.bytes_of(device.state.frozen),
         optimizer=device.bytes_of(device.state.opt_state),
-        averages=device.bytes_of(device.state.averages),
+        averages=device.bytes_of((device.state.target_params, device.state.ema_params)),
         batch=sum(leaf.size * leaf.dtype.itemsize for leaf in device.batch.values()),
         weight_copies=peak.get("weights", 0),
         **{kind: peak.get(kind, 0) for kind in ("gradients", "activations", "logits", "buffers", "working")},
