@@ -88,9 +88,10 @@ def kept_by_kernel(column: pa.Array) -> list[bool]:
 
 
 def filtering(quick: bool, files: list[Path]) -> Iterator[Result]:
+    from affinage.config.data import DecontaminateSettings
     from affinage.data.benchmark_items import BenchmarkItem
     from affinage.data.language import identify_language
-    from affinage.data.overlap import Scanner, index_items
+    from affinage.data.overlap import ItemIndex
     from affinage.data.repair import repair
 
     rng = random.Random(1)
@@ -105,10 +106,10 @@ def filtering(quick: bool, files: list[Path]) -> Iterator[Result]:
     items = [
         BenchmarkItem("quiz", str(k), (written(random_text(words, rng.randint(8, 60), rng)),)) for k in range(30_000)
     ]
-    scanner = Scanner(index_items(items, ngram=13, min_words=8, boilerplate=10))
-    scanner.scan(column)
-    name = f"decontamination, {scanner.size:,} runs searched"
-    yield result(name, megabytes / cpu_seconds(lambda: scanner.scan(column)), "MB/s")
+    index = ItemIndex(items, DecontaminateSettings())
+    index.scan(column)
+    name = f"decontamination, {index.keys.size:,} runs searched"
+    yield result(name, megabytes / cpu_seconds(lambda: index.scan(column)), "MB/s")
     seconds = cpu_seconds(lambda: [identify_language(text) for text in texts[:500]])
     yield result("language identification", 500 / seconds, "documents/s")
 

@@ -81,19 +81,3 @@ def random_params(graph: Graph, seed: int = 0, std: float = 0.1) -> Any:
         return jax.numpy.asarray(random.normal(mean, std, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(graph))
-
-
-def byol(**encoder: Any) -> Any:
-    """Two views of 8 x 8 images; keyword arguments replace settings of the encoder."""
-    return {
-        "inputs": {"images": [8, 8, 1]},
-        "nodes": {
-            "views": {"kind": "augment", "in": "images", "shift": 1, "rotate": 10, "noise": 0.1, "erase": 0.3},
-            "encoder": {"kind": "encoder", "in": "views", "width": 16} | encoder,
-            "projector": {"kind": "projector", "in": "encoder", "hidden": 16, "width": 8},
-            "predictor": {"kind": "predictor", "in": "projector", "hidden": 16, "width": 8},
-            "target": {"kind": "ema_copy", "in": "views", "of": ["encoder", "projector"], "decay": 0.9},
-            "constant": {"kind": "stop_gradient", "in": "target"},
-            "loss": {"kind": "cosine_regression_loss", "in": ["predictor", "constant"]},
-        },
-    }

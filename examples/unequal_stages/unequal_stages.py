@@ -65,7 +65,7 @@ class GroupedTraining:
     stage keeps the values that enter it for each micro-batch, and computes the rest again in its backward pass.
 
     Args:
-        graph: without moving averages; nodes that share weights must be in one stage.
+        graph: nodes that share weights must be in one stage.
         settings: of the training; `micro_batches` of them are under way.
         groups: in the graph's order; the last one ends with the loss.
         seed: of the run.
@@ -85,8 +85,8 @@ class GroupedTraining:
         seed: int = 0,
         compute_dtype: Any = jnp.float32,
     ):
-        if graph.averages:
-            raise UserError("a graph with moving averages has no stages on groups of devices", where="groups")
+        if settings.ema is not None:
+            raise UserError("`ema` does not go with groups of devices", where="ema")
         if settings.optimizer_in_backward:
             raise UserError("`optimizer_in_backward` does not go with groups of devices", where="optimizer_in_backward")
         self.graph, self.settings, self.seed = graph, settings, seed
@@ -103,7 +103,7 @@ class GroupedTraining:
         self._optimizers = [
             make_optimizer(settings.optimizer, Weights(*(stage.own(tree) for tree in trees))) for stage in self.stages
         ]
-        self._updates = [make_update(graph, optimizer, settings, seed=seed) for optimizer in self._optimizers]
+        self._updates = [make_update(optimizer, settings, seed=seed) for optimizer in self._optimizers]
         stages = range(len(self.stages))
         self._forward = [jax.jit(partial(self._run, index)) for index in stages]
         self._backward = [jax.jit(partial(self._pull, index), donate_argnums=0) for index in stages]

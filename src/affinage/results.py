@@ -226,18 +226,6 @@ class ChatDataResult(Result):
     validation: dict[str, Sequences] = {}
 
 
-class ImageCount(Result):
-    """Images of one part of the data."""
-
-    images: int | None = None
-
-
-class ArraysResult(Result):
-    """Images to train on."""
-
-    train: ImageCount = ImageCount()
-
-
 # ---- training ----
 
 
@@ -288,10 +276,8 @@ class TrainingResult(Result):
     flops_per_step: float | None = None
     steps: int | None = None
     tokens: int | None = None
-    images: int | None = None  # in place of tokens
     seconds: dict[str, float] = {}  # by account, and in total
     tokens_per_second: float | None = None
-    images_per_second: float | None = None
     mfu: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -312,35 +298,6 @@ class TrainingResult(Result):
         return None if total is None else total - self.seconds.get("paused", 0.0)
 
 
-class ProbeScore(Result):
-    """Accuracy on held-out images, with its standard error."""
-
-    accuracy: float | None = None
-    stderr: float | None = None
-
-
-class ProbeScores(Result):
-    """Scores of all kinds of features with the same labels: all of them if `labels_per_class` is None."""
-
-    labels_per_class: int | None = None
-    scores: dict[str, ProbeScore] = {}
-
-
-class ProbeResult(Result):
-    """Linear probes of the vectors of one node."""
-
-    features: str = ""
-    held_out: int | None = None
-    draws: int | None = None
-    probe: list[ProbeScores] = []
-
-    @property
-    def is_comparable(self) -> bool:
-        """Whether the same features have accuracies with all numbers of labels."""
-        features = {tuple(one.scores) for one in self.probe}
-        return len(features) == 1 and all(s.accuracy is not None for one in self.probe for s in one.scores.values())
-
-
 # ---- evaluation and release ----
 
 
@@ -356,7 +313,7 @@ class TaskResult(Result):
 
     metrics: dict[str, Metric] = {}
     items: int | None = None
-    shots: int | None = None
+    num_fewshot: int | None = None
     chat_template: bool = False
     chance: float | None = None
 
@@ -458,11 +415,9 @@ RESULTS: dict[str, type[Result]] = {
     "tokenize": TokenizeResult,
     "sft-data": ChatDataResult,
     "preference-data": ChatDataResult,
-    "arrays": ArraysResult,
     "pretrain": TrainingResult,
     "sft": TrainingResult,
     "dpo": TrainingResult,
-    "probe": ProbeResult,
     "evaluate-base": EvaluationResult,
     "evaluate-sft": EvaluationResult,
     "evaluate-dpo": EvaluationResult,

@@ -92,11 +92,6 @@ def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_
         (model / name).write_text("another")
         assert state_of(str(model), tmp_path / "runs") != before
 
-    def state_of(folder: str, runs: Path) -> str:
-        return model_fingerprint(resolve(folder, runs), runs)
-
-    before = state_of(str(model), tmp_path / "runs")
-
 
 def test_models_of_different_paths_have_different_folders_of_results(tmp_path: Path, monkeypatch):
     here = tmp_path / "here"

@@ -8,7 +8,6 @@ import pytest
 
 from affinage.cli.launch import launch
 from affinage.errors import Preempted
-from choice_task import sums, write_task
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
@@ -138,21 +137,3 @@ def test_launch_starts_what_its_help_says_and_what_may_be_meant(affinage, monkey
     for words in (example, one, no_training, "quickstart --processes 2"):
         assert affinage("launch", *shlex.split(words))[0] == 0
     assert len(started) == 4 and all(words[0] == "run" for words in started)
-
-
-def test_who_has_no_answers_is_told_how_to_have_ones_that_can_be_compared(affinage, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    task = write_task(tmp_path / "exam", "exam", sums(2))
-    for run, tasks in (("one", f'["{task}"]'), ("two", f'["{task}"]'), ("bare", "[]")):
-        (tmp_path / "runs" / run / "pretrain").mkdir(parents=True)
-        (tmp_path / "runs" / run / "pretrain" / "model.json").write_text("{}")
-        (tmp_path / "runs" / run / "recipe.json").write_text(f'{{"name": "{run}", "evaluate": {{"tasks": {tasks}}}}}')
-    (tmp_path / "answers" / "items").mkdir(parents=True)
-    (tmp_path / "answers" / "items" / "boolq.jsonl").write_text("")
-    for names, command in (
-        (["one", "two"], "affinage eval one; affinage eval two"),
-        (["bare/pretrain", "answers"], "affinage eval bare/pretrain --tasks boolq"),
-        (["bare/pretrain", "one"], f"affinage eval bare/pretrain --tasks {task}"),
-    ):
-        status, _, said = affinage("compare", *names)
-        assert status == 2 and " ".join(said.split()).endswith(command)

@@ -7,8 +7,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 import affinage.model.kinds  # noqa: F401  the kinds register themselves
-from affinage.cli.effective import as_text, effective
-from affinage.cli.reference import json_schema, sections, settings_by_key
+from affinage.cli.reference import as_text, effective, json_schema, sections, settings_by_key
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
 from affinage.config.recipe import Recipe

@@ -36,10 +36,10 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs: Pa
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == told
 
     status, out, _ = affinage(*words)
-    table = [line.split() for line in out.partition("--- 2 of 2")[2].splitlines()]
-    assert status == 0 and ["run", "tiny-001", "tiny-002"] in table
-    for name, loss in told[0]["losses"].items():
-        assert [*name.split(), f"{loss:.4f}", f"{told[1]['losses'][name]:.4f}"] in table
+    table = [line.split() for line in out.splitlines() if line.startswith("tiny-")]
+    assert status == 0
+    for point in told:
+        assert any({point["run"], *(f"{loss:.4f}" for loss in point["losses"].values())} <= {*row} for row in table)
     assert all(point["would_run"] == [] for point in json.loads(affinage(*words, "--dry-run", "--json")[1]))
 
 
@@ -61,7 +61,7 @@ def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
 
     emit({}, False, scores_view([point(False), point(True)]))
     shown = capsys.readouterr().out
-    assert ["capitals", "acc", "50.0", "±", "5.0", "50.0", "±", "5.0", "†"] in [*map(str.split, shown.splitlines())]
+    assert [*map(str.split, shown.splitlines()[1:3])] == [["r", "50.0", "±", "5.0"], ["r", "50.0", "±", "5.0", "†"]]
     emit({}, False, scores_view([point(False)]))
     assert "†" in shown and "†" not in capsys.readouterr().out
 

@@ -1,7 +1,6 @@
 """What people and programs meet at the terminal: pipes, signals, completion, live lines, and what is imported."""
 
 import ast
-import io
 import os
 import pty
 import re
@@ -12,10 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from affinage.cli import completion
-from affinage.cli.working import Working, share_in
+from affinage.cli import options
+from affinage.cli.output import working
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
 from affinage.hardware.devices import accelerator_is_here
 
@@ -69,7 +67,7 @@ def test_a_signal_ends_a_verb_with_its_status(tmp_path: Path, words, begun, told
     if told == signal.SIGINT:
         assert not list(tmp_path.iterdir()), "an interrupted world leaves nothing behind"
     else:
-        assert "Run the same command to go on." in said
+        assert "Run the same command to resume." in said
 
 
 def test_names_are_completed(tmp_path: Path, monkeypatch, affinage):
@@ -86,7 +84,7 @@ def test_names_are_completed(tmp_path: Path, monkeypatch, affinage):
     ):
         monkeypatch.setenv("COMP_WORDS", words)
         assert sorted(affinage()[1].split()) == expected
-    assert {"v4-8", "v4-32"} <= set(completion.slices("v4"))
+    assert {"v4-8", "v4-32"} <= set(options.complete_slice("v4"))
 
 
 LEFT, UP = b"\x1b[D", b"\x1b[A"
@@ -118,21 +116,12 @@ def test_arrow_keys_edit_a_line_of_a_chat_and_bring_back_those_before_it(tmp_pat
     assert read.read_text() == "['bonjour', 'salut', 'bonjour !']"
 
 
-@pytest.mark.parametrize(
-    ("words", "share"), [("30 of 90 choices", 1 / 3), ("1,000 of 4,000", 0.25), ("45%", 0.45), ("reading", None)]
-)
-def test_the_share_that_is_done_is_read_from_words(words: str, share: float | None):
-    assert share_in(words) == (share if share is None else pytest.approx(share))
-
-
-def test_work_is_shown_on_a_terminal_as_lines_if_asked_and_else_not_at_all(capsys):
-    terminal = Console(file=io.StringIO(), force_terminal=True)
-    for words in ({}, {"lines": True}, {"console": terminal}):
-        with Working("reading", **words) as working:
+def test_work_is_shown_as_lines_if_wanted_and_otherwise_not_at_all_outside_of_a_terminal(capsys):
+    for lines in (False, True):
+        with working("reading", lines=lines) as progressed:
             for what in ("a.txt", "10 of 90 rows", "30 of 90 rows", "the end"):
-                working.progressed(what)
+                progressed(what)
     assert capsys.readouterr() == ("", "reading: a.txt\nreading: 10 of 90 rows\nreading: the end\n")
-    assert "reading" in terminal.file.getvalue()  # type: ignore[attr-defined]
 
 
 IMPORTED = f"""

@@ -16,9 +16,9 @@ from planted_copies import lexicon, random_text, written
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, read_items
-from affinage.data.contamination import contamination, look_through, runs_of, texts_of_rows
+from affinage.data.contamination import contamination, count_occurrences, texts_of_rows
 from affinage.data.decontaminate import contaminated, decontaminate, write_items
-from affinage.data.overlap import Scanner, index_items
+from affinage.data.overlap import KEY, TEXT, ItemIndex
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
@@ -65,9 +65,9 @@ def test_the_scan_is_the_obvious_search(texts, items, ngram):
     texts = [" ".join(words) for words in texts]
     items = [BenchmarkItem("b", str(k), (" ".join(words),)) for k, words in enumerate(items)]
     for least in (1, 3):
-        index = index_items(items, ngram=ngram, min_words=least, boilerplate=10**6)
-        hits = Scanner(index).scan(pa.array(texts, pa.string()))
-        found = {(int(t), items[i].id) for t, k in zip(hits.text, hits.key) for i in index.of(k)}
+        index = ItemIndex(items, DecontaminateSettings(n_grams=ngram, min_words=least, boilerplate=10**6))
+        hits = index.scan(pa.array(texts, pa.string()))
+        found = {(t, items[i].id) for t, k in hits[:, [TEXT, KEY]].tolist() for i in index.of(k)}
         assert found == {(k, item.id) for item in items for some in holders(texts, item, ngram, least) for k in some}
 
 
@@ -167,9 +167,9 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
     told += [(text.upper().replace(" ", ", ", 3)[5:60],) for text in texts[:6]]
     items = [BenchmarkItem("quiz", str(n), one) for n, one in enumerate([*told, ("a run of words in many texts",)])]
     texts += ["Here is A Run of words: in many texts."] * 3  # more than `boilerplate`: it tells nothing
-    index = runs_of(items, settings)
+    index = ItemIndex(items, settings)
     parts = [[pa.array(texts[:7])], [pa.array(texts[7:20]), pa.array(texts[20:])]]
-    found = contamination(index, [look_through(part, index) for part in parts], settings)
+    found = contamination(index, [count_occurrences(part, index) for part in parts], settings)
     numbers = {item.id: [len(having) for having in holders(texts, item, 6, 4)] for item in items}
     assert found.found == {("quiz", id) for id, many in numbers.items() if {1, 2} & set(many)} and len(found.found) >= 6
     assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found

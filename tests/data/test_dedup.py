@@ -16,7 +16,7 @@ from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles
 from affinage.config.data import DedupSettings
 from affinage.data.dedup import dedup
 from affinage.data.executor import Executor
-from affinage.data.minhash import jaccard, sign, write_shingle_sets
+from affinage.data.minhash import jaccard, shingle_sets, sign
 from source_forms import rows_of, write_documents
 
 SETTINGS = DedupSettings()
@@ -43,13 +43,8 @@ def find(texts: list[str], ids: list[str] | None = None, files: int = 1, **optio
 
 
 def sets(texts: list[str], ngram: int = 5) -> list[np.ndarray]:
-    column = pa.array(texts, pa.string())
-    room = sign(column, ngram=ngram, bands=1, rows=1).shingles
-    starts = np.concatenate([[0], np.cumsum(room)])[:-1]
-    out, sizes = np.zeros(int(room.sum()), np.uint64), np.zeros(len(texts), np.int64)
-    rows = np.arange(len(texts))
-    write_shingle_sets(column, rows, ngram=ngram, out=out, starts=starts, sizes=sizes)
-    return [out[start : start + size] for start, size in zip(starts, sizes)]
+    hashes, sizes = shingle_sets(pa.array(texts, pa.string()), ngram)
+    return np.split(hashes, np.cumsum(sizes)[:-1])
 
 
 PIECES = ["le", "Le", "été", "ÉTÉ", "x", "the", "fin.", "l'eau", "漢字", "a+b", "3,5", "🙂", "$", "e\u0301", "\n", "–"]
@@ -141,7 +136,8 @@ def test_a_killed_step_resumes_and_ends_with_the_same(tmp_path, planted):
 
 def kept_by_the_rule(texts: list[str], ids: list[str]) -> set[str]:
     """From the best text to the worst, every one is compared with every kept one that it shares a band with."""
-    keys = sign(pa.array(texts, pa.string()), ngram=5, bands=SETTINGS.num_buckets, rows=SETTINGS.hashes_per_bucket).keys
+    hashes = {"bands": SETTINGS.num_buckets, "rows": SETTINGS.hashes_per_bucket}
+    _, keys = sign(pa.array(texts, pa.string()), ngram=5, **hashes)
     kept: list[int] = []
     for i in sorted(range(len(texts)), key=lambda i: rank(texts[i], ids[i])):
         rivals = [k for k in kept if (keys[:, i] == keys[:, k]).any()]

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from affinage.data import documents
-from affinage.data.dedup import new_memmap
 from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents, row_groups
 from affinage.errors import of_the_machine
 from source_forms import rows_of
@@ -80,12 +79,3 @@ def test_a_file_that_cannot_grow_is_told_as_a_lack_of_room_by_every_library(tmp_
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "Make room" in of_the_machine(error.value).fix
-
-
-def test_a_mapped_file_has_its_room_before_it_is_written(tmp_path):
-    # Else a full disk would kill the process by a signal, in the middle of deduplication.
-    array = new_memmap(tmp_path / "a.npy", np.int64, 1_000_000)
-    assert (tmp_path / "a.npy").stat().st_blocks * 512 >= 8_000_000
-    array[:] = np.arange(1_000_000)
-    array.flush()
-    assert np.array_equal(np.load(tmp_path / "a.npy"), np.arange(1_000_000))

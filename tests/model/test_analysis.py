@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
-from affinage.model import Call, abstract_averages, abstract_params, apply, init_cache, parse
+from affinage.model import Call, abstract_params, apply, init_cache, parse
 from affinage.model.analysis import analyse, cache_bytes, mermaid, parameters
 from affinage.model.call import Logits
 
@@ -20,7 +20,6 @@ GRAPHS = {
     "experts": tiny_graphs.moe(shared_experts=1),
     "experts with a capacity": tiny_graphs.moe(capacity_factor=1.25, activation="gelu", scan=False),
     "squared": tiny_graphs.llama(attention={"head_dim": 12}, ffn={"kind": "relu2", "width": 40}),
-    "images, convolved": tiny_graphs.byol(net="conv", hidden=[4, 8]),
 }
 DEAR = "experts", "squared"
 ROWS, CONTEXT = 3, 16
@@ -50,7 +49,7 @@ def products(jaxpr) -> int:
     """Operations of all products in a program, inner programs included."""
     total = 0
     for equation in jaxpr.eqns:
-        if equation.primitive.name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
             total += product(equation)
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
@@ -65,14 +64,14 @@ def program(graph, until=None, *, gradient=False):
         dims = shape.bind({"B": ROWS, "S": CONTEXT})
         batch[name] = jax.ShapeDtypeStruct(dims, jnp.int32 if name == "tokens" else jnp.float32)
 
-    def value(params, averages, batch):
+    def value(params, batch):
         everything = jax.checkpoint_policies.everything_saveable  # else plain attention's scores are computed again
-        call = Call(platform="tpu", remat=everything, key=jax.random.key(0), averages=averages, until=until)
+        call = Call(platform="tpu", remat=everything, key=jax.random.key(0), until=until)
         found = apply(graph, params, batch, call).values[until or graph.loss]
         return found.array() if isinstance(found, Logits) else found if until else found.sum
 
     function = jax.grad(value) if gradient else value
-    return products(jax.make_jaxpr(function)(abstract_params(graph), abstract_averages(graph), batch).jaxpr)
+    return products(jax.make_jaxpr(function)(abstract_params(graph), batch).jaxpr)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in DEAR else n for n in GRAPHS])

@@ -1,4 +1,7 @@
-"""BYOL's nodes: views by row, a target that no gradient reaches, and the loss against plain numpy."""
+"""The example of BYOL: its layers, the loss against plain numpy, and what it learns without labels."""
+
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -7,67 +10,62 @@ import pytest
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Call, apply, first_averages, parse
+from affinage.model import Call, apply, parse
+from affinage.model.analysis import analyse
 
-GRAPH = parse(tiny_graphs.byol())
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "byol"))
+
+import byol
+
+NODES = {
+    "views": {"kind": "augment", "in": "images", "shift": 1, "rotate": 10, "noise": 0.1, "erase": 0.3},
+    "encoder": {"kind": "encoder", "in": "views", "net": "conv", "hidden": [4], "width": 16},
+    "projector": {"kind": "projector", "in": "encoder", "hidden": 16, "width": 8},
+    "predictor": {"kind": "predictor", "in": "projector", "hidden": 16, "width": 8},
+    "target": {"kind": "ema_copy", "in": "views", "of": ["encoder", "projector"]},
+    "loss": {"kind": "cosine_regression_loss", "in": ["predictor", "target"]},
+}
+GRAPH = parse({"inputs": {"images": [8, 8, 1]}, "nodes": NODES})
 KEY = jax.random.key(7)
 IMAGES = np.random.default_rng(0).random((4, 8, 8, 1)).astype(np.float32)
 PARAMS = tiny_graphs.random_params(GRAPH)
+AVERAGE = jax.tree.map(lambda p: p + 0.1, PARAMS)
 BATCH = {"images": IMAGES, "rows": np.arange(4, dtype=np.int32)}
 
 
 @jax.jit
-def values_of(params, averages, batch=BATCH, key=KEY):
-    return apply(GRAPH, params, batch, Call(key=key, averages=averages)).values
+def values_of(params, average, batch=BATCH, key=KEY):
+    return apply(GRAPH, params, batch, Call(key=key, ema_params=average)).values
 
 
-@jax.jit
-def views_of(batch, key):
-    return apply(GRAPH, {}, batch, Call(key=key, until="views")).values["views"]
-
-
-@pytest.mark.full
-def test_views_depend_on_key_and_row_alone():
-    whole, other = views_of(BATCH, KEY), views_of(BATCH, jax.random.key(8))
-    np.testing.assert_allclose(
-        views_of({name: array[2:] for name, array in BATCH.items()}, KEY), whole[2:], rtol=1e-6, atol=1e-6
-    )
-    assert not np.any(np.all(np.isclose(whole, other), axis=(2, 3, 4)))
-    assert not np.allclose(whole[:, 0], whole[:, 1])
-    np.testing.assert_array_equal(views_of(BATCH, None), np.stack([IMAGES] * 2, axis=1))
-
-
-@pytest.mark.full
-def test_no_gradient_reaches_the_target_branch():
-    def loss(params, averages):
-        return apply(GRAPH, params, BATCH, Call(key=KEY, averages=averages)).values["loss"].sum
-
-    ours, target = jax.jit(jax.grad(loss, argnums=(0, 1)))(PARAMS, first_averages(GRAPH, PARAMS))
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(target))
-    assert all(np.any(leaf) for name in GRAPH.parameters for leaf in jax.tree.leaves(ours[name]["dense_0"]["kernel"]))
-
-
-def test_the_loss_is_twice_one_minus_cosine_over_both_orders():
-    averages = first_averages(GRAPH, jax.tree.map(lambda p: p + 0.1, PARAMS))
-    values = values_of(PARAMS, averages)
+def test_views_depend_on_key_and_row_alone_and_the_loss_compares_them_both_ways():
+    values = values_of(PARAMS, AVERAGE)
+    part = values_of(PARAMS, AVERAGE, {name: array[2:] for name, array in BATCH.items()})
+    np.testing.assert_allclose(part["views"], values["views"][2:], rtol=1e-6, atol=1e-6)
+    assert not np.allclose(values["views"][:, 0], values["views"][:, 1])
     total = 0.0
     for example in range(4):
         for view, other in ((0, 1), (1, 0)):
             p = np.asarray(values["predictor"][example, view], np.float64)
             z = np.asarray(values["target"][example, other], np.float64)
             total += 2 - 2 * np.dot(p, z) / np.linalg.norm(p) / np.linalg.norm(z)
-    assert float(values["loss"].count) == 4
-    assert float(values["loss"].sum) == pytest.approx(total, rel=1e-5)
-    zero = {**PARAMS, "predictor": jax.tree.map(jnp.zeros_like, PARAMS["predictor"])}
-    assert np.isfinite(values_of(zero, averages)["loss"].sum)
+    assert float(values["loss"].count) == 4 and float(values["loss"].sum) == pytest.approx(total, rel=1e-5)
+
+
+def test_the_target_has_no_gradient_and_no_operations_of_a_backward_pass():
+    gradient = jax.grad(lambda params: values_of(params, AVERAGE)["loss"].sum)(PARAMS)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["encoder"]["conv_0"]["kernel"]))
+    apart = jax.grad(lambda params: values_of(PARAMS, params)["loss"].sum)(AVERAGE)
+    assert set(apart) == set(PARAMS) and np.isfinite(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(apart)))
+    (target,) = (node for node in analyse(GRAPH, 4, 1).nodes if node.name == "target")
+    assert target.flops > 0 and target.training_flops == target.flops
 
 
 @pytest.mark.parametrize(
     ("inputs", "nodes", "named"),
     [
-        ({"images": [8, 8, 1]}, {"target": {"kind": "ema_copy", "in": "views", "of": ["encode"]}}, "`encode`"),
+        ({"images": [8, 8, 1]}, {"target": NODES["target"] | {"of": ["encode"]}}, "`encode`"),
         ({"images": [8, 8, 1]}, {"views": {"kind": "augment", "in": "images", "views": 1}}, "two views"),
-        ({"images": [8, 8, 1]}, {"target": {"kind": "ema_copy", "in": "views", "of": "loss"}}, "copied"),
         ({"images": 8}, {}, "size of one row"),
         ({"tokens": [4]}, {}, "size of one row"),
     ],
@@ -75,4 +73,10 @@ def test_the_loss_is_twice_one_minus_cosine_over_both_orders():
 )
 def test_mistakes_are_refused(inputs, nodes, named):
     with pytest.raises(UserError, match=named):
-        parse({"inputs": inputs, "nodes": tiny_graphs.byol()["nodes"] | nodes})
+        parse({"inputs": inputs, "nodes": NODES | nodes})
+
+
+@pytest.mark.full
+def test_its_features_of_digits_are_better_than_those_untrained(tmp_path):
+    few = byol.run(tmp_path, steps=300, draws=5)["5"]
+    assert few["trained"] > few["untrained"] + 0.03 and few["trained"] > few["pixels"] + 0.03

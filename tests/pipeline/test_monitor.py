@@ -20,9 +20,9 @@ from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.config.training import MonitorSettings
 from affinage.errors import UserError
-from affinage.evaluation import batch_size
-from affinage.evaluation.batch_size import MOST
+from affinage.evaluation import scoring
 from affinage.evaluation.run import evaluate
+from affinage.evaluation.scoring import MAX_ROWS
 from affinage.generation.model import LoadedModel
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import open_model
@@ -203,9 +203,9 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
     model = tiny_llama()
     moments = jax.tree.map(jnp.zeros_like, (model.params, model.params))
     state = TrainState(jnp.int32(0), model.params, moments)
-    assert free_batch_size(model, state) == MOST, "on processors it is no matter of memory"
+    assert free_batch_size(model, state) == MAX_ROWS, "on processors it is no matter of memory"
     asked: list[int] = []
-    monkeypatch.setattr(batch_size, "rows_that_fit", lambda _, beside: asked.append(beside) or 8)
+    monkeypatch.setattr(scoring, "rows_that_fit", lambda _, beside: asked.append(beside) or 8)
     assert free_batch_size(model, state, "gpu") == 8
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     adapted = TrainState(jnp.int32(0), moments, None, frozen=jax.tree.map(jnp.copy, model.params))
@@ -247,7 +247,7 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
     assert [row["step"] for row in told] == [0, 10, 20]
     prompts = []
     for draw in (0, 1, None):
-        again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], draw=draw, limit=12, samples=12)
+        again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], sample_seed=draw, limit=12, samples=12)
         prompts.append([sample["prompt"] for sample in again["samples"]["sums"]])
         if draw == 0:
             assert told[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}

@@ -98,9 +98,8 @@ def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
         ("quickstart", ["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "mesh"),
         ("quickstart", ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"], "pretrain"),
         ("quickstart", ["pretrain.optimizer_in_backward=true", "parallel.remat=full"], "parallel.remat"),
-        ("byol-digits", ["mesh={data: 1, context: 2}"], "mesh"),
     ],
-    ids=["ring", "kernel", "micro-batches", "remat", "idle axis"],
+    ids=["ring", "kernel", "micro-batches", "remat"],
 )
 def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(recipe, settings, where):
     with pytest.raises(UserError) as refused:

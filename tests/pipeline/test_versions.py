@@ -14,17 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from quiet import Quiet
 from safetensors.numpy import load_file
-from test_road_of_images import RECIPE as IMAGES
 
 import tiny_run
 from affinage.cli.program import main
-from affinage.config.load import load_recipe
 from affinage.data.documents import document_files
 from affinage.data.tokenizer import Tokenizer
-from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.store import read_manifest
 from affinage.results import read_json
 
@@ -50,14 +45,12 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "evaluate-dpo": (1, "105414666610157d", 0.38554),
     "export": (2, "1d9dce12f21a5b77", 0.94481),
     "report": (1, "38d53b15f6f54500", 0.0),
-    "arrays": (2, "296d6dc19796ca5f", 0.26167),
-    "probe": (1, "7a68cc622bf3927d", 0.44308),
 }
 
 # What says how a result was made, or is read by nothing that comes after; checkpoints are judged by what they score.
 _LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
-    "seconds", "tokens_per_second", "images_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
+    "seconds", "tokens_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
     "device_utilization",
     "devices", "device", "items_per_second", "fingerprint", "url",
 }  # fmt: skip
@@ -143,18 +136,6 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
         main(["run", *tiny_run.WORDS, *words, *until, "--runs", str(own_runs)])
     assert not ended.value.code
     check(own_runs / "more", ["decontaminate", "compare-tokenizers"])
-
-
-def test_so_do_those_of_images(tmp_path: Path):
-    draw = np.random.default_rng(0)
-    pictures, kinds = draw.integers(0, 60, (80, 6, 6)).astype(np.uint8), np.arange(80) % 2
-    pictures[np.arange(80), draw.integers(0, 3, 80) + 3 * kinds] = 255
-    np.savez(tmp_path / "shapes.npz", pictures=pictures, kinds=kinds)
-    (tmp_path / "images.yaml").write_text(IMAGES.format(name="images", folder=tmp_path))
-    loaded = load_recipe(tmp_path / "images.yaml")
-    runner = PipelineRunner(loaded, Runs(tmp_path / "runs"), build_steps(loaded))
-    runner.run(Quiet())
-    check(runner.folder, ["arrays", "probe"])
 
 
 def test_a_changed_result_is_another_one_and_the_time_it_took_is_not(tmp_path: Path):

@@ -51,7 +51,6 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(run: Path):
     ("name", "changed"),
     [
         ("dpo", {}),
-        ("pretrain", {"tokens": None, "images": 900}),
         ("pretrain", {"devices": {"kind": "TPU v4", "count": 7}}),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from affinage.generation.engine import EngineRequest
 from affinage.generation.sampling import SamplingParams
 from affinage.serving.server import Limits, Server
 from affinage.serving.worker import EngineWorker
@@ -26,9 +27,9 @@ class Running:
     def held_up(self) -> Iterator[threading.Event]:
         """The engine is in the middle of a batch of its own, as long as the block or until the event is set."""
         gate, begun = threading.Event(), threading.Event()
-        wait = lambda _: (begun.set(), gate.wait(120))  # noqa: E731
+        wait = lambda *_: (begun.set(), gate.wait(120))  # noqa: E731
         params = SamplingParams(60)
-        self.worker.submit([self.worker.request([2, 50 + n], params, wait) for n in range(2)])
+        self.worker.submit([EngineRequest([2, 50 + n], params, wait) for n in range(2)])
         assert begun.wait(120)
         try:
             yield gate

@@ -44,7 +44,7 @@ def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Even
     """The engine goes no further than to the first text that it passes on, until the event is set."""
     push, go_on = EngineRequest.push, threading.Event()
 
-    def pushed(request: EngineRequest, *given: Any) -> str:
+    def pushed(request: EngineRequest, *given: Any) -> Any:
         if request.detokenizer is not None and request.detokenizer.released:
             go_on.wait(240)
         return push(request, *given)

@@ -73,10 +73,9 @@ def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):
 ROW = {"step": 10, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "skipped": 0.0}
 
 
-@pytest.mark.parametrize(("unit", "shown"), [("tokens", "tok/s"), ("images", "images/s")])
-def test_a_line_counts_what_the_model_sees(unit: str, shown: str):
-    line = step_line({**ROW, unit: 640, f"{unit}_per_second": 32.0, "mfu": 0.25}, steps=100)
-    assert f"32 {shown}" in line and "25" in line
+def test_a_line_has_the_speed_and_the_time_left():
+    line = step_line({**ROW, "tokens": 640, "tokens_per_second": 32.0, "mfu": 0.25}, steps=100)
+    assert "32 tok/s" in line and "25" in line
     assert "ETA 3 min 00 s" in line  # 90 steps of 64 at 32 a second
 
 

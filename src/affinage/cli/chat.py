@@ -4,22 +4,22 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import JsonOption, LangOption, ModelArgument, opt, with_options
+from affinage.cli.options import JsonOption, LangOption, ModelArgument, opt, verb, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
-    from affinage.generation.chat import Language
     from affinage.generation.sampling import SamplingParams
 
 MaxNewTokens = Annotated[int, opt("Maximum number of new tokens.", "--max-new-tokens", min=1)]
 SystemOption = Annotated[str | None, opt("Another system prompt than the one it was trained with.", "--system")]
+_Share = Annotated[float, opt("Draw among tokens at least this share as likely as the likeliest.", min=0, max=1)]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class SamplingOptions:
     temperature: Annotated[float, opt("0 takes the most likely token; 1 draws as the model predicts.", min=0)] = 0.0
     top_k: Annotated[int, opt("Draw among this many of the likeliest tokens; 0: all.", min=0)] = 0
     top_p: Annotated[float, opt("Draw among the likeliest tokens with this share of the probability.")] = 1.0
-    min_p: Annotated[float, opt("Draw among tokens at least this share as likely as the likeliest.", min=0, max=1)] = (
-        0.0
-    )
+    min_p: _Share = 0.0
     repetition_penalty: Annotated[float, opt("Make tokens less likely that were there already; 1: no penalty.")] = 1.0
     seed: Annotated[int, opt("Seed of the draws.", min=0)] = 0
     stop: Annotated[list[str] | None, opt("End before this text. May be repeated.", metavar="TEXT")] = None
@@ -40,24 +38,10 @@ class SamplingOptions:
         """The parameters for at most `max_new_tokens` tokens."""
         from affinage.generation.sampling import SamplingParams
 
-        return SamplingParams(
-            max_new_tokens,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.seed,
-            stop=tuple(self.stop or ()),
-        )
+        return SamplingParams(max_new_tokens, **asdict(self) | {"stop": tuple(self.stop or ())})
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verbs."""
-    app.command("generate")(generate)
-    app.command("chat")(chat)
-
-
+@verb()
 @with_options(sampling=SamplingOptions, opening=OpenOptions)
 def generate(
     model: ModelArgument,
@@ -72,53 +56,20 @@ def generate(
 
     Example: affinage generate quickstart "The currency of Japan" "La monnaie du Japon"
     """
-    texts = _as_text(prompts or []) or [_piped()]
+    with _only_utf8("PROMPT"):
+        texts = prompts or [_piped()]
+        "".join(texts).encode()
     found = opened(model, opening)
     from affinage.api import prompt_tokens
     from affinage.generation.engine import generate as generated
 
     rows = [prompt_tokens(text, found.model) for text in texts]
     for text, result in zip(texts, generated(found.model, rows, sampling.params(max_new_tokens))):
-        if as_json:
-            line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **found.facts}
-            print(json.dumps(line, ensure_ascii=False))
-        else:
-            print(text + result.text)
+        line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **found.facts}
+        print(json.dumps(line, ensure_ascii=False) if as_json else text + result.text)
 
 
-def _piped() -> str:
-    """The text of a pipe or a file, without its last line break; a terminal is not waited for."""
-    fix = 'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
-    if sys.stdin.isatty():
-        raise UserError("no prompt was given", fix=fix)
-    with _read_as_text():
-        text = sys.stdin.read().removesuffix("\n")
-    if not text:
-        raise UserError("no prompt was given, and standard input is empty", fix=fix)
-    return text
-
-
-@contextlib.contextmanager
-def _read_as_text() -> Iterator[None]:
-    """Inside, standard input that is not UTF-8 is a mistake of the user."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        fix = "If it is Latin-1: iconv -f latin1 -t utf-8 FILE | affinage ..."
-        raise UserError(f"this is not UTF-8: {error}", where="standard input", fix=fix) from error
-
-
-def _as_text(words: Sequence[str]) -> list[str]:
-    """The arguments. Raises UserError for one in another encoding than the terminal's."""
-    for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError as error:
-            shown = word.encode(errors="replace").decode()
-            raise UserError("this is not UTF-8", where=f"`{shown}`", fix="Save it as UTF-8, then try again.") from error
-    return list(words)
-
-
+@verb()
 @with_options(sampling=SamplingOptions, opening=OpenOptions)
 def chat(
     model: ModelArgument,
@@ -136,33 +87,49 @@ def chat(
 
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
-    questions = _as_text(question or [])
-    _as_text([system or ""])
-    language = lang or _language()
+    questions = question or []
+    with _only_utf8("QUESTION, --system"):
+        "".join([*questions, system or ""]).encode()
+    locale = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
+    language = lang or ("fr" if locale.startswith("fr") else "en")
     found = opened(model, opening)
-    from affinage.generation.chat import ChatSession, base_model_warning, converse, greeting
+    from affinage.generation.chat import ChatSession, base_model_warning, converse
 
-    session = ChatSession(found.model, sampling.params(max_new_tokens))
+    session = ChatSession(found.model, sampling.params(max_new_tokens), language)
     if not found.is_chat:
         print(base_model_warning(model, language), file=sys.stderr)
     if system is not None:
         session.set_system(system)
-    if not questions:
-        if sys.stdin.isatty():
-            print(greeting(session, language), file=sys.stderr)
-        converse(session, read_line, _write, language)
-        return
     for text in questions:
         session.reset()
         for piece in session.reply(text):
             _write(piece)
         _write("\n")
+    if not questions:
+        if sys.stdin.isatty():
+            print(session.greeting(), file=sys.stderr)
+        converse(session, read_line, _write)
 
 
-def _language() -> "Language":
-    """The language of the terminal, English if it is neither of ours."""
-    locale = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    return "fr" if locale.startswith("fr") else "en"
+def _piped() -> str:
+    """The text of a pipe or a file, without its last line break; a terminal is not waited for."""
+    text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+    if not text:
+        fix = (
+            'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
+        )
+        raise UserError("no prompt was given", fix=fix)
+    return text
+
+
+@contextlib.contextmanager
+def _only_utf8(where: str) -> Iterator[None]:
+    """Inside, text in another encoding is a mistake of the user."""
+    try:
+        yield
+    except UnicodeError as error:
+        fix = "Convert it, for example with: iconv -f latin1 -t utf-8 FILE | affinage ..."
+        raise UserError(f"this is not UTF-8: {error.reason}", where=where, fix=fix) from error  # type: ignore[attr-defined]
 
 
 def read_line() -> str | None:
@@ -172,7 +139,7 @@ def read_line() -> str | None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() uses it once it is there
     try:
-        with _read_as_text():
+        with _only_utf8("standard input"):
             return input("> " if terminal else "")
     except (EOFError, KeyboardInterrupt):
         if terminal:

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt
+from affinage.cli import options
+from affinage.cli.options import arg, load, opt, verb, verbs
 from affinage.cli.output import Table, emit
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from affinage.cli.effective import Value
+    from affinage.cli.reference import Value
 
-group = typer.Typer(no_args_is_help=True, help="Show the settings of a recipe, or the JSON schema of recipes.")
+group = verbs("config", "Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
 FACTS = ("Run", "Hardware", "Time", "Cost", "Expect")
 _FACT = re.compile(rf"({'|'.join(FACTS)}): +(.*)")
@@ -40,14 +38,8 @@ name: {name}
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verbs."""
-    app.command("recipes")(recipes)
-    app.command("new")(new)
-    app.add_typer(group, name="config")
-
-
-def recipes(as_json: JsonOption = False) -> None:
+@verb()
+def recipes(as_json: options.JsonOption = False) -> None:
     """List the packaged recipes.
 
     Example: affinage recipes
@@ -56,39 +48,11 @@ def recipes(as_json: JsonOption = False) -> None:
 
     found: list[dict[str, Any]] = []
     for name, path in packaged_recipes().items():
-        texts = {fact.lower(): " ".join(lines) for fact, lines in facts(path).items() if fact != "Run"}
+        about = facts(path)
+        texts = {fact.lower(): " ".join(lines) for fact, lines in about.items()} | {"run": about.get("Run", [])}
         description = read_file(path).value.get("description", "")
-        run = facts(path).get("Run", [])
-        found.append({"name": name, "description": description, "run": run, **texts, "head": head(path)})
+        found.append({"name": name, "description": description, **texts, "head": head(path)})
     emit(found, as_json, _recipes(found))
-
-
-def head(path: Path) -> str:
-    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" "))
-    return "\n".join(lines)
-
-
-def facts(path: Path) -> dict[str, list[str]]:
-    """The facts in the head of a recipe by name, as lines.
-
-    A fact is a line `Name: text` and the indented lines after it; those of `Run` are one command each.
-    """
-    found: dict[str, list[str]] = {}
-    now: list[str] | None = None
-    for line in head(path).splitlines():
-        if match := _FACT.fullmatch(line):
-            now = found.setdefault(match[1], [])
-            now.append(match[2])
-        elif now is not None and line.startswith("  "):
-            now.append(line.strip())
-        else:
-            now = None
-    return found
 
 
 def _recipes(found: list[dict[str, Any]]) -> "Iterator[str | Table]":
@@ -100,10 +64,35 @@ def _recipes(found: list[dict[str, Any]]) -> "Iterator[str | Table]":
     yield "\nRun one: affinage run NAME. Start your own from one: affinage new my-run --like NAME."
 
 
+def head(path: Path) -> str:
+    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
+    comment = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))
+    return re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.MULTILINE).rstrip("\n")
+
+
+def facts(path: Path) -> dict[str, list[str]]:
+    """The facts in the head of a recipe by name, as lines.
+
+    A fact is a line `Name: text` and the indented lines after it; those of `Run` are one command each.
+    """
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in head(path).splitlines():
+        if match := _FACT.fullmatch(line):
+            current = found.setdefault(match[1], [])
+            current.append(match[2])
+        elif line.startswith("  "):
+            current.append(line.strip())
+        else:
+            current = []
+    return found
+
+
+@verb()
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the run, and of the file NAME.yaml.")],
+    name: Annotated[str, arg("NAME", "Of the run, and of the file NAME.yaml.")],
     like: Annotated[
-        str, opt("The recipe to start from.", "--like", metavar="RECIPE", autocompletion=completion.recipes)
+        str, opt("The recipe to start from.", "--like", metavar="RECIPE", autocompletion=options.complete_recipe)
     ] = "quickstart",
 ) -> None:
     """Write NAME.yaml, a recipe based on another one, and the schema with which editors check it.
@@ -119,23 +108,20 @@ def new(
         raise UserError("this file is there already", where=str(path), fix="Take another name, or remove it first.")
     base = find_recipe(like)
     shown = like if like in packaged_recipes() else base.as_posix()
-    schema_path = Path(_SCHEMA_FILE)
-    if not schema_path.exists():
-        schema_path.write_text(_schema_text(), encoding="utf-8")
+    if not Path(_SCHEMA_FILE).exists():
+        Path(_SCHEMA_FILE).write_text(_schema_text(), encoding="utf-8")
     path.write_text(_NEW.format(schema=_SCHEMA_FILE, file=path, base=shown, name=name), encoding="utf-8")
     print(f"Written: {path}, based on `{shown}`. Change it, then: affinage run {path}")
 
 
-@group.command("show")
+@verb(within=group)
 def show(
-    recipe: RecipeArgument,
-    key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="Only this section or setting, and what it means.")
-    ] = None,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
+    recipe: options.RecipeArgument,
+    key: Annotated[str | None, arg("[KEY]", "Only this section or setting, and what it means.")] = None,
+    overrides: options.SetOption = None,
+    runs: options.RunsOption = options.RUNS,
     changes: Annotated[bool, opt("Only what differs from the recipe's base.", "--changes")] = False,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Print every value in effect, where it was written, and what it was in the recipe's base.
 
@@ -143,31 +129,23 @@ def show(
 
     Example: affinage config show novels-chat pretrain
     """
-    from affinage.cli.effective import as_text, effective
+    from affinage.cli.reference import as_text, effective
 
     values = effective(load(recipe, overrides, runs, lenient=True))
     if key is not None:
         values = _under(values, key)
     if changes:
         values = [value for value in values if value.differs]
-    if as_json:
-        rows = [
-            {"key": dotted(value), "value": value.value, "origin": value.origin, "meaning": value.meaning}
-            | ({"base": value.base} if value.differs else {})
-            for value in values
-        ]
-        print(json.dumps(rows, indent=1, ensure_ascii=False, default=list))
-        return
-    sys.stdout.write(as_text(values, meanings=key is not None))
-
-
-def dotted(value: "Value") -> str:
-    """The key of a value as `--set` takes it."""
-    return ".".join(map(str, value.path))
+    rows = [
+        {"key": value.key, "value": value.value, "origin": value.origin, "meaning": value.meaning}
+        | ({"base": value.base} if value.differs else {})
+        for value in values
+    ]
+    emit(rows, as_json, [as_text(values, meanings=key is not None).removesuffix("\n")] if values else [])
 
 
 def _under(values: "list[Value]", key: str) -> "list[Value]":
-    found = [value for value in values if dotted(value) == key or dotted(value).startswith(f"{key}.")]
+    found = [value for value in values if value.key == key or value.key.startswith(f"{key}.")]
     if found:
         return found
     # It may be one that is left out: then only what it means can be printed.
@@ -178,11 +156,11 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
         setting = settings[plain]
         print(f"{key} is not set. {setting.type}; default: {setting.default or 'must be given'}. {setting.meaning}")
         return []
-    fix = did_you_mean(key, [*settings, *map(dotted, values)]) or "`affinage config show RECIPE` lists them."
-    raise UserError(f"`{key}` is not a setting", where="KEY", fix=fix)
+    fix = did_you_mean(key, [*settings, *(value.key for value in values)])
+    raise UserError(f"`{key}` is not a setting", where="KEY", fix=fix or "`affinage config show RECIPE` lists them.")
 
 
-@group.command("schema")
+@verb(within=group)
 def schema() -> None:
     """Print the JSON schema of recipes, for editors.
 

@@ -5,57 +5,56 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import affinage
-from affinage.cli.options import RUNS, JsonOption, RunsOption
-from affinage.cli.output import Table, emit
+from affinage.cli.options import RUNS, JsonOption, RunsOption, verb
+from affinage.cli.output import emit
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
-_OPTIONAL = (  # package, what needs it, the extra that installs it
-    ("transformers", "export --verify", "verify"),
-    ("torch", "export --verify", "verify"),
-    ("ray", "data.executor: ray, and launch --on ray", "ray"),
-    ("libtpu", "training on TPUs, and plan --compile for TPUs", "tpu"),
-    ("jax_cuda12_plugin", "training on NVIDIA GPUs", "cuda"),
-)
-_NVIDIA = ("/dev/nvidia0", "/proc/driver/nvidia/version")
-_TPU = ("/dev/accel0", "/dev/vfio/0")
+_OPTIONAL = {  # package: (what needs it, the extra that installs it)
+    "transformers": ("export --verify", "verify"),
+    "torch": ("export --verify", "verify"),
+    "ray": ("data.executor: ray, and launch --on ray", "ray"),
+    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu"),
+    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda"),
+}
+_ACCELERATORS = {  # package: (what it is for, files that are there where this machine has one)
+    "jax_cuda12_plugin": ("an NVIDIA GPU", ("/dev/nvidia0", "/proc/driver/nvidia/version")),
+    "libtpu": ("a TPU", ("/dev/accel0", "/dev/vfio/0")),
+}
 _HUB = "https://huggingface.co"
 _TIMEOUT = 3.0  # seconds; being offline is fine
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verb."""
-    app.command("doctor")(doctor)
-
-
+@verb()
 def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Print what this machine has (devices, memory, disk, network, versions) and which packages are missing for what.
 
     Example: affinage doctor --json
     """
+    missing = {name: extra for name, extra in _OPTIONAL.items() if importlib.util.find_spec(name) is None}
     with ThreadPoolExecutor(1) as pool:
         reachable = pool.submit(_reachable)
-        versions = {name: _version(name) for name in _PACKAGES}
         facts = {
             "devices": _devices(),
-            "unused": _unused(),
+            "unused": [
+                f"{what} is here, and JAX cannot use it: pip install 'affinage[{_OPTIONAL[package][1]}]'"
+                for package, (what, places) in _ACCELERATORS.items()
+                if package in missing and any(Path(place).exists() for place in places)
+            ],
             "machine": _machine(runs),
-            "versions": {"affinage": affinage.__version__, "python": platform.python_version(), **versions},
+            "versions": {"affinage": affinage.__version__, "python": platform.python_version()}
+            | {name: _version(name) for name in _PACKAGES},
             "missing": [
                 {"package": package, "needed_for": purpose, "get_it": f"pip install 'affinage[{extra}]'"}
-                for package, purpose, extra in _OPTIONAL
-                if importlib.util.find_spec(package) is None
+                for package, (purpose, extra) in missing.items()
             ],
             "network": {_HUB: reachable.result()},
         }
-    emit(facts, as_json, [Table(("", ""), _rows(facts), left=(0, 1))])
+    emit(facts, as_json)
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -78,36 +77,16 @@ def _devices() -> list[dict[str, Any]]:
     ]
 
 
-def _unused() -> list[str]:
-    """Accelerators here that JAX cannot use for want of a package, each with the command that installs it."""
-    found = []
-    for name, places, package, extra in (
-        ("an NVIDIA GPU", _NVIDIA, "jax_cuda12_plugin", "cuda"),
-        ("a TPU", _TPU, "libtpu", "tpu"),
-    ):
-        if any(Path(place).exists() for place in places) and importlib.util.find_spec(package) is None:
-            found.append(f"{name} is here, and JAX cannot use it: pip install 'affinage[{extra}]'")
-    return found
-
-
 def _machine(runs: Path) -> dict[str, Any]:
     place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     return {
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory("MemTotal"),
-        "memory_available_bytes": _memory("MemAvailable"),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_available_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"),
         "runs": str(runs.absolute()),
         "disk_free_bytes": shutil.disk_usage(place).free,
     }
-
-
-def _memory(name: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None  # not Linux
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def _version(package: str) -> str | None:
@@ -128,24 +107,3 @@ def _reachable() -> bool:
         return True  # it answered
     except (OSError, ValueError):
         return False
-
-
-def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    devices, machine = facts["devices"], facts["machine"]
-    for device in devices[:1]:
-        yield "devices", device.get("problem") or f"{len(devices)} × {device['kind']} ({device['platform']})"
-    for advice in facts["unused"]:
-        yield "unused", advice
-    yield "system", f"{machine['system']}, {machine['cores']} cores"
-    if machine["memory_bytes"]:
-        yield "memory", f"{_gib(machine['memory_available_bytes'])} free of {_gib(machine['memory_bytes'])}"
-    yield "disk", f"{_gib(machine['disk_free_bytes'])} free for {machine['runs']}"
-    online = facts["network"][_HUB]
-    yield "network", f"{_HUB} answers" if online else f"{_HUB} does not answer: only local files and tasks"
-    yield "versions", ", ".join(f"{name} {version or 'MISSING'}" for name, version in facts["versions"].items())
-    for entry in facts["missing"]:
-        yield "not installed", f"{entry['package']}, for {entry['needed_for']}: {entry['get_it']}"
-
-
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"

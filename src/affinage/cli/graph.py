@@ -2,36 +2,27 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import typer
-
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt, warn
-from affinage.cli.output import Table, counted, emit, screen
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt, verb, warn
+from affinage.cli.output import counted, described, emit, size
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.config.parallel import Remat, RematChoice
+    from affinage.config.parallel import Remat
     from affinage.config.recipe import Recipe
     from affinage.config.training import TrainSettings
     from affinage.model.graph import Graph
 
-_WITH_INPUTS = 100  # columns from which on there is room for the inputs of a node
 _UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
 _LINES = 24  # at most, for the schedule of one training
 _WIDTH = 48  # characters of the longest bar
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verb."""
-    app.command("graph")(graph)
-
-
+@verb()
 def graph(
     recipe: RecipeArgument,
     overrides: SetOption = None,
@@ -48,7 +39,7 @@ def graph(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     if as_json and as_mermaid:
-        raise UserError("these are two outputs", where="--json, --mermaid", fix="Ask for one at a time.")
+        raise UserError("these are two outputs", where="--json, --mermaid", fix="Choose one of them.")
     loaded = load(recipe, overrides, runs, lenient=True)
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
@@ -60,7 +51,7 @@ def graph(
     load_plugins(loaded)
     if schedule:
         rates = _learning_rates(loaded)
-        emit(rates, as_json, (line for name in rates for line in _drawn(name, rates[name])))
+        emit(rates, as_json, described({name: _with_bars(rows) for name, rows in rates.items()}))
         return
     vocabulary = _vocabulary(loaded.recipe, run_folder(resolve(recipe, runs), loaded, runs))
     model = parse(with_vocabulary(loaded.recipe.model, vocabulary), loaded.locate)
@@ -75,10 +66,10 @@ def graph(
         "nodes": summary_table(model, batch, context),
         "memory": _memory(model, batch, context, loaded.recipe.parallel.remat),
     }
-    emit(facts, as_json, _view(facts))
+    emit(facts, as_json, described(_view(facts)))
 
 
-def _memory(model: "Graph", batch: int, context: int, remat: "RematChoice") -> dict[str, Any]:
+def _memory(model: "Graph", batch: int, context: int, remat: Any) -> dict[str, Any]:
     """Bytes in bfloat16: the cache of one sequence, and what a step keeps for its backward pass on all devices."""
     import jax.numpy as jnp
 
@@ -87,8 +78,7 @@ def _memory(model: "Graph", batch: int, context: int, remat: "RematChoice") -> d
     from affinage.planning.estimate import activations
 
     settings: dict[str, Remat] = {policy: policy for policy in get_args(RematPreset)}
-    if not isinstance(remat, str):
-        settings["by name"] = remat
+    settings |= {} if isinstance(remat, str) else {"by name": remat}
     found = {policy: activations(model, batch, context, setting) for policy, setting in settings.items()}
     return {
         "cache_of_a_row": cache_bytes(model, 1, context, jnp.bfloat16),
@@ -97,41 +87,34 @@ def _memory(model: "Graph", batch: int, context: int, remat: "RematChoice") -> d
     }
 
 
-def _view(facts: dict[str, Any]) -> "Iterator[str | Table]":
-    wide = screen().width >= _WITH_INPUTS
+def _view(facts: dict[str, Any]) -> dict[str, Any]:
+    """The same facts for people: matrix products only, 2 m n k FLOPs each; memory in bfloat16."""
+    nodes, context, memory = facts["nodes"], facts["context"], facts["memory"]
+    of_a_step = counted(facts["batch"], "row" if context else "example")
     rows = [
-        (
-            row["name"],
-            f"{row['kind']} × {row['repeat']}" if row["repeat"] > 1 else row["kind"],
-            row["shape"],
-            row["parameters"],
-            *(f"{row[key]:.3g}" for key in ("flops", "training_flops")),
-            *([", ".join(row["inputs"])] if wide else []),
-        )
-        for row in facts["nodes"]
+        {
+            "node": row["name"],
+            "kind": f"{row['kind']} × {row['repeat']}" if row["repeat"] > 1 else row["kind"],
+            "value": row["shape"],
+            "parameters": row["parameters"],
+            "forward FLOPs": f"{row['flops']:.3g}",
+            "training FLOPs": f"{row['training_flops']:.3g}",
+            "reads": row["inputs"],
+        }
+        for row in nodes
     ]
-    columns = ("node", "kind", "value", "parameters", "forward", "training", *(["reads"] if wide else []))
-    yield Table(columns, rows, left=(0, 1, 2, 6))
-    total, counts, memory, context = facts["nodes"][-1], facts["parameters"], facts["memory"], facts["context"]
-    batch = f"{counted(facts['batch'], 'row')} of {context:,} tokens" if context else counted(facts["batch"], "example")
-    yield f"\nforward, training: FLOPs of one step of {batch}; matrix products only, 2 m n k each."
-    active = f", {counts['active']:,} active for a token, {counts['embedding']:,} in embeddings" if context else ""
-    yield f"{counts['total']:,} parameters{active}"
-    pairs = total["training_flops_all_pairs"]
-    hidden = f"; {pairs:.4g} with the pairs that causality hides" if pairs != total["training_flops"] else ""
-    yield f"{total['training_flops']:.4g} FLOPs to train a step{hidden}"
-    if memory["cache_of_a_row"]:
-        yield f"{_gigabytes(memory['cache_of_a_row'])} cache of one row when decoding, in bfloat16"
-    kept = ", ".join(f"{_gigabytes(count)} ({policy})" for policy, count in memory["activations"].items())
-    yield f"{kept} of activations of a step in bfloat16, by what is recomputed"
-    if offloaded := memory["offloaded"].get("by name"):
-        yield f"{_gigabytes(offloaded)} (by name) are offloaded to the host's memory"
-
-
-def _gigabytes(count: int) -> str:
-    if count < 1e8:
-        return f"{count / 1e6:.3g} MB"
-    return f"{count / 1e9:,.0f} GB" if count >= 1e11 else f"{count / 1e9:.3g} GB"
+    pairs = nodes[-1]["training_flops_all_pairs"]
+    return {
+        "nodes": rows,
+        "a step": of_a_step + (f" of {context:,} tokens" if context else ""),
+        "parameters": facts["parameters"]["total"],
+        **({f"{key} parameters": facts["parameters"][key] for key in ("active", "embedding")} if context else {}),
+        "FLOPs of a step": f"{nodes[-1]['training_flops']:.4g}",
+        "with the pairs that causality hides": f"{pairs:.4g}" if pairs != nodes[-1]["training_flops"] else "",
+        "decoding cache of a row": size(memory["cache_of_a_row"]) if memory["cache_of_a_row"] else "",
+        "activations by remat": {policy: size(kept) for policy, kept in memory["activations"].items()},
+        "offloaded to the host": {policy: size(count) for policy, count in memory["offloaded"].items() if count},
+    }
 
 
 def _batch_size(recipe: "Recipe") -> int:
@@ -150,10 +133,10 @@ def _vocabulary(recipe: "Recipe", run: Path) -> int:
     if recipe.tokenizer.kind == "bpe":
         return recipe.tokenizer.vocab_size
     result = read_result(run / "train-tokenizer", TokenizerResult)
-    trained = result.vocabulary if result else None
-    if trained is None:
-        warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
-    return trained or _UNKNOWN_CHARACTERS
+    if result and result.vocabulary:
+        return result.vocabulary
+    warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
+    return _UNKNOWN_CHARACTERS
 
 
 def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
@@ -163,13 +146,9 @@ def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
     rates = {}
     for name in loaded.recipe.trainings:
         settings = getattr(loaded.recipe, name)
-        check_choices(settings, partial(_located, loaded, name))
+        check_choices(settings, lambda path, name=name: loaded.locate((name, *path)))
         rates[name] = _rates(settings)
     return rates
-
-
-def _located(loaded: "LoadedRecipe", section: str, path: Sequence[str | int]) -> str:
-    return loaded.locate((section, *path))
 
 
 def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:
@@ -184,10 +163,7 @@ def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:
     return [{"step": step, "learning_rate": float(rate(jnp.int32(step)))} for step in steps]
 
 
-def _drawn(name: str, rates: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each step, with a bar as long as its learning rate is high."""
+def _with_bars(rates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with a bar as long as its learning rate is high."""
     top = max(row["learning_rate"] for row in rates)
-    yield f"{name}: learning rate by step"
-    for row in rates:
-        rate = row["learning_rate"]
-        yield f"{row['step']:>10,}  {rate:9.3e}  {'█' * max(round(_WIDTH * rate / top), 0)}"
+    return [row | {"bar": "█" * max(round(_WIDTH * row["learning_rate"] / top), 0)} for row in rates]

@@ -6,14 +6,15 @@ import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from affinage.cli import options
 from affinage.cli.opening import model_of
-from affinage.cli.options import RUNS, ForceOption, ModelArgument, PipelineOptions, RunsOption, SetOption, find, opt
+from affinage.cli.options import arg, find, opt, verb, warn
+from affinage.cli.output import size, working
 from affinage.cli.run import run_pipeline
-from affinage.cli.working import Working
 from affinage.errors import UserError
 from affinage.paths import from_home
 
@@ -23,71 +24,57 @@ if TYPE_CHECKING:
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
-_DTYPE, _LICENSE, _SHARD_BYTES = "float32", "apache-2.0", 5_000_000_000
+_USUAL = {"dtype": "float32", "license": "apache-2.0", "max_shard_size": 5_000_000_000, "trim_vocabulary": False}
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verbs."""
-    app.command("import")(import_)
-    app.command("export")(export)
-
-
+@verb("import")
 def import_(
-    source: Annotated[
-        str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")
-    ],
+    source: Annotated[str, arg("FOLDER_OR_HUB_ID", "Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")],
     to: Annotated[Path | None, opt("Where to write; default: its name, here.", "--to", metavar="DIR")] = None,
     chat_tokens: Annotated[bool, opt("Give it <|im_start|> and <|im_end|> if it lacks them.", "--chat-tokens")] = False,
 ) -> None:
     """Import a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
 
-    What its config.json says is computed exactly or refused by name. No code of the model's is loaded or run.
+    What its config.json says is computed exactly or refused by name. No code of the model is loaded or run.
 
     Example: affinage import gpt2 --to my_gpt2
     """
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
     folder = to or Path(name)
-    if to is None and folder.exists():
-        what = f"the model would be written into `{folder}`, which is there already"
-        raise UserError(what, fix="Name another folder with --to, for example --to my_model.")
     _must_be_new(folder)
     from affinage.hub.repository import local_copy
     from affinage.pipeline.imports import import_model
 
-    with Working(f"importing {source}"):
+    with working(f"importing {source}"):
         at = from_home(source)
         origin = os.path.abspath(at) if at.is_dir() else source
         found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
     if found["ignored"]:
-        keys = ", ".join(found["ignored"])
-        typer.echo(f"Warning: config.json has keys without a meaning for a {found['family']}: {keys}", err=True)
+        warn(f"config.json has keys without a meaning for a {found['family']}: {', '.join(found['ignored'])}")
     typer.echo(
         f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
         f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
     )
 
 
+@verb()
 def export(
-    model: ModelArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-    force: ForceOption = None,
+    model: options.ModelArgument,
+    overrides: options.SetOption = None,
+    runs: options.RunsOption = options.RUNS,
+    force: options.ForceOption = None,
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
-    dtype: Annotated[str, opt("float32, bfloat16 or float16.")] = _DTYPE,
-    license: Annotated[str, opt("SPDX identifier of the weights.")] = _LICENSE,
-    max_shard_size: Annotated[int, opt("Largest size of one file, in bytes.", min=1000)] = _SHARD_BYTES,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], opt("Of the weights.")] = "float32",
+    license: Annotated[str, opt("SPDX identifier of the weights.")] = "apache-2.0",
+    max_shard_size: Annotated[int, opt("Largest size of one file, in bytes.", min=1000)] = 5_000_000_000,
     trim: Annotated[bool, opt("Leave out ids that the tokenizer does not have.", "--trim-vocabulary")] = False,
-    adapter: Annotated[
-        bool, opt("With --to: the LoRA adapters it trained alone, as PEFT reads them.", "--adapter")
-    ] = False,
+    adapter: Annotated[bool, opt("With --to: only the trained LoRA adapters, for PEFT.", "--adapter")] = False,
     base: Annotated[
-        str | None, opt("With --adapter: where PEFT finds the model that it belongs on.", metavar="FOLDER_OR_HUB_ID")
+        str | None, opt("With --adapter: a folder or hub id of the model below it.", metavar="BASE")
     ] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
     check_gguf: Annotated[bool, opt("Convert with llama.cpp and compare with it.", "--verify-gguf")] = False,
-    push: Annotated[
-        str | None, opt("Then upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")
-    ] = None,
+    push: Annotated[str | None, opt("Upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")] = None,
     public: Annotated[bool, opt("With --push: a new repository is public.")] = False,
 ) -> None:
     """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
@@ -108,42 +95,34 @@ def export(
         return
     if base is not None:
         raise UserError("--base goes with --adapter", where="--base", fix="Leave it out for a whole model.")
-    offline = "HF_HUB_OFFLINE" in os.environ
-    settings = {
-        "dtype": (dtype, _DTYPE),
-        "license": (license, _LICENSE),
-        "max_shard_size": (max_shard_size, _SHARD_BYTES),
-        "trim_vocabulary": (trim, False),
-    }
+    offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
+    settings = {"dtype": dtype, "license": license, "max_shard_size": max_shard_size, "trim_vocabulary": trim}
     if to is None:
-        chosen = [f"export.{key}={json.dumps(value)}" for key, (value, usual) in settings.items() if value != usual]
-        folder = _export_of_run(model, PipelineOptions([*(overrides or ()), *chosen], runs, force))
+        chosen = [f"export.{key}={json.dumps(value)}" for key, value in settings.items() if value != _USUAL[key]]
+        folder = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *chosen], runs, force))
     elif overrides or force:
         fix = "Leave them out, or leave out --to."
-        raise UserError("--set and --force are of the run's own export, and --to of another one", where=model, fix=fix)
+        raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)
     else:
         folder = to
-        _write(model, runs, to, {key: value for key, (value, _) in settings.items()})
-    if check:
-        _verify(model, runs, folder)
-    if check_gguf:
-        _verify_gguf(model, runs, folder)
+        _write(model, runs, to, settings)
+    if check or check_gguf:
+        _compare(model, runs, folder, check, check_gguf)
     typer.echo(f"The model is in {folder}.")
     if push is not None:
         if not offline:
             import huggingface_hub
 
-            # Set for the run of a recipe that needs no network, and read when the export was written.
             os.environ.pop("HF_HUB_OFFLINE", None)
             huggingface_hub.constants.HF_HUB_OFFLINE = False
         from affinage.hub.repository import push as upload
 
-        with Working(f"uploading to {push}"):
+        with working(f"uploading to {push}"):
             address = upload(folder, push, private=not public)
         typer.echo(f"The model is at {address}.")
 
 
-def _export_of_run(name: str, how: PipelineOptions) -> Path:
+def _export_of_run(name: str, how: options.PipelineOptions) -> Path:
     """The folder that a run's export step wrote, after running that step if it is missing."""
     from affinage.pipeline.models import export_of
     from affinage.pipeline.names import check_complete, recorded, run_of
@@ -166,18 +145,15 @@ def _export_of_run(name: str, how: PipelineOptions) -> Path:
 def _write(name: str, runs: Path, to: Path, settings: dict[str, Any]) -> None:
     _must_be_new(to)
     target, state = model_of(name, runs)
-    from affinage.hub.export import DTYPES, export
+    from affinage.hub.export import export
     from affinage.pipeline.models import is_chat, open_target
 
-    if settings["dtype"] not in DTYPES:
-        fix = f"Choose one of: {', '.join(DTYPES)}."
-        raise UserError(f"`{settings['dtype']}` is not a dtype of weights", where="--dtype", fix=fix)
     facts = _card(target, state, settings.pop("license"))
     export(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **settings)
 
 
 def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFacts":
-    """The facts of the model card: what its run knows, and of a model that is not trained to its end, how far it is."""
+    """The facts of the model card: those of its run, and how far a model is that is not trained to its end."""
     from affinage.hub.card import CardFacts
     from affinage.pipeline.models import results_of
     from affinage.report.card import card_facts
@@ -198,50 +174,45 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
     from affinage.pipeline.models import adapter_base, open_adapters
     from affinage.pipeline.names import command
 
-    belongs_on, known = adapter_base(target, runs)
-    place = base or known
-    files = write_adapter(to, *open_adapters(target, runs), base=place)
-    typer.echo(f"The adapter is in {to}: {sum(files.values()) / 1e6:,.1f} MB.")
-    if place:
-        typer.echo(f'It belongs on {place}; both: peft.AutoPeftModelForCausalLM.from_pretrained("{to}")')
-        return
-    typer.echo(f"It belongs on {belongs_on or 'the imported model that its recipe begins with'}. Export that, too:")
-    typer.echo(f"  {command('export', belongs_on or 'MODEL', '--to', 'my_base', runs=runs)}")
-    typer.echo(f'  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("my_base"), "{to}")')
-    typer.echo("Written with --base my_base, the adapter names it itself.")
+    before, known = adapter_base(target, runs)
+    files = write_adapter(to, *open_adapters(target, runs), base=base or known)
+    typer.echo(f"The adapter is in {to}: {size(sum(files.values()))}.")
+    if base or known:
+        typer.echo(f'Its base is {base or known}; both: peft.AutoPeftModelForCausalLM.from_pretrained("{to}")')
+    else:
+        export = command("export", before or "MODEL", "--to", "my_base", runs=runs)
+        typer.echo(
+            f"Its base is {before or 'the imported model that its recipe begins with'}. Export that, too: {export}"
+        )
+        typer.echo("and write the adapter with --base my_base.")
 
 
-def _verify(name: str, runs: Path, folder: Path) -> None:
+def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:
+    """Print how well others agree with a model: transformers, and llama.cpp."""
     from affinage.cli.watch import verified_in_words
-    from affinage.hub.verify import verify
+    from affinage.data.documents import read_documents
+    from affinage.hub.gguf import verify_gguf
+    from affinage.hub.verify import TRICKY_TEXTS, verify
     from affinage.pipeline.models import open_target
     from affinage.results import Verified
 
-    found, _ = model_of(name, runs, announce=False)
-    with Working("comparing with transformers"):
-        typer.echo(verified_in_words(Verified(**verify(folder, open_target(found, runs), _PROBES))))
-
-
-def _verify_gguf(name: str, runs: Path, folder: Path) -> None:
-    from affinage.data.documents import read_documents
-    from affinage.hub.gguf import verify_gguf
-    from affinage.hub.verify import TRICKY_TEXTS
-    from affinage.pipeline.models import open_target
-
     target, _ = model_of(name, runs, announce=False)
-    lines = [*_PROBES, *TRICKY_TEXTS]
-    validation = target.run / "split" / "validation" if target.run is not None else None
-    if validation is not None and validation.is_dir():
-        documents = (str(text) for batch in read_documents(validation) for text in batch.column("text").to_pylist())
-        lines += islice((line for text in documents for line in text.splitlines()), _LINES)
-    with Working("comparing with llama.cpp"):
-        found = verify_gguf(folder, open_target(target, runs), lines)
-    apart = f"{found['largest_logit_difference']:.1e}"
-    typer.echo(
-        f"llama.cpp computes the same: ids of {found['texts']:,} lines, logits at most {apart} of the largest apart"
-    )
+    model = open_target(target, runs)
+    if with_transformers:
+        with working("comparing with transformers"):
+            typer.echo(verified_in_words(Verified(**verify(folder, model, _PROBES))))
+    if with_gguf:
+        lines = [*_PROBES, *TRICKY_TEXTS]
+        validation = target.run / "split" / "validation" if target.run is not None else None
+        if validation is not None and validation.is_dir():
+            texts = (str(text) for batch in read_documents(validation) for text in batch.column("text").to_pylist())
+            lines += islice((line for text in texts for line in text.splitlines()), _LINES)
+        with working("comparing with llama.cpp"):
+            found = verify_gguf(folder, model, lines)
+        apart = f"{found['largest_logit_difference']:.1e} of the largest apart"
+        typer.echo(f"llama.cpp computes the same: ids of {found['texts']:,} lines, logits at most {apart}")
 
 
 def _must_be_new(folder: Path) -> None:
     if folder.exists():
-        raise UserError("this is there already", where=str(folder), fix="Name a folder that is not there yet.")
+        raise UserError("this is there already", where=str(folder), fix="Name another folder, such as --to my_model.")

@@ -3,48 +3,32 @@
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from affinage.cli.options import (
-    RUNS,
-    ForceOption,
-    ProfileOption,
-    RecipeArgument,
-    RunsOption,
-    SetOption,
-    UntilOption,
-    load,
-    opt,
-)
-from affinage.errors import UserError
+from affinage.cli import options
+from affinage.cli.options import load, opt, verb
 
 if TYPE_CHECKING:
-    from affinage.cluster.launch import Launcher
     from affinage.config.load import LoadedRecipe
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verb."""
-    app.command("launch")(launch)
-
-
+@verb()
 def launch(
-    recipe: RecipeArgument,
-    processes: Annotated[int, opt("How many processes compute together.", min=1, metavar="N")],
-    on: Annotated[Literal["local", "ray"], opt("Where: on this machine, or on a Ray cluster.")] = "local",
-    devices: Annotated[int | None, opt("Devices that the CPU of each process plays.", min=1, metavar="N")] = None,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-    until: UntilOption = None,
-    force: ForceOption = None,
-    profile: ProfileOption = None,
+    recipe: options.RecipeArgument,
+    processes: Annotated[int, opt("Number of processes that train together.", min=1, metavar="N")],
+    on: Annotated[Literal["local", "ray"], opt("On this machine, or on a Ray cluster.")] = "local",
+    devices: Annotated[int | None, opt("Devices that the CPU of each process simulates.", min=1, metavar="N")] = None,
+    overrides: options.SetOption = None,
+    runs: options.RunsOption = options.RUNS,
+    until: options.UntilOption = None,
+    force: options.ForceOption = None,
+    profile: options.ProfileOption = None,
     max_preemptions: Annotated[int, opt("Restarts after a process was preempted.", min=0)] = 1000,
     max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
-    grace: Annotated[float, opt("Seconds to save in when this program is asked to stop.", min=1)] = 35.0,
+    grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
     address: Annotated[
         str, opt("ray: of the cluster (auto, HOST:6379); default: one on this machine.", metavar="ADDRESS")
     ] = "",
@@ -62,7 +46,7 @@ def launch(
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
     loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
-    from affinage.cluster.launch import FailureConfig, LocalLauncher, supervise
+    from affinage.cluster.launch import FailureConfig, Launcher, LocalLauncher, supervise
     from affinage.pipeline.names import RECIPE, resolve
 
     run = resolve(recipe, runs).run
@@ -72,8 +56,6 @@ def launch(
     traced = None if profile is None else [profile]
     for option, values in (("--set", overrides), ("--until", until), ("--force", force), ("--profile", traced)):
         words += [word for value in values or () for word in (option, value)]
-    if min_processes is None:
-        _check_mesh(loaded, until, processes, devices)
     with contextlib.ExitStack() as cleanup:
         launcher: Launcher
         if on == "local":
@@ -87,30 +69,15 @@ def launch(
                 open_cluster=open_cluster,
                 min_workers=min_processes,
                 devices=devices,
-                files=files_of(loaded, file),
+                files=_files_of(loaded, file),
                 say=_print,
             )
             cleanup.callback(launcher.close)
-        failures = FailureConfig(max_preemptions, max_failures)
-        status = supervise(launcher, words, failures, grace=grace, say=_print)
+        status = supervise(launcher, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=_print)
     raise typer.Exit(status)
 
 
-def _check_mesh(loaded: "LoadedRecipe", until: Sequence[str] | None, processes: int, devices: int | None) -> None:
-    """Refuse a mesh that cannot span all devices, where their number is known and the run trains."""
-    trainings = loaded.recipe.trainings
-    if devices is None or not trainings or (until and not set(until) & set(trainings)):
-        return
-    from affinage.hardware.mesh import axis_sizes
-
-    try:
-        axis_sizes({str(axis): size for axis, size in loaded.recipe.mesh.items()}, processes * devices, processes)
-    except UserError as error:
-        what = f"{error.what} (processes: {processes}, devices of each: {devices})"
-        raise UserError(what, where=loaded.locate(("mesh",)), fix=error.fix) from error
-
-
-def files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
+def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
     """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
     from affinage.config.load import load_recipe
 

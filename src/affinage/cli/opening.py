@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from affinage.cli.options import RUNS, RunsOption, find, opt
-from affinage.cli.working import Working
+from affinage.cli.output import working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,27 +28,13 @@ def _sizes(text: str) -> dict[str, int | str]:
     return sizes
 
 
-MeshOption = Annotated[
-    Any,
-    opt(
-        "Split the weights over devices, e.g. tensor=2 or fsdp=4,tensor=2. Default: each has a copy.",
-        "--mesh",
-        metavar="AXIS=DEVICES,...",
-        parser=_sizes,
-        show_default=False,
-    ),
-]
-MaxLenOption = Annotated[
-    int | None,
-    opt(
-        "Longest prompt and answer together. Default: what the model was trained on; for a model from elsewhere "
-        f"{MAX_RESERVED} where memory is reserved for it (serve, eval).",
-        "--max-model-len",
-        metavar="TOKENS",
-        min=2,
-        show_default=False,
-    ),
-]
+_MESH = "Split the weights over devices, e.g. tensor=2 or fsdp=4,tensor=2. Default: each has a copy."
+_MAX_LEN = (
+    "Longest prompt and answer together. Default: what the model was trained on; for a model from elsewhere "
+    f"{MAX_RESERVED} where memory is reserved for it (serve, eval)."
+)
+MeshOption = Annotated[Any, opt(_MESH, "--mesh", metavar="AXIS=DEVICES,...", parser=_sizes, show_default=False)]
+MaxLenOption = Annotated[int | None, opt(_MAX_LEN, "--max-model-len", metavar="TOKENS", min=2, show_default=False)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ class Opened(NamedTuple):
 
 
 def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, ModelState | None]":
-    """The model that a name stands for, and how far it is trained, which is printed.
+    """Returns the model that a name stands for, and how far it is trained, which is printed (`announce`).
 
     Raises:
         UserError: there is none, or it is a run that is not complete; with the command that completes it.
@@ -99,7 +85,7 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
 
 
 def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: bool = True) -> Opened:
-    """The model that a name stands for, opened as the options say; how far it is trained is printed (`announce`).
+    """Returns the model that a name stands for, opened as the options say; see `model_of`.
 
     With `reserves`, memory is held for the whole context: a model from elsewhere, whose context may be far longer than
     anybody needs, is limited to `MAX_RESERVED` unless a limit is given, and this is printed.
@@ -111,7 +97,7 @@ def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: boo
     from affinage.cluster.processes import Processes
     from affinage.pipeline.models import is_from_elsewhere, open_target
 
-    with Working(f"opening {name}"):
+    with working(f"opening {name}"):
         model = open_target(target, how.runs, mesh=how.mesh)
     own, wanted = model.context, how.max_model_len
     if wanted is not None and wanted > own:

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs have, and what they stand for."""
+"""The program `affinage`, to which every verb registers itself, and what verbs share: options, and what names mean."""
 
 import functools
 import inspect
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
-from affinage.cli import completion
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +20,70 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 _EXAMPLE = re.compile(r"^Examples?: (.+)$", re.MULTILINE)  # in the docstring of a verb
-_DIFFERENCES = 3  # settings in which a run differs from the packaged recipe of its name, in a warning
+_HELP: dict[str, Any] = {"no_args_is_help": True, "context_settings": {"help_option_names": ["-h", "--help"]}}
+
+app = typer.Typer(
+    name="affinage",
+    help="From raw text in two languages to a released, evaluated chat model.\n\nBegin with: affinage run quickstart",
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    **_HELP,
+)
+
+
+class Verb(TyperCommand):
+    """A command whose message about a missing argument or option ends with the first example of its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as the base class does, and add the example to the error of a missing parameter."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            example = _EXAMPLE.search(self.help or "")
+            if example and not error.message:  # a parameter with a wrong value has a message of its own
+                error.message = f"For example: {example[1]}"
+            raise
+
+
+def verb(name: str | None = None, within: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that makes a verb of a function, by its own name or `name`."""
+    return within.command(name, cls=Verb)
+
+
+def verbs(name: str, help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    """A group of verbs."""
+    group = typer.Typer(help=help, cls=cls, **_HELP)
+    app.add_typer(group, name=name)
+    return group
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Names of packaged recipes for the shell; where none fits it continues with files."""
+    from affinage.config.layers import packaged_recipes
+
+    return [name for name in packaged_recipes() if name.startswith(incomplete)]
+
+
+def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of runs for the shell, and after a slash those of their trainings."""
+    from affinage.pipeline.names import TRAININGS, run_names
+
+    folder = Path(ctx.params.get("runs") or RUNS)
+    run, slash, _ = incomplete.partition("/")
+    trained = [f"{run}/{name}" for name in TRAININGS if slash and (folder / run / name).is_dir()]
+    return [name for name in trained or run_names(folder) if name.startswith(incomplete)]
+
+
+def complete_recipe_or_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of packaged recipes and of runs for the shell."""
+    return [*dict.fromkeys([*complete_recipe(incomplete), *complete_model(ctx, incomplete)])]
+
+
+def complete_slice(incomplete: str) -> list[str]:
+    """Names of common TPU slices and boxes of GPUs for the shell."""
+    from affinage.hardware.slices import compared
+
+    return [one.name for one in compared() if one.name.startswith(incomplete)]
 
 
 def opt(help: str, *names: str, **more: Any) -> Any:
@@ -29,26 +91,9 @@ def opt(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
-def _argument(metavar: str, help: str, complete: Callable[..., list[str]]) -> Any:
+def arg(metavar: str, help: str, complete: Callable[..., list[str]] | None = None) -> Any:
+    """An argument of a verb."""
     return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=complete)
-
-
-RecipeArgument = Annotated[
-    str, _argument("RECIPE|RUN", "A recipe file, a run, or a packaged recipe.", completion.recipes_or_models)
-]
-ModelArgument = Annotated[
-    str,
-    _argument(
-        "MODEL",
-        "A run (quickstart), a training of it (quickstart/pretrain), a checkpoint (quickstart/pretrain@1000), an "
-        "import, or a Hugging Face folder.",
-        completion.models,
-    ),
-]
-RunArgument = Annotated[str, _argument("RUN", "A run, or its recipe.", completion.models)]
-SetOption = Annotated[
-    list[str] | None, opt("Change a setting, e.g. pretrain.steps=100. May be repeated.", "--set", metavar="KEY=VALUE")
-]
 
 
 def _is_a_folder(runs: Path) -> Path:
@@ -61,6 +106,18 @@ def _is_a_folder(runs: Path) -> Path:
     return runs
 
 
+RecipeArgument = Annotated[
+    str, arg("RECIPE|RUN", "A recipe file, a run, or a packaged recipe.", complete_recipe_or_run)
+]
+_MODEL = (
+    "A run (quickstart), a training of it (quickstart/pretrain), a checkpoint (quickstart/pretrain@1000), an import, "
+    "or a Hugging Face folder."
+)
+ModelArgument = Annotated[str, arg("MODEL", _MODEL, complete_model)]
+RunArgument = Annotated[str, arg("RUN", "A run, or its recipe.", complete_model)]
+SetOption = Annotated[
+    list[str] | None, opt("Change a setting, e.g. pretrain.steps=100. May be repeated.", "--set", metavar="KEY=VALUE")
+]
 RunsOption = Annotated[
     Path, opt("The folder of all runs.", "--runs", metavar="DIR", envvar="AFFINAGE_RUNS", callback=_is_a_folder)
 ]
@@ -118,27 +175,13 @@ def with_options(**groups: type) -> Callable[[Callable[..., None]], Callable[...
     return decorate
 
 
-class Verb(TyperCommand):
-    """A command whose message about a missing argument or option ends with the first example of its help."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as the base class does; of a missing parameter the error has the example, too."""
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            example = _EXAMPLE.search(self.help or "")
-            if example and not error.message:  # a parameter with a wrong value has a message of its own
-                error.message = f"For example: {example[1]}"
-            raise
-
-
 def warn(message: str) -> None:
     """Print a warning in one line of standard error."""
     print(f"Warning: {message}", file=sys.stderr)
 
 
 def find(name: str, runs: Path) -> "Target":
-    """What a name stands for, with a warning where it may stand for something else."""
+    """Returns what a name stands for; warns if it may stand for something else."""
     from affinage.pipeline.names import resolve
 
     target = resolve(name, runs)
@@ -148,33 +191,18 @@ def find(name: str, runs: Path) -> "Target":
 
 
 def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: bool = False) -> "LoadedRecipe":
-    """The recipe that a name stands for, with `overrides` laid over it.
+    """Returns the recipe that a name stands for, with `overrides` laid over it.
 
-    With `lenient`, settings of a run that are gone are left out, with a warning. A run that has the name of a packaged
-    recipe and other settings is warned of.
+    With `lenient`, settings of a run that no longer exist are left out, with a warning. Another warning is printed for
+    a run that has the name of a packaged recipe and other settings.
     """
     from affinage.config.layers import packaged_recipes
+    from affinage.config.load import load_recipe
     from affinage.pipeline.names import recipe_of
 
     target = find(name, runs)
     loaded = recipe_of(target, runs, overrides or (), warn=warn if lenient else None)
     packaged = packaged_recipes().get(name) if target.kind == "run" else None
-    if packaged is not None and (differences := _differences(loaded, name, overrides or ())):
-        warn(f"`{name}` is the run {target.path}, made with {differences}; the packaged recipe is {packaged}")
+    if packaged is not None and recipe_of(target, runs, warn=lambda _: None).recipe != load_recipe(packaged).recipe:
+        warn(f"`{name}` is the run {target.path}, whose settings are not those of the packaged recipe {packaged}")
     return loaded
-
-
-def _differences(loaded: "LoadedRecipe", packaged: str, overrides: Sequence[str]) -> str:
-    """The settings of a run that are not those of a packaged recipe, as `--set` takes them."""
-    import json
-
-    from affinage.config.load import load_recipe
-    from affinage.differing import differing
-
-    try:
-        both = [each.recipe.model_dump(mode="json") for each in (loaded, load_recipe(packaged, overrides))]
-    except UserError:
-        return ""
-    found = [f"{key}={json.dumps(values[0], ensure_ascii=False)}" for key, values in differing(both)]
-    more = f" and {len(found) - _DIFFERENCES} other settings" if len(found) > _DIFFERENCES else ""
-    return ", ".join(found[:_DIFFERENCES]) + more

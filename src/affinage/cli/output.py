@@ -1,17 +1,24 @@
-"""What verbs print: tables and lines for people, plain and in whole lines outside of a terminal; JSON for scripts."""
+"""What verbs print: one result, as text for people or as JSON for scripts; and a progress line while they work."""
 
 import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from affinage.durations import duration
+from affinage.errors import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _UNBROKEN = 10_000  # columns where there is no terminal: a program reads lines, and one that is folded is two
+_LONG = 10**12  # whole numbers from here on, such as FLOPs, are rounded
+_EMPTY = (None, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -24,17 +31,76 @@ class Table:
     title: str = ""
 
 
-def emit(data: Any, as_json: bool, view: "Iterable[str | Table]" = ()) -> None:
-    """Print a result: `data` as one JSON document, or else the lines and tables of `view`, which is read only then."""
+def emit(result: Any, as_json: bool, view: "Iterable[str | Table] | None" = None) -> None:
+    """Print a result, a pydantic model or values of JSON: as one JSON document, or as text.
+
+    The text is `view`, lines and tables that are read only then; without one, `described(result)`.
+    """
+    data = result.model_dump(mode="json") if hasattr(result, "model_dump") else result
     if as_json:
-        print(json.dumps(data, ensure_ascii=False, indent=1))
+        print(json.dumps(data, ensure_ascii=False, indent=1, default=list))
         return
-    console = screen()
-    for part in view:
-        if isinstance(part, str):
-            console.print(part, highlight=False, markup=False, soft_wrap=True)
+    for part in described(data) if view is None else view:
+        drawn = part if isinstance(part, str) else _drawn(part)
+        screen().print(drawn, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+
+
+def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
+    """The text of any result: rows become a table, a mapping a line for each of its keys.
+
+    Sizes and times are written with their units where keys end in `bytes` and `seconds`; empty values are left out.
+    """
+    if isinstance(data, list):
+        yield table(data)
+        return
+    for key, value in data.items():
+        title = _title(key)
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        if value in _EMPTY:
+            continue
+        if isinstance(value, list) and all(isinstance(each, Mapping) for each in inner):
+            yield table(value, title)
+        elif isinstance(value, Mapping) and all(isinstance(each, Mapping) for each in inner):
+            yield table([{"": name, **each} for name, each in value.items()], title)
+        elif isinstance(value, Mapping):
+            yield f"{indent}{title}:"
+            yield from described(value, indent + "  ")
         else:
-            console.print(_drawn(part), highlight=False, markup=False)
+            yield f"{indent}{title}: {_in_words(key, value)}"
+
+
+def table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
+    """A table of rows that are mappings, with a column for each key that has a value in any of them."""
+    keys = [*dict.fromkeys(key for row in rows for key, value in row.items() if value not in _EMPTY)]
+    left = [at for at, key in enumerate(keys) if not any(isinstance(row.get(key), int | float) for row in rows)]
+    cells = [[_in_words(key, row.get(key)) for key in keys] for row in rows]
+    return Table([_title(key) for key in keys], cells, left, title)
+
+
+def _title(key: str) -> str:
+    return plain(str(key)).removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+
+
+def _in_words(key: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if key.endswith("bytes"):
+            return size(value)
+        if key.endswith("seconds"):
+            return duration(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{plain(str(name))} {_in_words(name, each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_in_words(key, each) for each in value)
+    return plain(_cell(value))
+
+
+def size(count: float) -> str:
+    """A number of bytes for people, in decimal units: 512 B, 1.5 MB, 20 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            break
+        count, unit = count / 1000, "TB"
+    return f"{count:.3g} {unit}"
 
 
 def _drawn(table: Table) -> Any:
@@ -50,22 +116,36 @@ def _drawn(table: Table) -> Any:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if value is None or isinstance(value, bool):
+        return {None: "–", True: "yes", False: "no"}[value]
+    if not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and value < _LONG else f"{value:.4g}"
 
 
+@functools.cache
 def screen() -> "Console":
     """The console of this process. In a pipe or a file it folds, cuts and colors nothing, unless COLUMNS is set."""
     import rich
 
-    _without_highlights()
+    rich.reconfigure(stderr=rich.get_console().stderr, highlight=False)
     found = rich.get_console()
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _UNBROKEN
     return found
+
+
+@contextlib.contextmanager
+def only_data_on_stdout(wanted: bool) -> Iterator[None]:
+    """Inside, if wanted, text for people goes to standard error, so that standard output holds the JSON alone."""
+    import rich
+
+    console = rich.get_console()
+    before, console.stderr = console.stderr, wanted or console.stderr
+    try:
+        yield
+    finally:
+        console.stderr = before
 
 
 def counted(count: int, thing: str) -> str:
@@ -79,23 +159,22 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 @contextlib.contextmanager
-def only_data_on_stdout(wanted: bool) -> Iterator[None]:
-    """Inside, if wanted, text for people goes to standard error, so that standard output holds the JSON alone."""
-    if not wanted:
-        yield
-        return
-    import rich
+def working(name: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal, on standard error, what is being done.
 
-    console = rich.get_console()
-    before, console.stderr = console.stderr, True
-    try:
-        yield
-    finally:
-        console.stderr = before
+    Yields a function that shows a phase in words, such as "30 of 90 choices". Without a terminal nothing is printed, or
+    with `lines` one line for each new phase, whatever the numbers in it.
+    """
+    from rich.console import Console
 
+    console, shown = Console(file=sys.stderr), set()
+    with console.status(f"{name} ...") as status:
 
-@functools.cache
-def _without_highlights() -> None:
-    import rich
+        def progressed(what: str) -> None:
+            status.update(f"{name}: {what}")
+            phase = re.sub(r"[\d,.]+", "", what)
+            if lines and not console.is_terminal and phase not in shown:
+                print(f"{name}: {what}", file=console.file, flush=True)
+            shown.add(phase)
 
-    rich.reconfigure(stderr=rich.get_console().stderr, highlight=False)
+        yield progressed

@@ -2,20 +2,14 @@
 
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Never
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt, warn
-from affinage.cli.output import emit
-from affinage.cli.working import Working
+from affinage.cli import options
+from affinage.cli.options import load, opt, verb, warn
+from affinage.cli.output import emit, working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,45 +21,30 @@ if TYPE_CHECKING:
     from affinage.planning.plan import Counted, Training
 
 _DATA = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the steps that prepare training data
+_ON = "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."
+TrainingName = Literal["pretrain", "sft", "dpo"]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verb."""
-    app.command("plan")(plan)
-
-
+@verb()
 def plan(
-    recipe: RecipeArgument,
-    on: Annotated[
-        str | None,
-        opt(
-            "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu.",
-            "--on",
-            metavar="SLICE",
-            autocompletion=completion.slices,
-        ),
-    ] = None,
-    training: Annotated[
-        Literal["pretrain", "sft", "dpo"] | None,
-        opt("The training to plan; by default the first that the recipe has.", "--training"),
-    ] = None,
-    overrides: SetOption = None,
+    recipe: options.RecipeArgument,
+    on: Annotated[str | None, opt(_ON, "--on", metavar="SLICE", autocompletion=options.complete_slice)] = None,
+    training: Annotated[TrainingName | None, opt("The training to plan; default: the recipe's first.")] = None,
+    overrides: options.SetOption = None,
     compile_step: Annotated[bool, opt("Compile the step with the slice's own compiler: minutes.", "--compile")] = False,
     which: Annotated[bool, opt("Compare many slices: time and cost on each.", "--which")] = False,
     search: Annotated[
         bool, opt("Search for the fastest mesh, micro-batches, remat and optimizer state.", "--search")
     ] = False,
-    best: Annotated[int, opt("How many of the best --search prints.", "--best", min=1)] = 3,
-    width: Annotated[
-        int | None, opt("Find the most layers of this width that the slice's compiler lets train.", "--width")
-    ] = None,
-    tries: Annotated[int, opt("Maximum number of compilations for --width.", "--tries", min=1)] = 6,
+    best: Annotated[int, opt("How many of the best --search prints.", min=1)] = 3,
+    width: Annotated[int | None, opt("Find the most layers of this width that the slice's compiler accepts.")] = None,
+    tries: Annotated[int, opt("Maximum number of compilations for --width.", min=1)] = 6,
     curve: Annotated[
         Literal["weak", "strong"] | None,
-        opt("Scale from --on to 4,096 chips at a constant batch per device (weak) or batch.", "--curve"),
+        opt("Scale from --on to 4,096 chips at a constant batch per device (weak) or batch."),
     ] = None,
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
+    runs: options.RunsOption = options.RUNS,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Plan a training: whether it fits a slice, its time and cost, and which claims about it cannot be true.
 
@@ -82,7 +61,10 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.hardware.slices import find_slice
 
-    _one_question(which=which, width=width is not None, curve=curve is not None, search=search, compile=compile_step)
+    modes = {"--which": which, "--width": width is not None, "--curve": curve, "--search": search}
+    wanted = [name for name, is_given in {**modes, "--compile": compile_step}.items() if is_given]
+    if len(wanted) > 1 and wanted not in (["--search", "--compile"], ["--width", "--compile"]):
+        raise UserError(f"{' and '.join(wanted)} do not go together", where=wanted[0], fix=f"Leave out {wanted[1]}.")
     if which and on:
         raise UserError("--which plans for all slices", where="--which", fix="Leave out --on.")
     named = None if on is None else find_slice(on)
@@ -108,13 +90,6 @@ def plan(
         _plan_one(planned, where, compile_step, as_json)
 
 
-def _one_question(**wanted: bool) -> None:
-    """Refuse options that exclude each other; --search and --compile go together, and --width compiles."""
-    given = [f"--{name}" for name, is_given in wanted.items() if is_given]
-    if len(given) > 1 and given not in (["--search", "--compile"], ["--width", "--compile"]):
-        raise UserError(f"{given[0]} and {given[1]} do not go together", where=given[0], fix=f"Leave out {given[1]}.")
-
-
 @dataclass(frozen=True)
 class _Planned:
     """A training that is to be planned."""
@@ -133,14 +108,19 @@ class _Planned:
     @property
     def extent(self) -> str:
         """What of the recipe is planned, and what is not."""
-        others = [name for name in self.loaded.recipe.trainings if name != self.section]
-        beside = [f"{other} (--training {other})" for other in others]
-        data = self.loaded.recipe.data
-        if data is not None and data.arrays is None and self.data_tokens is None:
-            from affinage.pipeline.names import command
+        from affinage.pipeline.names import command
 
-            beside.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
-        return f"planned: {self.section}" + (f"; not planned: {', '.join(beside)}" if beside else "")
+        others = [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
+        data = self.loaded.recipe.data
+        if data is not None and self.data_tokens is None:
+            others.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
+        return f"planned: {self.section}" + (f"; not planned: {', '.join(others)}" if others else "")
+
+    def compiled(self, where: "Slice", overrides: list[str]) -> "CompileReport":
+        """The compiler's report of a step, with further overrides."""
+        from affinage.planning.compiled import compile_on
+
+        return compile_on(self.recipe, [*self.overrides, *overrides], where, self.counted)
 
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
@@ -168,9 +148,8 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
     counted = Counted(tokenizer.vocabulary if tokenizer and characters else None, documents)
-    graph, train = planned_graph(loaded, counted), packed.train if packed else None
-    facts = (train.tokens, train.rows) if train else (None, None)
-    return _Planned(name, file, overrides, loaded, section, graph, counted, *facts, runs)
+    facts = (packed.train.tokens, packed.train.rows) if packed and packed.train else (None, None)
+    return _Planned(name, file, overrides, loaded, section, planned_graph(loaded, counted), counted, *facts, runs)
 
 
 def _which(planned: _Planned, as_json: bool) -> None:
@@ -178,14 +157,13 @@ def _which(planned: _Planned, as_json: bool) -> None:
     from affinage.planning.plan import compare
 
     recipe = planned.loaded.recipe
-    with Working("planning"):
+    with working("planning"):
         found = compare(recipe, planned.graph)
     refused = [entry for entry in found if isinstance(entry, tuple)]
     plans = [entry for entry in found if not isinstance(entry, tuple)]
     no = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
-    head = f"{recipe.name}; {planned.extent}\n"
-    view = comparison_view(plans, refused)
-    emit({"plans": [made.to_dict() for made in plans], "refused": no}, as_json, (part for part in (head, *view)))
+    view = [f"{recipe.name}; {planned.extent}\n", *comparison_view(plans, refused)]
+    emit({"plans": [made.to_dict() for made in plans], "refused": no}, as_json, view)
 
 
 def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
@@ -202,17 +180,11 @@ def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bo
     facts: dict[str, Any] = made.to_dict()
     report = None
     if compile_step:
-        with Working(f"the compiler of {where.name}"):
-            report = _compiled(planned, [], where)
+        with working(f"the compiler of {where.name}"):
+            report = planned.compiled(where, [])
         ratio = made.memory.total / report.peak_bytes if report.peak_bytes else None
         facts["compiled"] = {**vars(report), "estimate_over_compiled": ratio}
     emit(facts, as_json, plan_view(made, report, planned.extent))
-
-
-def _compiled(planned: _Planned, overrides: list[str], where: "Slice") -> "CompileReport":
-    from affinage.planning.compiled import compile_on
-
-    return compile_on(planned.recipe, [*planned.overrides, *overrides], where, planned.counted)
 
 
 def _dividing(planned: _Planned, where: "Slice") -> _Planned:
@@ -221,56 +193,40 @@ def _dividing(planned: _Planned, where: "Slice") -> _Planned:
     from affinage.planning.plan import dividing_batch, training_settings
 
     recipe, section = planned.loaded.recipe, planned.section
-    batch = dividing_batch(recipe, where)
+    batch, before = dividing_batch(recipe, where), training_settings(recipe)[1].batch_size
     if batch is None:
         return planned
-    _, settings, _ = training_settings(recipe)
     warn(
-        f"batch_size {settings.batch_size} does not divide over the mesh on {where.name}; planned with {batch}, the "
-        f"nearest that does, and so {batch / (settings.batch_size or batch):.3g} times the tokens: "
-        f"--set {section}.batch_size={batch}"
+        f"batch_size {before} does not divide over the mesh on {where.name}; planned with {batch}, the nearest that "
+        f"does, and so {batch / (before or batch):.3g} times the tokens: --set {section}.batch_size={batch}"
     )
     overrides = [*planned.overrides, f"{section}.batch_size={batch}"]
     return replace(planned, overrides=overrides, loaded=load_recipe(planned.recipe, overrides))
 
 
-@contextmanager
-def _one_interrupt() -> Iterator[None]:
-    """Ctrl-C ends what is inside; another one, while it ends, is ignored: it would be answered by a traceback."""
-
-    def interrupted(*_: object) -> Never:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupted)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def _search(planned: _Planned, where: "Slice", count: int, compile_step: bool, as_json: bool) -> None:
     """Print the best `count` settings, with the compiler's report of each where the step is compiled."""
-    from affinage.cli.plan_view import search_rows, search_view
+    from affinage.cli.plan_view import search_view
     from affinage.planning.search import search
 
     recipe, section = planned.loaded.recipe, planned.section
-    with _one_interrupt(), Working("searching", lines=True) as working:
-        found = search(recipe, planned.graph, where, count, working.progressed)
-    if not as_json:
-        ways = f"{found.candidates:,} ways to split it, in full: {found.estimated}"
-        print(f"{recipe.name} on {where.name}: {ways}\n", flush=True)
-    rows: list[Any] = [(candidate, made, None) for candidate, made in found.best]
-    if compile_step:
-        emit({}, False, [] if as_json else [search_rows(rows), ""])
-        for number, (candidate, made, _) in enumerate(rows):
-            print(f"Compiling for {where.name}: {number + 1} of {len(rows)}", file=sys.stderr)
-            rows[number] = (candidate, made, _compiled(planned, candidate.overrides(recipe, section), where))
+    with working("searching", lines=True) as progressed:
+        found = search(recipe, planned.graph, where, count, progressed)
+    rows: list[Any] = []
+    for number, (candidate, made) in enumerate(found.best, 1):
+        report = None
+        if compile_step:
+            print(f"Compiling for {where.name}: {number} of {len(found.best)}", file=sys.stderr)
+            report = planned.compiled(where, candidate.overrides(recipe, section))
+        rows.append((candidate, made, report))
     best = [
         {"settings": candidate.settings(section), "plan": made.to_dict()}
         | ({"compiled": vars(report)} if report else {})
         for candidate, made, report in rows
     ]
     facts = {"candidates": found.candidates, "estimated": found.estimated, "best": best}
-    emit(facts, as_json, search_view(rows, recipe, section))
+    ways = f"{recipe.name} on {where.name}: {found.candidates:,} ways to split it, in full: {found.estimated}\n"
+    emit(facts, as_json, [ways, *search_view(rows, recipe, section)])
 
 
 def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json: bool) -> None:
@@ -281,9 +237,8 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
     from affinage.planning.capacity import capacity, shape
 
     if "blocks" not in load_recipe(planned.recipe).recipe.model["nodes"]:
-        raise UserError(
-            f"{planned.name} has no node `blocks`", where="--width", fix="affinage plan capacity --width ..."
-        )
+        fix = "affinage plan capacity --width ..."
+        raise UserError(f"{planned.name} has no node `blocks`", where="--width", fix=fix)
 
     def progress(attempt: "Attempt") -> None:
         report, parameters = attempt.report, f"{attempt.parameters / 1e9:.1f}B"

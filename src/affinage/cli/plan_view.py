@@ -1,6 +1,7 @@
 """What `affinage plan` prints: what a step needs and takes, slices side by side, the best settings, a curve."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from affinage.cli.output import Table, counted
@@ -53,18 +54,15 @@ def _mesh(sizes: Any) -> str:
 
 def plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "View":
     """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
-    where, facts, memory, time = made.where, made.facts, made.memory, made.time
+    where, facts, memory, time, chip = made.where, made.facts, made.memory, made.time, made.where.chip
     shape = "x".join(map(str, where.shape)) + (f" in each of {where.slices} slices" if where.slices > 1 else "")
-    chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
+    chips = f"{where.chips} × {chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
     yield f"{made.recipe} on {where.name}: {chips}; mesh: {_mesh(made.device.sizes) or 'one device'}"
-    chip = where.chip
     if where.platform == "cpu" and chip.float32_flops and chip.memory_bandwidth:
-        rates = (
-            f"{chip.float32_flops / 1e9:,.0f} GFLOP/s in products, {chip.memory_bandwidth / 1e9:,.0f} GB/s of memory"
-        )
-        yield f"measured just now: {rates}; {chip.achievable:.0%} of the products' rate is assumed to be reached"
-    if made.choice:
-        yield str(made.choice)
+        flops, bandwidth = chip.float32_flops / 1e9, chip.memory_bandwidth / 1e9
+        assumed = f"{chip.achievable:.0%} of the former is assumed to be reached"
+        yield f"measured just now: {flops:,.0f} GFLOP/s in products, {bandwidth:,.0f} GB/s of memory; {assumed}"
+    yield from [str(made.choice)] if made.choice else []
     yield f"{extent}\n"
     whole = f" ({facts.parameters:,} in total)" if facts.active != facts.parameters else ""
     steps = f"{counted(facts.steps, 'step')} × {counted(facts.rows, 'row')} × {facts.context:,} tokens"
@@ -76,38 +74,23 @@ def plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vie
         yield f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data"
     disk = memory_text(made.save_bytes * (made.saves + 1))
     yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
-    sizes = {
-        "weights": memory.weights,
-        "frozen weights": memory.frozen,
-        "optimizer": memory.optimizer,
-        "averages": memory.averages,
-        "batch": memory.batch,
-        "weights in the products' dtype": memory.weight_copies,
-        "gradients": memory.gradients,
-        "activations": memory.activations,
-        "logits at hand": memory.logits,
-        "buffers of collectives": memory.buffers,
-        "of the layer at hand": memory.working,
-    }
-    rows: list[Sequence[Any]] = [(name, memory_text(size)) for name, size in sizes.items() if size]
-    rows.append((f"estimate: {'fits' if made.fits else 'does not fit'}", memory_text(memory.total)))
-    rows.append(("a program may take", memory_text(made.capacity)))
-    rows += [("beside it, in the host's memory", memory_text(memory.host))] if memory.host else []
-    yield Table(("memory of a device", ""), rows)
+    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size and name != "host"}
+    parts |= {f"estimate: {'fits' if made.fits else 'does not fit'}": memory.total, "a program may take": made.capacity}
+    parts |= {"beside it, in the host's memory": memory.host} if memory.host else {}
+    yield Table(("memory of a device", ""), [(name, memory_text(size)) for name, size in parts.items()])
     yield from _report_lines(made, report) if report else ()
     yield ""
-    rows = []
+    rows: list[Sequence[Any]] = []
     for node in time.nodes:
-        parts = (node.compute, node.memory, node.hidden, node.exposed, node.seconds)
-        rows += [(node.name, *(f"{part:.4f}" for part in parts), node.bound)] if node.seconds else []
-    for name, seconds in (("sums over micro-batches", time.adding), ("update of the weights", time.update)):
-        rows += [(name, "", f"{seconds:.4f}", "", "", f"{seconds:.4f}", "memory")] if seconds else []
-    rows += [("pipeline bubble", "", "", "", "", f"{time.bubble:.4f}", "")] if time.bubble else []
+        seconds = (node.compute, node.memory, node.hidden, node.exposed, node.seconds)
+        rows += [(node.name, *(f"{part:.4f}" for part in seconds), node.bound)] if node.seconds else []
+    others = {"sums over micro-batches": time.adding, "update of the weights": time.update, "bubble": time.bubble}
+    rows += [(name, "", "", "", "", f"{spent:.4f}", "") for name, spent in others.items() if spent]
     rows.append(("step", "", "", "", "", f"{time.seconds:.4f}", time.bound))
     columns = ("seconds of a step", "compute", "memory", "links, hidden", "links, waited for", "takes", "bound by")
     yield Table(columns, rows, left=(0, 6))
     if time.collectives:
-        along = ", ".join(f"{axis} {seconds:.4f}" for axis, seconds in time.collectives.items())
+        along = ", ".join(f"{axis} {spent:.4f}" for axis, spent in time.collectives.items())
         yield f"seconds of collectives along each axis of the mesh: {along}"
     speed = f"\n{'' if made.fits else 'if it fitted: '}{made.tokens_per_second:,.0f} tokens/s"
     speed += "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
@@ -121,13 +104,12 @@ def plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vie
 
 
 def _report_lines(made: "Plan", report: "CompileReport") -> Iterator[str]:
-    if not report.fits:
-        needed = f" It would need {memory_text(report.peak_bytes)}." if report.peak_bytes else ""
-        yield f"compiler: does not fit, after {report.seconds:.0f} s.{needed}"
-        yield from [f"  {report.message}"] if report.message else []
-    else:
+    if report.fits:
         off = f"the estimate is {made.memory.total / report.peak_bytes - 1:+.1%} off"
         yield f"compiler: fits, {memory_text(report.peak_bytes)} after {report.seconds:.0f} s; {off}"
+    else:
+        needed = f" It would need {memory_text(report.peak_bytes)}." if report.peak_bytes else ""
+        yield f"compiler: does not fit, after {report.seconds:.0f} s.{needed} {report.message}".rstrip()
     if report.collectives is not None:
         looped = report.looped or {}
         each = [
@@ -157,8 +139,8 @@ def comparison_view(plans: "Sequence[Plan]", refused: "Sequence[tuple[Slice, Use
     for where, error in refused:
         reasons.setdefault(str(error.where), []).append((where, error))
     for same in reasons.values():
-        names, first = ", ".join(where.name for where, _ in same), same[0]
-        yield f"Left out: {names}\n  on {first[0].name}: {first[1].what}. {first[1].fix}"
+        names, (where, error) = ", ".join(each.name for each, _ in same), same[0]
+        yield f"Left out: {names}\n  on {where.name}: {error.what}. {error.fix}"
 
 
 def curve_view(points: "Sequence[Point]", first: "Slice") -> "View":
@@ -171,9 +153,9 @@ def curve_view(points: "Sequence[Point]", first: "Slice") -> "View":
         yield f"The curve begins at {begin}: on {first.name} the recipe fits with no mesh that was tried."
 
 
-def search_rows(rows: "Sequence[SearchRow]") -> Table:
-    """A line for each of the settings that a search found."""
-    settings, of_plan = ("mesh", "micro-batches", "remat", "moments"), ("step", "MFU", "of a device", "may take")
+def search_view(rows: "Sequence[SearchRow]", recipe: "Recipe", section: str) -> "View":
+    """The settings that a search found, and the best of them as lines for a recipe."""
+    of_plan = ("step", "MFU", "of a device", "may take")
     lines = [
         (
             _mesh(candidate.sizes),
@@ -186,12 +168,7 @@ def search_rows(rows: "Sequence[SearchRow]") -> Table:
         )
         for candidate, made, report in rows
     ]
-    return Table((*settings, *of_plan, "compiler", "bound by"), lines, left=(0, 9))
-
-
-def search_view(rows: "Sequence[SearchRow]", recipe: "Recipe", section: str) -> "View":
-    """The settings that a search found, and the best of them as lines for a recipe."""
-    yield search_rows(rows)
+    yield Table(("mesh", "micro-batches", "remat", "moments", *of_plan, "compiler", "bound by"), lines, left=(0, 9))
     chosen = next((candidate for candidate, _, report in rows if report is None or report.fits), None)
     if chosen is None:
         yield "\nThe compiler refused all of them. Try more with --best."
@@ -208,11 +185,9 @@ def capacity_view(found: "Capacity", recipe: str, where: "Slice", width: int) ->
     largest, fax = found.largest, found.fax
     yield f"\n{where.name}: {largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
     if fax:
-        yield (
-            f"FAX reached {fax.parameters / 1e9:.1f}B at {fax.seconds:.2f} s a step: "
-            f"{largest.parameters / fax.parameters:.2f} times as many. Its feed-forward width and heads are not "
-            "published; those below are assumed."
-        )
+        times = f"{largest.parameters / fax.parameters:.2f} times as many"
+        assumed = "Its feed-forward width and heads are not published; those below are assumed."
+        yield f"FAX reached {fax.parameters / 1e9:.1f}B at {fax.seconds:.2f} s a step: {times}. {assumed}"
     yield f"predicted: {found.plan.time.seconds:.2f} s a step, bound by {found.plan.time.bound}"
     settings = [word for override in found.overrides for word in ("--set", override)]
     yield "\n" + command("plan", recipe, "--on", where.name, *settings)

@@ -1,59 +1,27 @@
-"""The program `affinage`: its verbs, and what becomes of errors."""
+"""The entry point of the program `affinage`: it runs a verb and turns errors into messages and exit statuses."""
 
 import importlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 import affinage
-from affinage.cli.options import Verb, opt
-from affinage.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    EXIT_USER_ERROR,
-    Preempted,
-    TransientError,
-    UserError,
-    UserWarned,
-    of_the_machine,
-)
+from affinage import errors
+from affinage.cli.options import app, opt
 from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
-
-app = typer.Typer(
-    name="affinage",
-    help="From raw text in two languages to a released, evaluated chat model.\n\nBegin with: affinage run quickstart",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-_VERBS = "run launch sweep data checkpoint eval compare plan report hub chat serve config graph doctor"
-for _name in _VERBS.split():
-    importlib.import_module(f"affinage.cli.{_name}").add_to(app)
+for _name in "run launch sweep data checkpoint eval compare plan report hub chat serve config graph doctor".split():
+    importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
 
-def _show_examples(app: typer.Typer) -> None:
-    """Make `Verb`s of all verbs that are registered, those of groups, too."""
-    for verb in app.registered_commands:
-        verb.cls = Verb
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            group.typer_instance.info.context_settings = {"help_option_names": ["-h", "--help"]}
-            _show_examples(group.typer_instance)
-
-
-_show_examples(app)
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"affinage {affinage.__version__}")
         raise typer.Exit
 
@@ -66,70 +34,58 @@ def options(
     """Options of the program itself; `--debug` may also stand after the verb, and is read by `main`."""
     from affinage.hardware.devices import prepare
 
-    prepare()  # before any verb: what it imports may import JAX
+    prepare()  # before any verb, because what it imports may import JAX
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. Without arguments it is that of this process, which is all that it does.
+    """Run the command line and exit. Without arguments it is that of this process, which then does nothing else.
 
-    Exit status: 0 done, 1 a defect of affinage (with traceback) or what may be over when it is tried again, 2 a mistake
-    of the user (with what to do about it), 75 stopped after saving (start it again to go on), 130 interrupted.
+    Exit status: 0 done, 1 a defect of affinage (with traceback) or a failure that may be over at the next try, 2 a
+    mistake of the user (with what to do about it), 75 stopped after saving (run it again to resume), 130 interrupted.
     docs/terminal.md has them in full.
     """
-    if arguments is None:
-        warnings.formatwarning = _one_line(warnings.formatwarning)
-        with left_when_done():
-            _run(sys.argv[1:])
-    else:
+    if arguments is not None:
         _run(arguments)
+        return
+    otherwise = warnings.formatwarning
 
-
-def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
-    """How Python prints warnings: ours without the place in the code, which tells a user nothing."""
-
-    def shown(message: Warning | str, category: type[Warning], *place: object, **more: object) -> str:
-        if issubclass(category, UserWarned):
+    def one_line(message: Any, category: type[Warning], *place: Any, **more: Any) -> str:
+        if issubclass(category, errors.UserWarned):  # a place in the code would not help a user
             return f"Warning: {message}\n"
         return otherwise(message, category, *place, **more)
 
-    return shown
+    warnings.formatwarning = one_line
+    with left_when_done():
+        _run(sys.argv[1:])
 
 
-def _run(given: Sequence[str]) -> None:
-    words = [word for word in given if word != "--debug"]
-    debug = len(words) < len(given)
+def _run(arguments: Sequence[str]) -> None:
+    words = [word for word in arguments if word != "--debug"]
+    debug = len(words) < len(arguments)
     try:
         app(words, prog_name="affinage")
-    except (UserError, Preempted, ModuleNotFoundError) as error:
-        if debug:
-            _say(masked(traceback.format_exc()))
-        _exit(error)
     except SystemExit as ended:
-        if ended.code == EXIT_INTERRUPTED:
-            _say("Interrupted.")
+        if ended.code == errors.EXIT_INTERRUPTED:
+            print("Interrupted.", file=sys.stderr)
         raise
     except Exception as error:
-        mistake = of_the_machine(error)
-        if debug or mistake is None:
-            _say(masked(traceback.format_exc()))
-            sys.exit(1)
-        _exit(mistake)
+        message, status = _ending(error)
+        if debug or not message:
+            print(masked(traceback.format_exc()), file=sys.stderr)
+        if message:
+            print(message, file=sys.stderr)
+        sys.exit(status)
 
 
-def _exit(error: UserError | Preempted | ModuleNotFoundError) -> None:
-    if isinstance(error, Preempted):
-        _say(f"Stopped: {error}. Run the same command to go on.")
-        sys.exit(EXIT_PREEMPTED)
-    if isinstance(error, UserError):
-        _say(f"Error: {error}")
-        sys.exit(1 if isinstance(error, TransientError) else EXIT_USER_ERROR)
-    package = (error.name or "").partition(".")[0]
-    if package not in _EXTRAS:
-        _say(masked("".join(traceback.format_exception(error))))
-        sys.exit(1)
-    _say(f"Error: this needs the package `{package}`\n  Install it: pip install 'affinage[{_EXTRAS[package]}]'")
-    sys.exit(EXIT_USER_ERROR)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+def _ending(error: Exception) -> tuple[str, int]:
+    """The message and the exit status of an error; "" for a defect, which is shown by its traceback."""
+    if isinstance(error, errors.Preempted):
+        return f"Stopped: {error}. Run the same command to resume.", errors.EXIT_PREEMPTED
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in _EXTRAS:
+        fix = f"Install it: pip install 'affinage[{_EXTRAS[package]}]'"
+        error = errors.UserError(f"this needs the package `{package}`", fix=fix)
+    mistake = error if isinstance(error, errors.UserError) else errors.of_the_machine(error)
+    if mistake is None:
+        return "", 1
+    return f"Error: {mistake}", 1 if isinstance(mistake, errors.TransientError) else errors.EXIT_USER_ERROR

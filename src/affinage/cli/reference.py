@@ -1,19 +1,20 @@
-"""What every setting means, read from the classes that hold it: its type, bounds, default and docstring."""
+"""The settings of recipes: what each means, read from the classes that hold them, and which values are in effect."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.config.recipe import TRAININGS, Recipe
 from affinage.config.settings import Settings, classes_in
 from affinage.config.training import TrainSettings
-from affinage.config.yaml import as_yaml
+from affinage.config.yaml import Path, as_yaml, common
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", ByteSize: "bytes", Any: "any value"}
 _OF_A_NODE = {  # what every node of a graph may have besides the settings of its kind
@@ -21,6 +22,9 @@ _OF_A_NODE = {  # what every node of a graph may have besides the settings of it
     "repeat": {"description": "times in a row, with parameters of its own each time", "type": "integer", "minimum": 1},
     "scan": {"description": "one compiled body for all repeats", "enum": [True, False, "auto"]},
 }
+_EMPTY = (None, "", [], {})
+_NOTHING = ("none", "left out", '""', "[]", "{}")  # defaults that leave nothing in effect
+_WIDE = 60  # characters of a value, after which its origin stands further right
 
 
 class Setting(NamedTuple):
@@ -68,7 +72,7 @@ def sections(model: type[Settings], key: str = "") -> Iterator[Section]:
 
 
 def settings_by_key() -> dict[str, Setting]:
-    """Every setting of a recipe by its dotted key, those of `training` for each training, too."""
+    """Every setting of a recipe by its dotted key; those of `training` also under each training."""
     found = {setting.key: setting for section in sections(Recipe) for setting in section.settings}
     shared = {key: setting for key, setting in found.items() if key.startswith("training.")}
     return found | {name + key.removeprefix("training"): each for key, each in shared.items() for name in TRAININGS}
@@ -129,17 +133,15 @@ def json_schema(kinds: Mapping[str, type[Settings]]) -> dict[str, Any]:
     definitions = schema.setdefault("$defs", {})
     nodes = []
     for name, kind in kinds.items():
-        of_kind = kind.model_json_schema(ref_template="#/$defs/{model}")
-        definitions |= of_kind.pop("$defs", {})
-        settings = of_kind.setdefault("properties", {})
+        own = _defined(kind, definitions)
+        settings = own.setdefault("properties", {})
         if "vocab" in settings:
             settings["vocab"] = {"anyOf": [settings["vocab"], {"const": "auto"}]}
-        of_kind["properties"] = {"kind": {"const": name}, **_OF_A_NODE, **settings}
-        definitions[f"node.{name}"] = of_kind
+        own["properties"] = {"kind": {"const": name}, **_OF_A_NODE, **settings}
+        definitions[f"node.{name}"] = own
         known = {"properties": {"kind": {"const": name}}, "required": ["kind"]}
         nodes.append({"if": known, "then": {"$ref": f"#/$defs/node.{name}"}})
-    definitions |= {"TrainSettings": TrainSettings.model_json_schema(ref_template="#/$defs/{model}")}
-    definitions |= definitions["TrainSettings"].pop("$defs", {})
+    definitions["TrainSettings"] = _defined(TrainSettings, definitions)
     for definition in (schema, *definitions.values()):
         definition.pop("required", None)
     node = {"properties": {"kind": {"anyOf": [{"enum": list(kinds)}, {"type": "string"}]}, **_OF_A_NODE}}
@@ -148,4 +150,94 @@ def json_schema(kinds: Mapping[str, type[Settings]]) -> dict[str, Any]:
     base = {"description": "the recipe that this one starts from: a path or a name", "type": "string"}
     model = schema["properties"]["model"] | {"properties": {"inputs": inputs, "nodes": some}}
     schema["properties"] |= {"base": base, "training": {"$ref": "#/$defs/TrainSettings"}, "model": model}
-    return {"$schema": DIALECT, **schema, "title": "A recipe of affinage"}
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, **schema, "title": "A recipe of affinage"}
+
+
+def _defined(kind: type[Settings], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a class; those of the classes inside it are added to `definitions`."""
+    schema = kind.model_json_schema(ref_template="#/$defs/{model}")
+    definitions |= schema.pop("$defs", {})
+    return schema
+
+
+class Value(NamedTuple):
+    """One value in effect."""
+
+    path: Path
+    value: Any
+    """A word, number or list of them."""
+    origin: str = ""
+    """`file:line`, `--set key` or `default`."""
+    meaning: str = ""
+    base: Any = None
+    """What the recipe's base has there; `value` itself where it agrees, or where there is no base."""
+
+    @property
+    def key(self) -> str:
+        """The key as `--set` takes it."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def differs(self) -> bool:
+        """Whether the base says something else."""
+        return bool(self.value != self.base)
+
+
+def effective(loaded: LoadedRecipe) -> list[Value]:
+    """All values in effect, in the order of the settings. What is empty by default is not among them.
+
+    Raises:
+        UserError: if the base cannot be read.
+    """
+    known = settings_by_key()
+    base = None if loaded.base is None else dict(_leaves(load_recipe(loaded.base).recipe.model_dump(mode="json")))
+    found = []
+    for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
+        setting = known.get(re.sub(r"\.\d+(?=\.|$)", "[]", ".".join(map(str, path))))
+        if value in _EMPTY and (setting is None or setting.default in _NOTHING):
+            continue
+        origin = loaded.locate(path) if _is_written(loaded.raw, path) else "default"
+        before = value if base is None else base.get(path)
+        found.append(Value(path, value, origin, setting.meaning if setting else "", before))
+    return found
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The words, numbers and lists of them in a value, each with its path."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for at, inner in enumerate(value):
+            yield from _leaves(inner, (*path, at))
+    else:
+        yield path, value
+
+
+def _is_written(raw: Any, path: Path) -> bool:
+    for key in path:
+        try:
+            raw = raw[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
+
+
+def as_text(values: Sequence[Value], meanings: bool = False) -> str:
+    """The values as a recipe without a base; in comments where each is from, what the base says, and what it means."""
+    lines: list[str] = []
+    above: Path = ()
+    for value in values:
+        *around, last = value.path
+        for depth in range(common(above, value.path), len(around)):
+            lines.append("  " * depth + ("-" if isinstance(around[depth], int) else f"{around[depth]}:"))
+        key = "- " if isinstance(last, int) else f"{last}: "
+        note = value.origin
+        if value.differs:
+            note += ", not in the base" if value.base is None else f", was {as_yaml(value.base)}"
+        if meanings and value.meaning:
+            note += f": {value.meaning}"
+        lines.append(f"{'  ' * len(around) + key + as_yaml(value.value):<{_WIDE}}  # {note}")
+        above = value.path
+    return "\n".join(lines) + "\n"

@@ -4,17 +4,11 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from affinage.cli.options import RUNS, JsonOption, LangOption, RunArgument, RunsOption, find, opt, warn
+from affinage.cli.options import RUNS, JsonOption, LangOption, RunArgument, RunsOption, find, opt, verb, warn
 from affinage.cli.output import emit
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verb."""
-    app.command("report")(report)
-
-
+@verb()
 def report(
     run: RunArgument,
     runs: RunsOption = RUNS,
@@ -24,7 +18,7 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the report of a run, one HTML file. Of a run that is not complete, --out writes what there is.
+    """Write the report of a run, one HTML file. With --out, a run that is not complete has a report of what there is.
 
     Examples: affinage report quickstart
 

@@ -7,11 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from affinage.cli.chat import SystemOption
 from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import ModelArgument, opt, with_options
+from affinage.cli.options import ModelArgument, opt, verb, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,25 +17,19 @@ if TYPE_CHECKING:
 
 _KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
 _VARIABLE = "AFFINAGE_API_KEY"
+_KEY_FILE = (
+    f"A file with the key that clients must send; or {_VARIABLE} in the environment. Generated and printed if the "
+    "address is open to other machines and none is given."
+)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the verb."""
-    app.command("serve")(serve)
-
-
+@verb()
 @with_options(opening=OpenOptions)
 def serve(
     model: ModelArgument,
     host: Annotated[str, opt("Address to listen on. 0.0.0.0: for other machines too.")] = "127.0.0.1",
     port: Annotated[int, opt("0: any that is free.", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[
-        Path | None,
-        opt(
-            f"A file with the key that clients must send; or {_VARIABLE} in the environment. "
-            "Made up and printed if other machines can ask and none is given."
-        ),
-    ] = None,
+    api_key_file: Annotated[Path | None, opt(_KEY_FILE)] = None,
     max_num_seqs: Annotated[int, opt("Answers generated at once.", "--max-num-seqs", min=1)] = 8,
     max_queue: Annotated[int, opt("Answers that may wait; more are refused with 429.", min=0)] = 64,
     max_tokens: Annotated[int, opt("The longest answer.", min=1)] = 1024,
@@ -56,10 +48,9 @@ def serve(
 
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
-    place = Place(host, port, key, grace)
-    ready = partial(_announce, key=key)
-    limits = Limits(max_tokens=max_tokens)
+    place, limits = Place(host, port, key, grace), Limits(max_tokens=max_tokens)
     print("Compiling ...", flush=True)
+    ready = partial(_announce, key=key)
     run(loaded, place, limits, max_num_seqs=max_num_seqs, max_queue=max_queue, ready=ready)
 
 

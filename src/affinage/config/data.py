@@ -2,14 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, model_validator
+from pydantic import ByteSize, Field
 
 from affinage.config.settings import Bytes, Settings
 from affinage.config.sources import POCKET_WORLD as POCKET_WORLD
-from affinage.config.sources import Language, Source, path_from_string
+from affinage.config.sources import Language, Source
 from affinage.config.sources import SourceSettings as SourceSettings
 
-DIGITS = "digits"
 DEFAULT_THRESHOLD = 0.8
 Share = Annotated[float, Field(ge=0, le=1)]
 DatatroveName = Literal[
@@ -96,26 +95,10 @@ class SplitSettings(Settings):
     """tail: the end of every document (for a single long text)."""
 
 
-class ArraySettings(Settings):
-    """Images in place of text. A plain string in a recipe is short for `path`."""
-
-    path: str
-    """.npz, or .npy without labels, or `digits` for scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
-    images: str = "images"
-    """Array of an .npz with the images: [N, height, width] or with channels last."""
-    labels: str = "labels"
-    """Array with their classes; never trained on, only probed for."""
-    validation_fraction: float = Field(default=0.25, ge=0, lt=1)
-    """Share of images that is never trained on."""
-
-
 class DataSettings(Settings):
-    """Where the text comes from and what is done to it before it becomes tokens; or `arrays`, and nothing else."""
+    """Where the text comes from and what is done to it before it becomes tokens."""
 
-    sources: tuple[Source, ...] = Field(default=(), min_length=1, validate_default=False)
-    arrays: Annotated[
-        ArraySettings | None, BeforeValidator(path_from_string, json_schema_input_type=str | ArraySettings | None)
-    ] = None
+    sources: tuple[Source, ...] = Field(min_length=1)
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the documents of each source, chosen by their ids."""
     on_error: Literal["skip", "raise"] | None = None
@@ -143,12 +126,6 @@ class DataSettings(Settings):
     """Join also a cluster that others can reach and that asks for no token."""
     memory_bytes: Bytes = ByteSize(512_000_000)
     """Memory that the sorting and comparing of deduplication may take."""
-
-    @model_validator(mode="after")
-    def _text_or_arrays(self) -> "DataSettings":
-        if bool(self.sources) == (self.arrays is not None):
-            raise ValueError("give either `sources` of text, or `arrays`")
-        return self
 
 
 class TokenizerSettings(Settings):

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ _NODES = ("model", "nodes")
 _SHOWN = 80  # characters of an override, in messages
 # Two ways to say one thing: the one that a later layer gives takes the place of the other in an earlier one.
 _ALTERNATIVES = (("steps", "tokens"), ("batch_size", "per_device_batch_size"), ("warmup_steps", "warmup_ratio"))
-_INSTEAD = dict(_ALTERNATIVES) | {other: one for one, other in _ALTERNATIVES}
 
 
 @dataclass
@@ -42,51 +41,43 @@ class Layers:
         origin, around = self.origins[keys[:written]], _NODES if keys[:-1] == _NODES else keys  # nodes read each other
         below = (place for known, place in self.origins.items() if known[: len(around)] == around != known)
         changed = [self.overrides[place] for place in dict.fromkeys(below) if around and place in self.overrides]
-        changed = [] if origin in self.overrides else changed
-        if changed and written < len(keys):
-            return ", ".join(changed)
-        return f"{origin}, with {', '.join(changed)}" if changed else origin
-
-    def put(self, path: Keys, value: Any, origins: Mapping[Keys, str]) -> None:
-        """Lay `value` over what stands at `path`: mappings merge, anything else replaces."""
-        *above, key = path
-        target: Any = self.value
-        for step in above:
-            if isinstance(target, dict) and not isinstance(target.get(step), dict | list):
-                target[step] = {}
-            target = target[step]
-        # What lies inside an override comes from where the override does.
-        origin = next(origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in origins)
-        other = (*above, _INSTEAD.get(str(key), ""))
-        if value is not None and other in self.origins and other not in origins and self.origins[other] != origin:
-            del target[other[-1]], self.origins[other]
-        if isinstance(value, dict) and isinstance(target, dict) and isinstance(target.get(key), dict):
-            self.origins[path] = origin
-        else:
-            self.origins = {known: place for known, place in self.origins.items() if known[: len(path)] != path}
-            self.origins |= {known: place for known, place in origins.items() if known[: len(path)] == path}
-            self.origins[path] = origin
-            target[key] = {} if isinstance(value, dict) else value
-        for child, inner in value.items() if isinstance(value, dict) else ():
-            self.put((*path, child), inner, origins)
+        if not changed or origin in self.overrides:
+            return origin
+        return ", ".join(changed) if written < len(keys) else f"{origin}, with {', '.join(changed)}"
 
     def share(self) -> None:
         """Lay each training's own settings over those that `training` gives for all of them."""
-        shared = self.value.pop("training", None)
-        if shared is None:
-            return
+        shared = self.value.pop("training", {})
         if not isinstance(shared, dict):
             raise UserError("`training` must be a mapping of settings", where=self.locate(("training",)))
+        common = {known[1:]: origin for known, origin in self.origins.items() if known[:1] == ("training",)}
         for section in ("pretrain", "sft", "dpo"):
             own = self.value.get(section)
-            if not isinstance(own, dict):
-                continue
-            origins = {known: place for known, place in self.origins.items() if known[:1] == (section,)}
-            common = {(section, *known[1:]): o for known, o in self.origins.items() if known[:1] == ("training",)}
-            self.origins = {known: place for known, place in self.origins.items() if known not in origins}
-            del self.value[section]
-            self.put((section,), copy.deepcopy(shared), common)
-            self.put((section,), own, origins)
+            if isinstance(own, dict):
+                self.value[section] = copy.deepcopy(shared)
+                _lay(self.value[section], own)
+                inherited = {(section, *known): origin for known, origin in common.items() if known}
+                self.origins = inherited | self.origins
+
+
+def _lay(below: dict[str, Any], above: dict[str, Any]) -> None:
+    """Lay one mapping over another: mappings merge, anything else replaces."""
+    for pair in _ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            if above.get(one) is not None and other not in above:
+                below.pop(other, None)
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _lay(below[key], value)
+        else:
+            below[key] = copy.deepcopy(value)
+
+
+def _inside(value: Any, path: Keys) -> Iterator[Keys]:
+    """The path of a value, and those of all values in it."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _inside(inner, (*path, key))
 
 
 def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
@@ -102,30 +93,27 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     document = parse(text, shown)
     if not isinstance(document.value, dict):
         raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
-    layers, base_path = Layers(), None
-    base = document.value.pop("base", None)
+    layers, base = Layers(), document.value.pop("base", None)
     if base is not None:
         where = f"{shown}:{document.lines[('base',)]}"
         if not isinstance(base, str):
             raise UserError("`base` must be the path or the name of another recipe", where=where, fix="Name one.")
         try:
-            base_path = find_recipe(base, path.parent).resolve()
+            found = find_recipe(base, path.parent).resolve()
         except UserError as error:
             raise UserError(f"`base: {base}`: {error.what}", where=where, fix=error.fix) from None
-        if base_path in (*below, path.resolve()):
+        if found in (*below, path.resolve()):
             raise UserError("this recipe is its own base", where=where, fix="Name another recipe, or leave `base` out.")
-        layers = read_file(base_path, (*below, path.resolve()))
-        layers.value.pop("description", None)  # what the base is, its descendants are not
-    layers.base = base_path
-    origins = {known: f"{shown}:{line}" for known, line in document.lines.items()}
-    layers.origins[()] = origins[()]
-    for key, value in document.value.items():
-        layers.put((key,), value, origins)
+        layers = read_file(found, (*below, path.resolve()))
+        layers.value.pop("description", None)  # it would not describe what is built on it
+        layers.base = found
+    _lay(layers.value, document.value)
+    layers.origins |= {known: f"{shown}:{line}" for known, line in document.lines.items()}
     return layers
 
 
 def put_override(layers: Layers, override: str) -> None:
-    """Lay one `dotted.key=YAML` over the recipe."""
+    """Lay one `dotted.key=YAML` over the recipe; a number in the key is a position in a list."""
     dotted, equals, text = override.partition("=")
     keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
     if not equals or not all(keys):
@@ -133,25 +121,33 @@ def put_override(layers: Layers, override: str) -> None:
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    value: Any = layers.value
-    path: Keys = ()
-    for key in keys:  # where they lead into a list, a position in it
-        known = range(len(value)) if isinstance(value, list) else ()
-        if known and not (key.isdigit() and int(key) in known):
-            what = f"`{'.'.join(map(str, path))}` is a list of {len(value)}, and `{key}` is none of its positions"
-            raise UserError(what, where=shown, fix=f"Give a number from 0 to {len(value) - 1}, or the whole list.")
-        if path and isinstance(path[-1], int) and not isinstance(value, dict):
-            what = f"`{'.'.join(map(str, path))}` is `{value}` and has no `{key}`"
-            raise UserError(what, where=shown, fix="Give the whole list.")
-        path = (*path, int(key) if known else key)
-        value = value[int(key)] if known else value.get(key) if isinstance(value, dict) else None
-    layers.put(path, parse(text, shown).value, {path: shown})
+    value, target, path = parse(text, shown).value, layers.value, list[str | int]()
+    for at, key in enumerate(keys):
+        place: Any = key
+        if isinstance(target, list):
+            place = int(key) if key.isdigit() and int(key) < len(target) else None
+            if place is None or (at + 1 < len(keys) and not isinstance(target[place], dict)):
+                what = f"`{'.'.join(keys[: at + 1])}` is not a mapping in a list of {len(target)}"
+                raise UserError(
+                    what, where=shown, fix=f"Give a position from 0 to {len(target) - 1}, or the whole list."
+                )
+        path.append(place)
+        if at + 1 == len(keys):
+            break
+        if isinstance(target, dict) and not isinstance(target.get(key), dict | list):
+            target[key] = {}
+        target = target[place]
+    if isinstance(target, dict):
+        _lay(target, {path[-1]: value})
+    else:
+        target[path[-1]] = value
+    layers.origins |= dict.fromkeys(_inside(value, tuple(path)), shown)
     whole = f"{shown}={text.strip()}"
     layers.overrides[shown] = whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}..."
 
 
 def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
-    """The file that is meant: an existing path, or the name of a recipe that comes with affinage.
+    """Returns the recipe file: an existing path, or the packaged recipe of that name.
 
     Raises:
         UserError: there is none.
@@ -159,11 +155,11 @@ def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
     path, name = beside / path_or_name, str(path_or_name)
     if os.path.isfile(path):  # of a name that is too long for a file, Path's raises
         return path
+    packaged = packaged_recipes()
     if path.suffix not in (".yaml", ".yml") and "/" not in name:
-        packaged = packaged_recipes()
         if name in packaged:
             return packaged[name]
-        fix = did_you_mean(name, packaged) or f"Recipes that come with affinage: {', '.join(packaged)}."
+        fix = did_you_mean(name, packaged) or f"Packaged recipes: {', '.join(packaged)}."
         raise UserError(f"there is no recipe named `{name}`", fix=fix)
     if os.path.isdir(path):
         raise UserError("this is a folder, not a recipe", where=str(path), fix="Name the .yaml file.")

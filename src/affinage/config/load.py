@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from affinage.config.layers import Layers, find_recipe, put_override, read_file
+from affinage.config.layers import find_recipe, put_override, read_file
 from affinage.config.mistakes import explain, settings_at, written
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
@@ -43,21 +43,16 @@ class LoadedRecipe:
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Load a recipe by path, or by name if it comes with affinage, with `key=value` overrides laid over it.
+    """Load a recipe by path, or a packaged one by name, with `key=value` overrides laid over it.
 
-    `base: other.yaml` in a file starts from another recipe (beside it, or one that comes with affinage): mappings
-    merge, lists and single values replace. Null switches off what can be off, such as a section or a limit; in a
-    mapping with keys of the user's, such as `mesh` or the nodes of the model, it takes away what the base says.
+    `base: other.yaml` in a file starts from another recipe (beside it, or a packaged one): mappings merge, lists and
+    single values replace. Null switches off what can be off, such as a section or a limit; in a mapping with keys of
+    the user's, such as `mesh` or the nodes of the model, it removes what the base has.
 
     Raises:
         UserError: with one line for each thing that is wrong and where it was written.
     """
-    path, layers = _layers(path_or_name, overrides)
-    try:
-        recipe = Recipe.model_validate(layers.value)
-    except ValidationError as error:
-        raise explain(error, Recipe, layers.value, layers.locate) from None
-    return LoadedRecipe(recipe, path, layers.value, layers.locate, _command(path_or_name, overrides), layers.base)
+    return _load(path_or_name, overrides, None)
 
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, list[str]]:
@@ -68,29 +63,11 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe,
     Raises:
         UserError: nothing can be made of it.
     """
-    path, layers = _layers(path, overrides)
     left_out: list[str] = []
-    while True:
-        try:
-            recipe = Recipe.model_validate(layers.value)
-            loaded = LoadedRecipe(recipe, path, layers.value, layers.locate, _command(path, overrides), layers.base)
-            return loaded, left_out
-        except ValidationError as error:
-            unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
-            wrong = {written(found["loc"], layers.value) for found in unknown or error.errors()}
-            if () in wrong:
-                raise explain(error, Recipe, layers.value, layers.locate) from None
-            for *above, key in sorted(
-                wrong, key=lambda path: (len(path), [str(step).rjust(9) for step in path]), reverse=True
-            ):
-                around: Any = layers.value
-                for step in above:
-                    around = around[step]
-                del around[key]
-                left_out.append(".".join(map(str, (*above, key))))
+    return _load(path, overrides, left_out), left_out
 
 
-def _layers(path_or_name: str | Path, overrides: Sequence[str]) -> tuple[Path, Layers]:
+def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str] | None) -> LoadedRecipe:
     path = find_recipe(path_or_name)
     layers = read_file(path)
     for override in overrides:
@@ -98,11 +75,29 @@ def _layers(path_or_name: str | Path, overrides: Sequence[str]) -> tuple[Path, L
     layers.share()
     layers.value = _without_nulls(layers.value, ())
     _refuse_secrets(layers.value, (), layers.locate)
-    return path, layers
+    # It is printed in reports and model cards, where nobody wants to read how this machine's folders are called.
+    name = Path(path_or_name).name if Path(path_or_name).is_absolute() else str(path_or_name)
+    command = shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
+    while True:
+        try:
+            recipe = Recipe.model_validate(layers.value)
+            return LoadedRecipe(recipe, path, layers.value, layers.locate, command, layers.base)
+        except ValidationError as error:
+            unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
+            wrong = {written(found["loc"], layers.value) for found in unknown or error.errors()}
+            if left_out is None or () in wrong:
+                raise explain(error, Recipe, layers.value, layers.locate) from None
+            deepest_first = sorted(wrong, key=lambda keys: (len(keys), [str(key).rjust(9) for key in keys]))[::-1]
+            for *above, key in deepest_first:
+                around: Any = layers.value
+                for step in above:
+                    around = around[step]
+                del around[key]
+                left_out.append(".".join(map(str, (*above, key))))
 
 
 def _refuse_secrets(value: Any, path: tuple[str | int, ...], locate: Callable[[Sequence[str | int]], str]) -> None:
-    """What a recipe says stands in manifests, reports and model cards."""
+    """Refuse passwords and tokens: a recipe is copied into manifests, reports and model cards."""
     if isinstance(value, dict | list):
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             _refuse_secrets(child, (*path, key), locate)
@@ -114,14 +109,8 @@ def _refuse_secrets(value: Any, path: tuple[str | int, ...], locate: Callable[[S
         )
 
 
-def _command(path_or_name: str | Path, overrides: Sequence[str]) -> str:
-    # It is printed in reports and model cards, where nobody wants to read how this machine's folders are called.
-    name = Path(path_or_name).name if Path(path_or_name).is_absolute() else str(path_or_name)
-    return shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
-
-
 def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:
-    """Drop the nulls in mappings with keys of the user's, which take away what the base says."""
+    """Drop the nulls in mappings with keys of the user's, which remove what the base has."""
     if not isinstance(value, dict):
         return value
     free = settings_at(Recipe, path) is None

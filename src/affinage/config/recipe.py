@@ -42,17 +42,6 @@ class EvaluateSettings(Settings):
     """Maximum length of an answer where the task gives none."""
 
 
-class ProbeSettings(Settings):
-    """Linear probes of an image model: of its features, of the same features untrained, and of the pixels."""
-
-    features: str = "encoder"
-    """Node whose vectors are probed."""
-    labels_per_class: tuple[int, ...] = ()
-    """Also with this few labeled images of each class, besides all of them."""
-    draws: int = Field(default=10, ge=1)
-    """Random choices of these few images, over which the accuracy is averaged."""
-
-
 class ExportSettings(Settings):
     """The Hugging Face folder that is released."""
 
@@ -107,7 +96,6 @@ class Recipe(Settings):
     sft: SftSettings | None = None
     dpo: DpoSettings | None = None
     evaluate: EvaluateSettings | None = None
-    probe: ProbeSettings | None = None
     export: ExportSettings | None = None
     report: ReportSettings = ReportSettings()
     runtime: RuntimeSettings = RuntimeSettings()
@@ -133,16 +121,6 @@ class Recipe(Settings):
                     steps = math.ceil(tokens / (batch * length))
                     return {**others, "pretrain": {**pretrain, "batch_size": batch, "steps": steps}}
         return value
-
-    @model_validator(mode="after")
-    def _sections_fit_the_data(self) -> "Recipe":
-        if self.data is not None:
-            arrays = self.data.arrays is not None
-            wrong = ("sft", "dpo", "evaluate", "export") if arrays else ("probe",)
-            for section in wrong:
-                if getattr(self, section) is not None:
-                    raise ValueError(f"`{section}` needs {'text' if arrays else 'arrays'}, `data` gives the other")
-        return self
 
     @property
     def trainings(self) -> list[str]:

@@ -74,10 +74,13 @@ class PrecisionSettings(Settings):
 
 
 class EmaSettings(Settings):
-    """A moving average of the weights, kept beside them for evaluation and export as `NAME/pretrain@ema`."""
+    """An exponential moving average of the parameters, kept beside them in float32 and saved as `ema_params`.
 
-    decay: float = Field(default=0.999, ge=0, lt=1)
-    """Share of the average that a step keeps: about the last 1 / (1 - decay) steps are averaged."""
+    A model name such as `NAME/pretrain@ema` stands for it.
+    """
+
+    decay: float = Field(ge=0, lt=1)
+    """Kept per step; the rest comes from the parameters. 0.999 and more for long trainings."""
 
 
 class HealthSettings(Settings):
@@ -198,6 +201,7 @@ class TrainSettings(Settings):
     `max_grad_norm` then holds for each layer. A gradient that is not finite leads to a rollback. Needs
     `parallel.remat` none, block or auto."""
     schedule: ScheduleSettings
+    ema: EmaSettings | None = None
     precision: PrecisionSettings = PrecisionSettings()
     attention: AttentionImplementation = "auto"
     """What computes attention: splash (TPUs), cudnn (NVIDIA GPUs) or xla (anything). auto: the
@@ -212,7 +216,6 @@ class TrainSettings(Settings):
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of the log."""
     health: HealthSettings = HealthSettings()
-    ema: EmaSettings | None = None
     resume_from: str | None = None
     """Checkpoint of another run to continue, with optimizer and place in the data: runs/NAME/STEP or runs/NAME/STEP@N.
     """
@@ -220,8 +223,7 @@ class TrainSettings(Settings):
     def deciding(self) -> dict[str, Any]:
         """The settings that decide about the result of a training, as JSON, without those of its data."""
         how: dict[str, Any] = {"monitor": {"data_dir", "batch_size"}}
-        absent = {"ema"} if self.ema is None else set()
-        return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS | absent, True))
+        return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS, True))
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainSettings":

@@ -1,4 +1,4 @@
-"""Items of benchmarks as decontamination looks for them: who they are, and the texts that must not be trained on."""
+"""Items of benchmarks as decontamination searches for them: their names, and their texts."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _MOST_JOINED = 12  # short texts of an item
 
 @dataclass(frozen=True)
 class BenchmarkItem:
-    """One question of a benchmark. Each of its texts is looked for by itself."""
+    """One question of a benchmark. Each of its texts is searched for by itself."""
 
     benchmark: str
     id: str
@@ -28,7 +28,7 @@ class BenchmarkItem:
 
 
 def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
-    """What is looked for of an item: (text, whether it may stand in natural text).
+    """What is searched for of an item: (text, whether it may stand in natural text).
 
     Those are its texts; sentences with a blank (`_`), filled with each of the item's short texts, for they are
     published whole; and short texts joined, for a question and its answer may follow each other. A text of other ones
@@ -56,11 +56,10 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
     The benchmark has the file's name; an item has the `id` of its line or row, or else its number from 1. Files may be
     compressed (.gz, .bz2, .zst) and anywhere that fsspec reads. Raises UserError for what cannot be read.
     """
-    name = path.rstrip("/").rsplit("/", 1)[-1]
-    reader = _READERS[kind_of_items(path)]
-    number = 0
+    name, number = path.rstrip("/").rsplit("/", 1)[-1], 0
+    values = _values(path if "://" in path else str(from_home(path)), kind_of_items(path))
     try:
-        for number, value in enumerate(reader(path), 1):
+        for number, value in enumerate(values, 1):
             id = value.get("id") if isinstance(value, dict) else None
             yield BenchmarkItem(name, str(number if id is None else id), tuple(strings_in(value)))
     except (OSError, EOFError, ValueError, pa.ArrowException) as error:
@@ -68,44 +67,30 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
         raise UserError(f"the benchmark's items cannot be read: {of_a_line(error)}", where=where) from error
 
 
+def _values(path: str, kind: str) -> Iterator[Any]:
+    with fsspec.open(path, "rb", compression=None if kind == "parquet" else "infer") as file:
+        if kind == "parquet":
+            for batch in pq.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+            return
+        for line in file:
+            if text := line.decode("utf-8-sig").strip():
+                yield json.loads(text) if kind == "jsonl" else text
+
+
 def kind_of_items(path: str, where: str = "data.decontaminate.benchmark_files") -> str:
     """What a file of items is by its name: jsonl, parquet or txt. Raises UserError for any other."""
-    name = path.rstrip("/").rsplit("/", 1)[-1]
-    kind = name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst").rsplit(".", 1)[-1].lower()
-    if kind not in _READERS:
+    kind = re.search(r"\.(jsonl|parquet|txt)(\.(gz|bz2|zst))?/?$", path, re.IGNORECASE)
+    if kind is None:
         fix = "Items are read from .jsonl, .parquet and .txt files, and from .yaml task files."
         raise UserError(f"`{path}` is no file of benchmark items", where=where, fix=fix)
-    return kind
+    return kind[1].lower()
 
 
 def strings_in(value: Any) -> Iterator[str]:
     """All strings in a JSON value, wherever they are; of an object the values, not the keys."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for one in value.values():
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from strings_in(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from strings_in(one)
-
-
-def _text(path: str) -> Iterator[Any]:
-    with fsspec.open(str(from_home(path)) if "://" not in path else path, "rb", compression="infer") as file:
-        for line in file:
-            if text := line.decode("utf-8-sig").strip():
-                yield text
-
-
-def _lines(path: str) -> Iterator[Any]:
-    for line in _text(path):
-        yield json.loads(line)
-
-
-def _table(path: str) -> Iterator[Any]:
-    with fsspec.open(str(from_home(path)) if "://" not in path else path, "rb") as file:
-        for batch in pq.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
-
-
-_READERS = {"jsonl": _lines, "parquet": _table, "txt": _text}

@@ -1,28 +1,26 @@
-"""Stage `decontaminate`: documents that hold an item of a benchmark are removed, or the item is cut out of them."""
+"""Step `decontaminate`: documents that hold an item of a benchmark are removed, or the item is cut out of them."""
 
 import json
-import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
+from affinage.data.documents import clear_documents, document_files, row_groups, write_table
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
 from affinage.data.foreign_json import encodable
-from affinage.data.overlap import Hits, Items, Scanner, index_items
+from affinage.data.overlap import KEY, START, STOP, TEXT, ItemIndex
 from affinage.data.repair import repair
-from affinage.data.stats import SAMPLE_CHARACTERS, Stats
+from affinage.data.stats import SAMPLE_CHARACTERS, Stats, copy_documents
 
 CONTAMINATED = "in a benchmark"  # the reason in the stats
 MATCHES = "matches.parquet"
@@ -33,28 +31,13 @@ MATCH_SCHEMA = pa.schema(
         ("url", pa.string()),
         ("benchmark", pa.string()),
         ("item", pa.string()),
-        ("words", pa.int64()),  # of the longest run in common
+        ("words", pa.int64()),  # of the longest run in common, as white space separates them
         ("text", pa.string()),  # that run, as the document has it
     ]
 )
 MARGIN = 200  # characters that go with a match on both sides, and the fewest that a piece between matches has to stay
 MAX_PIECES = 10  # a document that falls into more is removed
 EXAMPLES = 20  # matches in the summary
-
-
-@dataclass
-class _Found:
-    """What one file of documents has in common with the items. Rows count from the start of the file."""
-
-    hits: Hits
-    documents: int
-
-
-@dataclass
-class _Cut:
-    stats: Stats = field(default_factory=Stats)
-    matches: list[dict[str, Any]] = field(default_factory=list)
-    cut: int = 0  # documents that stayed without some of their text
 
 
 def decontaminate(
@@ -72,7 +55,7 @@ def decontaminate(
     than `settings.boilerplate` items of a benchmark, or documents, have in common are no match. Removed documents count
     as `in a benchmark`; with `action: cut` the matches and 200 characters on both sides are cut out instead, and only
     a document that falls into more than 10 pieces, or of which no piece of 200 characters is left, is removed (Brown et
-    al. 2020, appendix C). The summary has `benchmarks` (items, those too short to be told, those found, the documents
+    al. 2020, appendix C). The summary has `benchmarks` (items, those too short to be found, those found, the documents
     they are in, and those that are `common`: copied to more than `boilerplate` documents, which stay), `matches` (the
     first), `boilerplate` (runs left out) and `cut`.
 
@@ -81,173 +64,124 @@ def decontaminate(
     start = time.perf_counter()
     folder = Path(folder)
     clear_documents(folder)
-    index = index_items(items, ngram=settings.n_grams, min_words=settings.min_words, boilerplate=settings.boilerplate)
-    scanner = Scanner(index)
-    paths = document_files(documents_folder)
+    index, paths = ItemIndex(items, settings), document_files(documents_folder)
+    scanned = executor.map(partial(_scan, index), paths, folder, threads=True, progress=progress)
+    hits = [np.array(one, np.int64).reshape(-1, 4) for one in scanned]
+    common = np.sum([index.texts_with(one) for one in hits], axis=0, initial=0) > settings.boilerplate
+    work = [(path, one[~common[one[:, KEY]]]) for path, one in zip(paths, hits)]
 
-    def scan(path: Path) -> dict[str, Any]:
-        return _scan_file(path, scanner)
-
-    scanned = executor.map(scan, paths, folder, threads=True, progress=progress)
-    found = [_Found(Hits(*np.array(one["hits"], np.int64).reshape(5, -1)), one["documents"]) for one in scanned]
-    common = _in_many_documents(found, index, settings.boilerplate)
-    work = [(path, _without(one.hits, common)) for path, one in zip(paths, found)]
-
-    def cut(task: tuple[Path, Hits]) -> _Cut:
+    def clean(task: tuple[Path, np.ndarray]) -> tuple[Stats, list[dict[str, Any]], int]:
         place = folder / task[0].parent.relative_to(documents_folder)
-        return _copy(*task, place, index, cut=settings.action == "cut")
+        return _clean(*task, place, index, settings.action == "cut")
 
-    total = _Cut()
-    for part in executor.map(cut, work, threads=True):
-        total.stats.merge(part.stats)
-        total.matches += part.matches
-        total.cut += part.cut
-    _write_matches(folder, total.matches)
+    total, matches, cut = Stats(), [], 0
+    for stats, own, changed in executor.map(clean, work, threads=True):
+        total.merge(stats)
+        matches += own
+        cut += changed
+    write_table(folder / MATCHES, pa.Table.from_pylist(matches, MATCH_SCHEMA))
     clear_completions(folder)
-    return total.stats.summary(time.perf_counter() - start) | {
-        "benchmarks": _by_benchmark(index, total.matches, common),
-        "matches": total.matches[:EXAMPLES],
-        "boilerplate": {"in_items": index.boilerplate, "in_documents": int(common.sum())},
-        "cut": total.cut,
+    return total.summary(time.perf_counter() - start) | {
+        "benchmarks": _by_benchmark(index, matches, common),
+        "matches": matches[:EXAMPLES],
+        "boilerplate": {"in_items": index.common_runs, "in_documents": int(common.sum())},
+        "cut": cut,
     }
 
 
-def _scan_file(path: Path, scanner: Scanner) -> dict[str, Any]:
-    columns, rows = [], 0
+def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
+    """The hits in a file, in which its documents are counted."""
+    found, documents = [], 0
     for group in row_groups(path):
-        hits = scanner.scan(group.read(["text"]).column("text"))
-        columns.append(np.stack([hits.text + rows, hits.key, hits.word, hits.start, hits.stop]))
-        rows += group.rows
-    hits_of_file = np.concatenate([np.empty((5, 0), np.int64), *columns], axis=1)
-    return {"hits": hits_of_file.tolist(), "documents": rows}
+        hits = index.scan(group.read(["text"]).column("text"))
+        hits[:, TEXT] += documents
+        found += hits.tolist()
+        documents += group.rows
+    return found
 
 
-def _in_many_documents(found: Sequence[_Found], index: Items, most: int) -> np.ndarray:
-    """Which runs are in more than `most` documents, bool [K]."""
-    counts = np.zeros(index.keys.size, np.int64)
-    for one in found:
-        pairs = np.unique(np.stack([one.hits.text, one.hits.key]), axis=1)
-        counts += np.bincount(pairs[1], minlength=counts.size)
-    many: np.ndarray = counts > most
-    return many
+def _clean(
+    path: Path, hits: np.ndarray, folder: Path, index: ItemIndex, cut: bool
+) -> tuple[Stats, list[dict[str, Any]], int]:
+    """Copy a file without the contaminated documents, or without what they share with items.
+
+    Returns the statistics, all matches, and how many documents stay without some of their text.
+    """
+    stats, matches, changed = Stats(), [], {}
+
+    def clean(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
+        verdicts, texts = {}, batch.column("text").to_pylist()
+        mine = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
+        for text in np.unique(mine[:, TEXT]).tolist():
+            row, own = text - before, mine[mine[:, TEXT] == text]
+            document = batch.slice(row, 1).to_pylist()[0]
+            found = list(_matches(document, own, index))
+            matches.extend(found)
+            if cut and (left := _cut_out(document["text"], own)):
+                texts[row] = changed[text] = left
+                continue
+            best = max(found, key=lambda match: int(match["words"]))
+            verdicts[row] = CONTAMINATED, f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
+        if cut:
+            column = batch.schema.get_field_index("text")
+            batch = batch.set_column(column, "text", pa.array(texts, pa.string()))
+        return stats.remove_rows(batch, verdicts)
+
+    copy_documents(path, folder, stats, clean)
+    return stats, matches, len(changed)
 
 
-def _without(hits: Hits, common: np.ndarray) -> Hits:
-    stays = ~common[hits.key] if common.size else np.zeros(0, bool)
-    return Hits(*(column[stays] for column in vars(hits).values()))
-
-
-def _copy(path: Path, hits: Hits, folder: Path, index: Items, *, cut: bool) -> _Cut:
-    result = _Cut()
-    at = 0
-    clear_documents(folder, path.stem)
-    with DocumentWriter(folder, path.stem, observe=result.stats.leave) as writer:
-        for group in row_groups(path):
-            batch = group.read()
-            result.stats.enter(batch.num_rows, text_bytes(batch))
-            first, last = np.searchsorted(hits.text, [at, at + group.rows])
-            writer.write(
-                _clean_batch(batch, Hits(*(c[first:last] for c in vars(hits).values())), at, index, result, cut)
-            )
-            at += group.rows
-    return result
-
-
-def _clean_batch(batch: pa.RecordBatch, hits: Hits, at: int, index: Items, result: _Cut, cut: bool) -> pa.RecordBatch:
-    """The batch without its contaminated documents, or without what they share with the items."""
-    stays = np.ones(batch.num_rows, bool)
-    changed: dict[int, str] = {}
-    for text in np.unique(hits.text).tolist():
-        row = text - at
-        document = {name: batch.column(name)[row].as_py() for name in batch.schema.names}
-        mine = Hits(*(column[hits.text == text] for column in vars(hits).values()))
-        matches = list(_matches(document, mine, index))
-        result.matches += matches
-        left = _cut_out(document["text"], mine) if cut else ""
-        if left:
-            changed[row] = left
-            result.cut += 1
-        else:
-            stays[row] = False
-            best = max(matches, key=lambda match: int(match["words"]))
-            detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
-            id, source, content = (document[name] for name in ("id", "source", "text"))
-            result.stats.remove(CONTAMINATED, id=id, source=source, text=content, detail=detail)
-    if changed:
-        texts = batch.column("text").to_pylist()
-        for row, left in changed.items():
-            texts[row] = left
-        batch = batch.set_column(batch.schema.get_field_index("text"), "text", pa.array(texts, pa.string()))
-    return batch.filter(pa.array(stays))
-
-
-def _matches(document: dict[str, str], hits: Hits, index: Items) -> Iterator[dict[str, Any]]:
+def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> Iterator[dict[str, Any]]:
     """One match for every item that is in a document: the longest of the stretches that the item's runs cover."""
-    by_item: dict[int, list[int]] = defaultdict(list)
-    for k, key in enumerate(hits.key.tolist()):
-        for item in index.of(key).tolist():
-            by_item[item].append(k)
-    content = document["text"].encode()
-    for item, own in sorted(by_item.items()):
-        stretches: list[tuple[int, int]] = []
-        for start, stop in zip(hits.start[own].tolist(), hits.stop[own].tolist()):
-            if stretches and start <= stretches[-1][1]:
-                stretches[-1] = stretches[-1][0], max(stop, stretches[-1][1])
+    stretches: dict[int, list[list[int]]] = {}
+    for key, start, stop in hits[:, [KEY, START, STOP]].tolist():
+        for item in index.of(key):
+            own = stretches.setdefault(item, [])
+            if own and start <= own[-1][1]:
+                own[-1][1] = max(stop, own[-1][1])
             else:
-                stretches.append((start, stop))
-        texts = [content[start:stop].decode() for start, stop in stretches]
-        longest = max(texts, key=lambda text: (words_in(text), text))
-        yield {
+                own.append([start, stop])
+    content = document["text"].encode()
+    for item, own in sorted(stretches.items()):
+        texts = [content[start:stop].decode() for start, stop in own]
+        words, longest = max((len(text.split()), text) for text in texts)
+        yield {name: document[name] for name in ("source", "url")} | {
             "document": document["id"],
-            "source": document["source"],
-            "url": document["url"],
             "benchmark": index.items[item].benchmark,
             "item": index.items[item].id,
-            "words": words_in(longest),
+            "words": words,
             "text": longest,
         }
 
 
-def words_in(text: str) -> int:
-    """How many words, as far as white space tells: what people count."""
-    return len(text.split())
-
-
-def _cut_out(text: str, hits: Hits) -> str:
+def _cut_out(text: str, hits: np.ndarray) -> str:
     """The text without its matches and their margins; "" if too little or too many pieces are left."""
     content = text.encode()
     pieces, begin = [], 0
-    for start, stop in sorted(zip(hits.start.tolist(), hits.stop.tolist())):
-        first = max(0, len(content[:start].decode()) - MARGIN)
-        pieces.append(text[begin:first] if first > begin else "")
+    for start, stop in sorted(hits[:, [START, STOP]].tolist()):
+        pieces.append(text[begin : max(begin, len(content[:start].decode()) - MARGIN)])
         begin = max(begin, len(content[:stop].decode()) + MARGIN)
     pieces = [piece.strip() for piece in [*pieces, text[begin:]]]
     pieces = [piece for piece in pieces if len(piece) >= MARGIN]
     return "\n\n".join(pieces) if len(pieces) <= MAX_PIECES else ""
 
 
-def _write_matches(folder: Path, matches: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{MATCHES}.part"
-    pq.write_table(pa.Table.from_pylist(matches, MATCH_SCHEMA), unfinished, compression="zstd")
-    os.replace(unfinished, folder / MATCHES)
-
-
-def _by_benchmark(index: Items, matches: Sequence[dict[str, Any]], common: np.ndarray) -> dict[str, dict[str, int]]:
-    items = Counter(item.benchmark for item in index.items)
+def _by_benchmark(index: ItemIndex, matches: Sequence[dict[str, Any]], common: np.ndarray) -> dict[str, dict[str, int]]:
     found = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
     copied = index.items_with(common) - found
+    numbers = [Counter(name for name, *_ in some) for some in (found, documents, copied)]
     return {
         name: {
             "items": count,
             "too_short": index.too_short[name],
-            "found": sum(benchmark == name for benchmark, _ in found),
-            "documents": sum(benchmark == name for benchmark, _, _ in documents),
-            "common": sum(benchmark == name for benchmark, _ in copied),
+            **dict(zip(("found", "documents", "common"), (number[name] for number in numbers))),
         }
-        for name, count in items.items()
+        for name, count in Counter(item.benchmark for item in index.items).items()
     }
+
+
+# ---- tuning data ----
 
 
 @dataclass(frozen=True)
@@ -265,10 +199,9 @@ def write_items(path: Path, items: Iterable[BenchmarkItem], settings: Decontamin
 
 
 @lru_cache(maxsize=1)
-def _index_of(searched: Searched) -> Items:
-    items = [BenchmarkItem(name, id, tuple(texts)) for name, id, texts in json.loads(searched.items.read_text("utf-8"))]
-    how = searched.settings
-    return index_items(items, ngram=how.n_grams, min_words=how.min_words, boilerplate=how.boilerplate)
+def _index_of(searched: Searched) -> ItemIndex:
+    items = json.loads(searched.items.read_text("utf-8"))
+    return ItemIndex([BenchmarkItem(name, id, tuple(texts)) for name, id, texts in items], searched.settings)
 
 
 def contaminated(texts: Sequence[str], searched: Searched) -> dict[int, str]:
@@ -278,11 +211,11 @@ def contaminated(texts: Sequence[str], searched: Searched) -> dict[int, str]:
     """
     index = _index_of(searched)
     column = repair(pa.array([encodable(text) for text in texts], pa.string())).text
-    hits = Scanner(index).scan(column)
-    hits = _without(hits, _in_many_documents([_Found(hits, len(texts))], index, searched.settings.boilerplate))
+    hits = index.scan(column)
+    rare = index.texts_with(hits) <= searched.settings.boilerplate
     found: dict[int, str] = {}
-    for text, key, start, stop in np.stack([hits.text, hits.key, hits.start, hits.stop]).T.tolist():
-        item = index.items[int(index.of(key)[0])]
+    for text, key, start, stop in hits[rare[hits[:, KEY]]].tolist():
+        item = index.items[index.of(key)[0]]
         words = column[text].as_py().encode()[start:stop].decode()
         found.setdefault(text, f"{item.benchmark} {item.id}: {words[:SAMPLE_CHARACTERS]}")
     return found

@@ -15,11 +15,9 @@ The driver holds about 30 bytes a document and the names of those that are remov
 executor, on `memory`, nor on the order of the files.
 """
 
-import errno
-import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,16 +26,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from pyarrow import feather
 
 from affinage.config.data import DedupSettings
-from affinage.data.atomic import write_array
 from affinage.data.code_points import text_buffers
 from affinage.data.compiled import kernel
-from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
+from affinage.data.documents import document_files, row_groups, write_table
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.minhash import jaccard, sign, write_shingle_sets
-from affinage.data.stats import SAMPLES_PER_REASON, Stats
+from affinage.data.minhash import jaccard, shingle_sets, sign
+from affinage.data.stats import SAMPLES_PER_REASON, Stats, copy_documents
 
 MEMORY = 512_000_000  # bytes
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
@@ -47,8 +44,18 @@ CONTENT, CONTENT_2, MARKUP, BYTES, FIRST_BAND = range(5)  # rows of a signature 
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
 _BYTES_PER_KEY = 100  # that sorting one key takes, at most
 _COPIES = 4  # of a batch's n-grams in memory, while it is read and compared
-_CHUNK = 1 << 20  # pairs that are united at once
-_NAMES = pa.schema([("id", pa.string()), ("source", pa.string()), ("chunk", pa.int32())])
+_NAMES = {"id": pa.string(), "source": pa.string(), "chunk": pa.int32()}  # released documents may be without them
+_REMOVED = pa.schema(
+    [
+        ("document", pa.int64()),
+        ("kept", pa.int64()),
+        *_NAMES.items(),
+        ("duplicate_of", pa.string()),
+        ("duplicate_of_source", pa.string()),
+        ("jaccard", pa.float64()),
+        ("exact", pa.bool_()),  # the same content but for case and white space
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,22 @@ class Corpus:
         """Number of documents."""
         return sum(shard.rows for shard in self.shards)
 
-    def path(self, kind: str, *numbers: int, suffix: str = "npy") -> Path:
+    def path(self, kind: str, *numbers: int) -> Path:
         """A file in the scratch folder."""
-        return self.scratch / f"{'-'.join([kind, *(f'{number:06d}' for number in numbers)])}.{suffix}"
+        return self.scratch / "-".join([kind, *map(str, numbers)])
 
-    def signatures(self, shard: int) -> np.ndarray:
-        """The signatures of one file, mapped: uint64 [4 + bands, documents]."""
-        return _mapped(self.path("signatures", shard))
+    def array(self, kind: str, *numbers: int) -> np.ndarray:
+        """An array in the scratch folder, mapped; an empty one cannot be."""
+        path = self.path(kind, *numbers).with_suffix(".npy")
+        try:
+            array: np.ndarray = np.load(path, mmap_mode="r")
+        except ValueError:
+            array = np.load(path)
+        return array
+
+    def batches(self, shard: Shard) -> np.ndarray:
+        """Of the documents of one file the batch in which they are compared, or -1, int32."""
+        return np.array(self.array("batch")[shard.start : shard.start + shard.rows])
 
 
 @dataclass(frozen=True)
@@ -114,46 +130,43 @@ def dedup(
     folder, scratch = Path(folder), Path(folder) / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     released = document_files(against) if against is not None else []
-    files = [*released, *document_files(documents_folder)]
-    corpus = corpus_of(files, settings, scratch, released=len(released))
+    corpus = corpus_of([*released, *document_files(documents_folder)], settings, scratch, released=len(released))
     found = find_duplicates(corpus, memory=memory, executor=executor, progress=progress)
-    tasks = [k for k, shard in enumerate(corpus.shards) if not shard.released]
-    copy = partial(_copy, corpus, documents_folder, folder, found.removed)
+    own = [shard for shard in corpus.shards if not shard.released]
     total = Stats()
-    for stats in executor.map(copy, tasks, folder, threads=True):
+    for stats in executor.map(partial(_copy, documents_folder, folder, found.removed), own, folder, threads=True):
         total.merge(stats)
-    _write_removed(folder, found.removed)
+    order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id", "chunk")]
+    write_table(folder / REMOVED, found.removed.sort_by(order).drop_columns(["document", "kept"]))
     clear_completions(folder)
     shutil.rmtree(scratch)
-    return total.summary(time.perf_counter() - start) | {
-        "clusters": _clusters(found.removed),
-        "candidates": found.candidates,
-        "compared": found.compared,
-        "capped": found.capped,
-    }
+    counts = {"candidates": found.candidates, "compared": found.compared, "capped": found.capped}
+    return total.summary(time.perf_counter() - start) | {"clusters": _clusters(found.removed)} | counts
 
 
-def find_duplicates(
-    corpus: Corpus, *, memory: int = MEMORY, executor: Executor = LOCAL, progress: Progress | None = None
-) -> Duplicates:
-    """The duplicates of a corpus, with at most `memory` bytes for sorting and comparing, by all workers together."""
+def _copy(documents_folder: Path, folder: Path, removed: pa.Table, shard: Shard) -> dict[str, Any]:
+    """Copy one file without its duplicates; returns the statistics."""
+    documents, stats = removed["document"].to_numpy() - shard.start, Stats()
 
-    def run(function: Any, name: str, tasks: Sequence[Any], first: float, last: float) -> list[Any]:
-        part = None if progress is None else (lambda share: progress(first + share * (last - first)))
-        return executor.map(partial(function, corpus), tasks, corpus.scratch / name, threads=True, progress=part)
+    def without_duplicates(batch: pa.RecordBatch, at: int) -> pa.RecordBatch:
+        first, last = np.searchsorted(documents, [at, at + batch.num_rows])
+        verdicts = {}
+        for row, one in zip(documents[first:last].tolist(), removed.slice(first, last - first).to_pylist()):
+            detail = f"Jaccard {one['jaccard']:.3f} to {one['duplicate_of']} of {one['duplicate_of_source']}"
+            verdicts[row - at] = (EXACT if one["exact"] else NEAR, detail)
+        return stats.remove_rows(batch, verdicts)
 
-    every = range(len(corpus.shards))
-    run(_sign, "sign", every, 0.0, 0.4)
-    ranges = max(1, -(-corpus.size * _BYTES_PER_KEY * executor.workers // memory))
-    bands = [(band, part, ranges) for band in range(corpus.settings.num_buckets) for part in range(ranges)]
-    run(_link, "link", bands, 0.4, 0.6)
-    room = max(1, memory // (8 * _COPIES * executor.workers))
-    candidates, batches = _assign_batches(corpus, bands, room)
-    run(_gather, "gather", every, 0.6, 0.8)
-    results = run(_compare, "compare", [(batch, room) for batch in range(batches)], 0.8, 1.0)
-    tables = [pa.ipc.open_file(corpus.path("removed", batch, suffix="arrow")).read_all() for batch in range(batches)]
-    removed = pa.concat_tables([_REMOVED.empty_table(), *tables]).sort_by("document")
-    return Duplicates(removed, candidates, *(sum(each[key] for each in results) for key in ("compared", "capped")))
+    copy_documents(shard.path, folder / shard.path.parent.relative_to(documents_folder), stats, without_duplicates)
+    return stats.to_json()
+
+
+def _clusters(removed: pa.Table) -> dict[str, Any]:
+    """How many documents have copies, and the most copied."""
+    groups = removed.group_by(["duplicate_of_source", "duplicate_of", "kept"]).aggregate([("document", "count")])
+    order = [("document_count", "descending"), ("duplicate_of", "ascending"), ("duplicate_of_source", "ascending")]
+    largest = groups.sort_by(order).slice(0, SAMPLES_PER_REASON).to_pylist()
+    names = [(row["duplicate_of"], row["duplicate_of_source"], row["document_count"] + 1) for row in largest]
+    return {"count": groups.num_rows, "largest": [dict(zip(("id", "source", "documents"), one)) for one in names]}
 
 
 def corpus_of(files: Sequence[Path], settings: DedupSettings, scratch: Path, released: int = 0) -> Corpus:
@@ -165,18 +178,43 @@ def corpus_of(files: Sequence[Path], settings: DedupSettings, scratch: Path, rel
     return Corpus(tuple(shards), settings, scratch)
 
 
+def find_duplicates(
+    corpus: Corpus, *, memory: int = MEMORY, executor: Executor = LOCAL, progress: Progress | None = None
+) -> Duplicates:
+    """The duplicates of a corpus, with at most `memory` bytes for sorting and comparing, by all workers together."""
+
+    def run(function: Any, tasks: Sequence[Any], first: float, last: float) -> list[Any]:
+        part = None if progress is None else (lambda share: progress(first + share * (last - first)))
+        place = corpus.scratch / function.__name__
+        return executor.map(partial(function, corpus), tasks, place, threads=True, progress=part)
+
+    every = range(len(corpus.shards))
+    run(_sign, every, 0.0, 0.4)
+    ranges = max(1, -(-corpus.size * _BYTES_PER_KEY * executor.workers // memory))
+    bands = [(band, part, ranges) for band in range(corpus.settings.num_buckets) for part in range(ranges)]
+    run(_link, bands, 0.4, 0.6)
+    room = max(1, memory // (8 * _COPIES * executor.workers))
+    candidates, batches = _assign_batches(corpus, bands, room)
+    run(_gather, every, 0.6, 0.8)
+    results = run(_compare, [(batch, room) for batch in range(batches)], 0.8, 1.0)
+    tables = [feather.read_table(corpus.path("removed", batch)) for batch in range(batches)]
+    removed = pa.concat_tables([_REMOVED.empty_table(), *tables]).sort_by("document")
+    return Duplicates(removed, candidates, *(sum(one[key] for one in results) for key in ("compared", "capped")))
+
+
 # ---- 1. signatures ----
 
 
-def _sign(corpus: Corpus, shard: int) -> None:
+def _sign(corpus: Corpus, number: int) -> None:
     settings = corpus.settings
     parts = [np.zeros((FIRST_BAND + settings.num_buckets, 0), np.uint64)]
-    for group in row_groups(corpus.shards[shard].path):
+    for group in row_groups(corpus.shards[number].path):
         text = group.read(["text"]).column("text")
-        found = sign(text, ngram=settings.n_grams, bands=settings.num_buckets, rows=settings.hashes_per_bucket)
+        hashes = {"bands": settings.num_buckets, "rows": settings.hashes_per_bucket}
+        content, keys = sign(text, ngram=settings.n_grams, **hashes)
         markup = pc.count_substring_regex(text, _MARKUP).to_numpy()
-        parts.append(np.vstack([found.content, markup, np.diff(text_buffers(text)[1]), found.keys]).astype(np.uint64))
-    write_array(corpus.path("signatures", shard), np.concatenate(parts, axis=1))
+        parts.append(np.vstack([content, markup, np.diff(text_buffers(text)[1]), keys]).astype(np.uint64))
+    np.save(corpus.path("signatures", number), np.concatenate(parts, axis=1))
 
 
 # ---- 2. bands ----
@@ -192,7 +230,7 @@ def _link(corpus: Corpus, task: tuple[int, int, int]) -> None:
     width = 2**64 // count + 1
     first, last = np.uint64(part * width), np.uint64(min((part + 1) * width, 2**64) - 1)
     for number, shard in enumerate(corpus.shards):
-        own = corpus.signatures(number)[FIRST_BAND + band]
+        own = corpus.array("signatures", number)[FIRST_BAND + band]
         here = np.flatnonzero((own >= first) & (own <= last))
         keys.append(own[here])
         documents.append(shard.start + here)
@@ -202,7 +240,7 @@ def _link(corpus: Corpus, task: tuple[int, int, int]) -> None:
     new[1:] = key[order[1:]] != key[order[:-1]]
     ordered = document[order]
     leaders = ordered[new][np.cumsum(new) - 1]
-    write_array(corpus.path("pairs", *task), np.column_stack([ordered[~new], leaders[~new]]))
+    np.save(corpus.path("pairs", *task), np.column_stack([ordered[~new], leaders[~new]]))
 
 
 @kernel
@@ -226,7 +264,7 @@ def _pack(parent: np.ndarray, bytes: np.ndarray, weight: np.ndarray, batch: np.n
     """Put components into batches of about `room` n-grams; a larger one is a batch of its own.
 
     Writes the batch of every document, -1 for those alike no other; returns the candidates and the batches. A text is
-    taken to have one n-gram for every two of its bytes, which is more than it has.
+    taken to have one n-gram for every two of its bytes.
     """
     for document in range(parent.size):
         root = _root(parent, document)
@@ -242,9 +280,7 @@ def _pack(parent: np.ndarray, bytes: np.ndarray, weight: np.ndarray, batch: np.n
             if last < 0 or load + own > room:
                 last, load = last + 1, 0
             load += own
-            batch[document] = last
-        else:
-            batch[document] = batch[root]
+        batch[document] = last if root == document else batch[root]
         candidates += 1
     return candidates, last + 1
 
@@ -253,176 +289,90 @@ def _assign_batches(corpus: Corpus, bands: Sequence[tuple[int, int, int]], room:
     """Write the array `batch`; returns the candidates and the batches."""
     parent, batch = np.arange(corpus.size), np.full(corpus.size, -1, np.int32)
     for band in bands:
-        pairs = _mapped(corpus.path("pairs", *band))
-        for start in range(0, len(pairs), _CHUNK):
-            _unite(parent, np.ascontiguousarray(pairs[start : start + _CHUNK]))
-    sizes = [np.asarray(corpus.signatures(k)[BYTES]).astype(np.int64) for k in range(len(corpus.shards))]
+        _unite(parent, np.array(corpus.array("pairs", *band)))
+    sizes = [np.array(corpus.array("signatures", k)[BYTES]).astype(np.int64) for k in range(len(corpus.shards))]
     bytes = np.concatenate([np.zeros(0, np.int64), *sizes])
     candidates, batches = _pack(parent, bytes, np.zeros(corpus.size, np.int64), batch, room)
-    write_array(corpus.path("batch"), batch)
+    np.save(corpus.path("batch"), batch)
     return int(candidates), int(batches)
-
-
-def _batch_of(corpus: Corpus, shard: Shard) -> np.ndarray:
-    return np.array(_mapped(corpus.path("batch"))[shard.start : shard.start + shard.rows])
-
-
-def _mapped(path: Path) -> np.ndarray:
-    """An array in a file, mapped; an empty one cannot be."""
-    try:
-        array: np.ndarray = np.load(path, mmap_mode="r")
-    except ValueError:
-        array = np.load(path)
-    return array
 
 
 # ---- 3. candidates ----
 
 
 def _gather(corpus: Corpus, number: int) -> None:
-    """Write the candidates of one file: a table of what ranks and names them, and their n-grams end to end."""
-    shard, ngram = corpus.shards[number], corpus.settings.n_grams
-    rows = np.flatnonzero(_batch_of(corpus, shard) >= 0)
-    names: list[pa.RecordBatch] = []
+    """Write the names of the candidates of one file, and their n-grams end to end."""
+    shard = corpus.shards[number]
+    rows = np.flatnonzero(corpus.batches(shard) >= 0)
+    tables = [pa.schema(_NAMES.items()).empty_table()]
     sets, sizes, first = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], 0
     for group in row_groups(shard.path) if rows.size else ():
         here = rows[slice(*np.searchsorted(rows, [first, first + group.rows]))] - first
         first += group.rows
-        if not here.size:
-            continue
-        batch = group.read([*_NAMES.names, "text"]).take(pa.array(here))
-        names.append(_names(batch))
-        text = batch.column("text")
-        room = np.diff(text_buffers(text)[1]).astype(np.int64) + 1
-        starts, own = np.cumsum(room) - room, np.zeros(here.size, np.int64)
-        out = np.empty(int(room.sum()), np.uint64)
-        write_shingle_sets(text, np.arange(here.size), ngram=ngram, out=out, starts=starts, sizes=own)
-        sets += [out[start : start + size] for start, size in zip(starts.tolist(), own.tolist())]
-        sizes.append(own)
-    signatures = np.asarray(corpus.signatures(number)[:, rows])
+        batch = group.read([*_NAMES, "text"]).take(pa.array(here))
+        absent = {name: pa.nulls(len(batch), type).fill_null(type.to_pandas_dtype()()) for name, type in _NAMES.items()}
+        columns = [batch[name] if name in batch.schema.names else absent[name] for name in _NAMES]
+        tables.append(pa.table(columns, schema=pa.schema(_NAMES.items())))
+        own, own_sizes = shingle_sets(batch["text"], corpus.settings.n_grams)
+        sets.append(own)
+        sizes.append(own_sizes)
     size = np.concatenate(sizes)
-    keys = pa.FixedSizeListArray.from_arrays(signatures[FIRST_BAND:].T.ravel(), corpus.settings.num_buckets)
-    table = pa.Table.from_batches(names, _NAMES)
-    columns = {
-        "document": shard.start + rows,
-        "rank": np.full(rows.size, int(not shard.released)),
-        "markup": signatures[MARKUP],
-        "bytes": signatures[BYTES],
-        "content": signatures[CONTENT],
-        "content_2": signatures[CONTENT_2],
-        "keys": keys,
-        "start": np.cumsum(size) - size,
-        "size": size,
-    }
-    for name, column in columns.items():
-        table = table.append_column(name, pa.array(column) if isinstance(column, np.ndarray) else column)
-    _write_table(corpus.path("candidates", number, suffix="arrow"), table)
-    write_array(corpus.path("sets", number), np.concatenate(sets))
-
-
-def _names(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The columns that name documents; released ones may be of somebody else, without them."""
-    nothing = {"id": "", "source": "", "chunk": 0}
-    columns = [
-        batch.column(one.name)
-        if one.name in batch.schema.names
-        else pa.array([nothing[one.name]] * len(batch), one.type)
-        for one in _NAMES
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=_NAMES)
-
-
-def _write_table(path: Path, table: pa.Table) -> None:
-    unfinished = path.with_suffix(".part")
-    with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    os.replace(unfinished, path)
+    facts = {"document": shard.start + rows, "start": np.cumsum(size) - size, "size": size}
+    table = pa.concat_tables(tables)
+    for name, values in facts.items():
+        table = table.append_column(name, pa.array(values))
+    feather.write_feather(table, corpus.path("candidates", number), compression="uncompressed")
+    np.save(corpus.path("sets", number), np.concatenate(sets))
 
 
 # ---- 4. comparison ----
-
-_REMOVED = pa.schema(
-    [
-        ("document", pa.int64()),
-        ("kept", pa.int64()),
-        ("id", pa.string()),
-        ("source", pa.string()),
-        ("chunk", pa.int32()),
-        ("duplicate_of", pa.string()),
-        ("duplicate_of_source", pa.string()),
-        ("jaccard", pa.float64()),
-        ("exact", pa.bool_()),  # the same content but for case and white space
-    ]
-)
 
 
 def _compare(corpus: Corpus, task: tuple[int, int]) -> dict[str, int]:
     """Write what is removed of one batch; returns counts. The n-grams of more than `room` are in a mapped file."""
     batch, room = task
-    tables, wanted = [], []
+    tables, signatures, sets = [], [], []
     for number, shard in enumerate(corpus.shards):
-        if not (_batch_of(corpus, shard) == batch).any():
+        batches = corpus.batches(shard)
+        if not (batches == batch).any():
             continue
-        with pa.memory_map(str(corpus.path("candidates", number, suffix="arrow"))) as source:
-            table = pa.ipc.open_file(source).read_all()
-        mine = np.flatnonzero(_batch_of(corpus, shard)[table["document"].to_numpy() - shard.start] == batch)
-        tables.append(table.take(pa.array(mine)))
-        wanted.append(number)
-    table = pa.concat_tables(tables).combine_chunks()
+        table = feather.read_table(corpus.path("candidates", number), memory_map=True)
+        table = table.filter(pa.array(batches[table["document"].to_numpy() - shard.start] == batch))
+        rows = table["document"].to_numpy() - shard.start
+        facts = np.vstack([np.full(rows.size, not shard.released), corpus.array("signatures", number)[:, rows]])
+        tables.append(table)
+        signatures.append(facts.astype(np.uint64))
+        all_sets = corpus.array("sets", number)
+        sets += [all_sets[a : a + size] for a, size in zip(table["start"].to_pylist(), table["size"].to_pylist())]
+    table, (rank, *facts) = pa.concat_tables(tables), np.concatenate(signatures, axis=1)
     sizes = table["size"].to_numpy()
-    sets = _n_grams(corpus, wanted, tables, int(sizes.sum()), room, corpus.path("compared", batch))
-    order_by = [("rank", "ascending"), ("markup", "ascending"), ("size", "descending"), ("bytes", "ascending")]
-    order_by += [(name, "ascending") for name in ("id", "source", "chunk", "content", "document")]
-    order = pc.sort_indices(table, sort_keys=order_by).to_numpy()
-    keys = table["keys"].combine_chunks().flatten().to_numpy().reshape(order.size, -1)[order]
-    starts = (np.cumsum(sizes) - sizes)[order]
-    stays = int((table["rank"].to_numpy() == 0).sum())
-    threshold = corpus.settings.threshold
-    match, near, compared, capped = _match(*_buckets(keys), sets, starts, sizes[order], threshold, MAX_COMPARED, stays)
+    names = [table[name].to_numpy(zero_copy_only=False) for name in ("document", "chunk")]
+    text = [pc.rank(table[name], tiebreaker="min").to_numpy() for name in ("source", "id")]
+    order = np.lexsort([names[0], facts[CONTENT], names[1], *text, facts[BYTES], -sizes, facts[MARKUP], rank])
+    n_grams = _end_to_end(sets, int(sizes.sum()) > room, corpus.path("compared", batch))
+    keys = np.ascontiguousarray(np.stack(facts[FIRST_BAND:]).T[order])
+    starts, released = (np.cumsum(sizes) - sizes)[order], int((rank == 0).sum())
+    match, near, compared, capped = _match(
+        *_buckets(keys), n_grams, starts, sizes[order], corpus.settings.threshold, MAX_COMPARED, released
+    )
     found = np.flatnonzero(match >= 0)
-    removed, kept = (table.take(pa.array(order[rows])) for rows in (found, match[found]))
-    same = [(removed[name].to_numpy() == kept[name].to_numpy()) for name in ("content", "content_2")]
-    columns = [
-        removed["document"],
-        kept["document"],
-        *(removed[name] for name in _NAMES.names),
-        kept["id"],
-        kept["source"],
-    ]
-    written = pa.table([*columns, pa.array(near[found]), pa.array(same[0] & same[1])], schema=_REMOVED)
-    _write_table(corpus.path("removed", batch, suffix="arrow"), written)
+    gone, stays = order[found], order[match[found]]
+    removed, kept = table.take(pa.array(gone)), table.take(pa.array(stays))
+    exact = np.all([facts[k][gone] == facts[k][stays] for k in (CONTENT, CONTENT_2)], axis=0)
+    columns = [removed["document"], kept["document"], *(removed[name] for name in _NAMES), kept["id"], kept["source"]]
+    written = pa.table([*columns, pa.array(near[found]), pa.array(exact, pa.bool_())], schema=_REMOVED)
+    feather.write_feather(written, corpus.path("removed", batch))
     return {"compared": int(compared), "capped": int(capped)}
 
 
-def _n_grams(
-    corpus: Corpus, shards: Sequence[int], tables: Sequence[pa.Table], total: int, room: int, place: Path
-) -> np.ndarray:
-    """The n-grams of all documents of the tables end to end, uint64."""
-    out = np.empty(total, np.uint64) if total <= room else new_memmap(place, np.uint64, total)
-    at = 0
-    for shard, table in zip(shards, tables, strict=True):
-        sets = _mapped(corpus.path("sets", shard))
-        for start, size in zip(table["start"].to_pylist(), table["size"].to_pylist()):
-            out[at : at + size] = sets[start : start + size]
-            at += size
-    return out
-
-
-def new_memmap(path: Path, dtype: type, size: int) -> np.ndarray:
-    """A new .npy file of `size` numbers as an array that is written where it is changed.
-
-    Its room is taken at once: where a disk is full when a mapped page is written, the process would be killed by a
-    signal (SIGBUS), without a word.
-    """
-    array: np.ndarray = np.lib.format.open_memmap(path, "w+", dtype, (size,))
-    if hasattr(os, "posix_fallocate"):
-        with path.open("r+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems that cannot
-                    raise
-    return array
+def _end_to_end(sets: Sequence[np.ndarray], large: bool, place: Path) -> np.ndarray:
+    """All n-grams as one array, uint64; a large one in a file that is mapped."""
+    if not large:
+        return np.concatenate(sets)
+    with place.open("wb") as file:
+        for one in sets:
+            file.write(np.ascontiguousarray(one))
+    return np.memmap(place, np.uint64, "r")
 
 
 def _buckets(keys: np.ndarray) -> tuple[np.ndarray, int]:
@@ -489,55 +439,3 @@ def _match(
                     link[text, band] = head[buckets[text, band]]
                     head[buckets[text, band]] = text
     return match, similarity, compared, capped
-
-
-# ---- what is written ----
-
-
-def _copy(corpus: Corpus, documents_folder: Path, folder: Path, removed: pa.Table, number: int) -> dict[str, Any]:
-    """Copy one file without its duplicates; returns the statistics."""
-    shard, stats = corpus.shards[number], Stats()
-    place = folder / shard.path.parent.relative_to(documents_folder)
-    documents = removed["document"].to_numpy()
-    first, last = np.searchsorted(documents, [shard.start, shard.start + shard.rows])
-    mine = removed.slice(first, last - first)
-    rows = mine["document"].to_numpy() - shard.start
-    clear_documents(place, shard.path.stem)
-    at = 0
-    with DocumentWriter(place, shard.path.stem, observe=stats.leave) as writer:
-        for group in row_groups(shard.path):
-            batch = group.read()
-            stats.enter(batch.num_rows, text_bytes(batch))
-            here = slice(*np.searchsorted(rows, [at, at + group.rows]))
-            verdicts = dict(zip((rows[here] - at).tolist(), _verdicts(mine.slice(here.start, here.stop - here.start))))
-            writer.write(stats.remove_rows(batch, verdicts))
-            at += group.rows
-    return stats.to_json()
-
-
-def _verdicts(removed: pa.Table) -> Iterator[tuple[str, str]]:
-    for row in removed.to_pylist():
-        detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
-        yield EXACT if row["exact"] else NEAR, detail
-
-
-def _write_removed(folder: Path, removed: pa.Table) -> None:
-    names = ("duplicate_of_source", "duplicate_of", "source", "id", "chunk")
-    table = removed.sort_by([(name, "ascending") for name in names]).drop_columns(["document", "kept"])
-    unfinished = folder / f"{REMOVED}.part"
-    pq.write_table(table, unfinished, compression="zstd")
-    os.replace(unfinished, folder / REMOVED)
-
-
-def _clusters(removed: pa.Table) -> dict[str, Any]:
-    """How many documents have copies, and the most copied."""
-    groups = removed.group_by(["duplicate_of_source", "duplicate_of", "kept"]).aggregate([("document", "count")])
-    order = [("document_count", "descending"), ("duplicate_of", "ascending"), ("duplicate_of_source", "ascending")]
-    largest = groups.sort_by(order).slice(0, SAMPLES_PER_REASON).to_pylist()
-    return {
-        "count": groups.num_rows,
-        "largest": [
-            {"id": row["duplicate_of"], "source": row["duplicate_of_source"], "documents": row["document_count"] + 1}
-            for row in largest
-        ],
-    }

@@ -1,10 +1,10 @@
 """Documents at rest between the data steps: Parquet files of bounded size, written whole or not at all."""
 
+import contextlib
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -33,27 +33,24 @@ def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
     return pc.sum(pc.binary_length(batch.column("text"))).as_py() or 0
 
 
-class DocumentWriter:
+class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
     """Writes documents to `<stem>-00000.parquet`, `<stem>-00001.parquet`, ... in a folder, in the order given.
 
     A file gets its name only when it is complete; after an exception no unfinished file remains. Use it as a context
     manager. At most one row group (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. `observe`
-    receives every batch that is written.
+    receives every batch that is written. Without documents, one file without rows is written.
     """
 
     def __init__(
-        self, folder: Path, stem: str = "documents", *, observe: Callable[[pa.RecordBatch], None] | None = None
+        self, folder: Path, stem: str = "documents", *, observe: Callable[[pa.RecordBatch], None] = lambda batch: None
     ) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.files: list[Path] = []
-        self.documents = 0
-        self._stem, self._observe = stem, observe
+        self._folder, self._stem, self._observe = Path(folder), stem, observe
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._rows: list[dict[str, Any]] = []
-        self._rows_characters = 0
+        self._characters = 0  # of the rows
         self._batches: list[pa.RecordBatch] = []
-        self._batches_bytes = 0
-        self._file_bytes = 0
+        self._batches_bytes, self._file_bytes = 0, 0
         self._file: pq.ParquetWriter | None = None
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
@@ -61,75 +58,65 @@ class DocumentWriter:
         self._rows.append(
             {"chunk": 0, "language": "", "url": "", "license": "", **facts, "id": id, "source": source, "text": text}
         )
-        self._rows_characters += len(text)
-        if self._rows_characters >= ROW_GROUP_BYTES or len(self._rows) >= 50_000:
+        self._characters += len(text)
+        if self._characters >= ROW_GROUP_BYTES or len(self._rows) >= 50_000:
             self._flush_rows()
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append a batch of documents."""
         self._flush_rows()
-        self._append(batch)
+        if batch.num_rows:
+            self._observe(batch)
+            self._batches.append(batch)
+            self._batches_bytes += text_bytes(batch)
+            if self._batches_bytes >= ROW_GROUP_BYTES:
+                self._write_row_group()
 
     def _flush_rows(self) -> None:
         if self._rows:
-            rows, self._rows, self._rows_characters = self._rows, [], 0
-            self._append(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+            rows, self._rows, self._characters = self._rows, [], 0
+            self.write(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
-    def _append(self, batch: pa.RecordBatch) -> None:
-        if batch.num_rows == 0:
-            return
-        if self._observe is not None:
-            self._observe(batch)
-        self._batches.append(batch)
-        self._batches_bytes += text_bytes(batch)
-        self.documents += batch.num_rows
-        if self._batches_bytes >= ROW_GROUP_BYTES:
-            self._write_row_group()
+    @property
+    def _name(self) -> Path:
+        return self._folder / f"{self._stem}-{len(self.files):05d}.parquet"
 
     def _write_row_group(self) -> None:
         if self._file is None:
-            self._file = pq.ParquetWriter(
-                self._unfinished(), SCHEMA, compression="zstd", compression_level=1, write_statistics=False
-            )
+            place = self._name.with_suffix(".parquet.part")
+            options = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
+            self._file = pq.ParquetWriter(place, SCHEMA, **options)
         if self._batches:
             table = pa.Table.from_batches(self._batches, SCHEMA)
-            self._file.write_table(table, row_group_size=max(1, table.num_rows))
+            self._file.write_table(table, row_group_size=table.num_rows)
             self._file_bytes += self._batches_bytes
             self._batches, self._batches_bytes = [], 0
         if self._file_bytes >= FILE_BYTES:
             self._finish_file()
 
-    def _name(self) -> Path:
-        return self.folder / f"{self._stem}-{len(self.files):05d}.parquet"
-
-    def _unfinished(self) -> Path:
-        return self._name().with_suffix(".parquet.part")
-
     def _finish_file(self) -> None:
         if self._file is not None:
             self._file.close()
-            os.replace(self._unfinished(), self._name())
-            self.files.append(self._name())
+            os.replace(self._name.with_suffix(".parquet.part"), self._name)
+            self.files.append(self._name)
             self._file, self._file_bytes = None, 0
 
-    def close(self) -> None:
-        """Finish the last file; a writer that received no document writes one file without rows."""
-        self._flush_rows()
-        if self._batches or not (self.files or self._file):
-            self._write_row_group()
-        self._finish_file()
-
-    def __enter__(self) -> "DocumentWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
-            self.close()
+            self._flush_rows()
+            if self._batches or not (self.files or self._file):
+                self._write_row_group()
+            self._finish_file()
         elif self._file is not None:
             self._file.close()
-            self._unfinished().unlink(missing_ok=True)
+            self._name.with_suffix(".parquet.part").unlink(missing_ok=True)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as Parquet to `path`, or nothing."""
+    part = path.with_name(f"{path.name}.part")
+    pq.write_table(table, part, compression="zstd")
+    os.replace(part, path)
 
 
 def document_files(folder: Path) -> list[Path]:
@@ -159,9 +146,7 @@ class RowGroup:
 
     def read(self, columns: Sequence[str] | None = None) -> pa.RecordBatch:
         """The documents of this row group as one batch."""
-        table = pq.ParquetFile(self.path).read_row_group(
-            self.index, columns=None if columns is None else list(columns), use_threads=False
-        )
+        table = pq.ParquetFile(self.path).read_row_group(self.index, columns=columns, use_threads=False)
         return table.combine_chunks().to_batches()[0]
 
 

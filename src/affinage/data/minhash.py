@@ -1,10 +1,8 @@
-"""Kernels of near-duplicate detection, from UTF-8 bytes to band keys and n-gram sets, without a Python string between.
+"""Kernels over the words of UTF-8 text: MinHash band keys, sets of word n-grams, Jaccard similarity, lookup of hashes.
 
 A word is a run of letters, numbers and marks, in lower case; see `word_table`. A shingle is the hash of n words in a
-row, or of all words of a shorter text. Hashes are 64-bit; they are ours alone and stored nowhere, so they may change.
+row, or of all words of a shorter text. Hashes have 64 bits and are stored in scratch files only, so they may change.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -16,27 +14,7 @@ _SEED = 0x5851F42D4C957F2D
 _PRIME = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio's, odd
 _PRIME2 = np.uint64(0xD6E8FEB86659FD93)
 _MASK = np.uint32(0xFFFFFF)
-_BLANK, _WORD, _SINGLE = np.uint32(BLANK), np.uint32(WORD), np.uint32(SINGLE)
-
-
-@dataclass(frozen=True)
-class Signatures:
-    """What finds the duplicates of N texts.
-
-    content: uint64 [2, N], a 128-bit hash of the text in lower case with every run of white space as one space.
-    keys: uint64 [bands, N], equal where all rows of a band are.
-    shingles: int64 [N], how many shingles the text has, repeated ones counted.
-    """
-
-    content: np.ndarray
-    keys: np.ndarray
-    shingles: np.ndarray
-
-
-def hash_functions(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Multipliers (odd) and offsets, uint32 [count], of x -> a x + b mod 2^32 (Dietzfelbinger's multiply-shift)."""
-    draws = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**32, (2, count), np.uint32)
-    return draws[0] | np.uint32(1), draws[1]
+_TAG_BYTES = 200  # of an HTML tag, at most
 
 
 @kernel
@@ -50,57 +28,96 @@ def mix(x: np.uint64) -> np.uint64:
 
 
 @kernel
-def _words(
-    data: np.ndarray, start: np.int64, end: np.int64, table: np.ndarray, words: np.ndarray, content: np.ndarray
-) -> int:
-    """Write the hashes of a text's words to `words`, its 128-bit hash to `content`; how many words there are."""
-    count = 0
-    word, first, second = np.uint64(0), np.uint64(0), np.uint64(1)
-    blank, begun = False, False
-    i = start
+def _tag_end(data: np.ndarray, i: np.int64, end: np.int64) -> np.int64:
+    """Where the HTML tag that begins at byte `i` ends, or `i` if none does."""
+    if i + 2 >= end:
+        return i
+    letter = data[i + 2] if data[i + 1] == 0x2F else data[i + 1]
+    if not (0x41 <= letter <= 0x5A or 0x61 <= letter <= 0x7A):
+        return i
+    for k in range(i + 1, min(end, i + _TAG_BYTES)):
+        if data[k] == 0x3E:
+            return np.int64(k + 1)
+        if data[k] == 0x3C or data[k] == 0x0A:
+            return i
+    return i
+
+
+@kernel
+def hash_words(data, i, end, table, words, content, places):  # type: ignore[no-untyped-def]
+    """Write hashes of the words in bytes [i, end) to `words` and return their number.
+
+    Either `content` (uint64 [2]) receives a 128-bit hash of the text but for case and white space, or `places` (int64
+    [words, 2]) the first and last + 1 byte of every word, and HTML tags separate words. The other one is None.
+    """
+    count, word = 0, np.uint64(0)
+    first, second, blank, begun = np.uint64(0), np.uint64(1), False, False
     while i < end:
         code, size = decode(data, i)
-        i += size
+        if places is not None and code == 0x3C:
+            size = max(size, _tag_end(data, i, end) - i)
         kind, point = table[code] >> np.uint32(24), np.uint64(table[code] & _MASK)
-        if kind == _BLANK:
-            blank = begun
+        if content is not None:
+            if kind == BLANK:
+                blank = begun
+            else:
+                if blank:
+                    first, second = (first ^ np.uint64(32)) * _PRIME, (second + np.uint64(32)) * _PRIME2
+                first, second = (first ^ point) * _PRIME, (second + point) * _PRIME2
+                blank, begun = False, True
+        if kind == WORD:
+            if places is not None and word == 0:
+                places[count, 0] = i
+            word = (word ^ (point + np.uint64(1))) * _PRIME
         else:
-            if blank:
-                first, second = (first ^ np.uint64(32)) * _PRIME, (second + np.uint64(32)) * _PRIME2
-                blank = False
-            begun = True
-            first, second = (first ^ point) * _PRIME, (second + point) * _PRIME2
-            if kind == _WORD:
-                word = (word ^ (point + np.uint64(1))) * _PRIME
-                continue
-        if word != 0:
-            words[count] = mix(word)
-            word = np.uint64(0)
-            count += 1
-        if kind == _SINGLE:
-            words[count] = mix(point * _PRIME2)
-            count += 1
+            if word != 0:
+                words[count] = mix(word)
+                if places is not None:
+                    places[count, 1] = i
+                word = np.uint64(0)
+                count += 1
+            if kind == SINGLE:
+                words[count] = mix(point * _PRIME2)
+                if places is not None:
+                    places[count, 0], places[count, 1] = i, i + size
+                count += 1
+        i += size
     if word != 0:
         words[count] = mix(word)
+        if places is not None:
+            places[count, 1] = i
         count += 1
-    content[0], content[1] = mix(first), mix(second)
+    if content is not None:
+        content[0], content[1] = mix(first), mix(second)
     return count
 
 
 @kernel
-def _shingles(words: np.ndarray, count: int, ngram: int, nothing: np.uint64, out: np.ndarray) -> int:
-    """Write the hashes of all `ngram` words in a row to `out`; how many. A text without words counts as `nothing`."""
+def longest_text(offsets: np.ndarray) -> int:
+    """Bytes of the longest text of a column."""
+    longest = 0
+    for text in range(offsets.size - 1):
+        longest = max(longest, offsets[text + 1] - offsets[text])
+    return longest
+
+
+@kernel
+def _shingles(words: np.ndarray, count: int, ngram: int, wordless: np.uint64, out: np.ndarray) -> int:
+    """Write the hashes of all `ngram` words in a row to `out`; a text without words has the one shingle `wordless`."""
     power = np.uint64(1)
     for _ in range(ngram):
         power *= _PRIME
     rolling = np.uint64(0)
     for i in range(min(ngram, count)):
         rolling = rolling * _PRIME + words[i]
-    out[0] = mix(rolling) if count else nothing
+    out[0] = mix(rolling) if count else wordless
     for i in range(ngram, count):
         rolling = rolling * _PRIME + words[i] - words[i - ngram] * power
         out[i - ngram + 1] = mix(rolling)
     return max(1, count - ngram + 1)
+
+
+# ---- MinHash ----
 
 
 @kernel
@@ -123,44 +140,45 @@ def _sign(
     b: np.ndarray,
     content: np.ndarray,
     keys: np.ndarray,
-    counts: np.ndarray,
 ) -> None:
-    longest = 0
-    for text in range(counts.size):
-        longest = max(longest, offsets[text + 1] - offsets[text])
-    words, shingles = np.empty(longest + 1, np.uint64), np.empty(longest + 1, np.uint64)
+    room = longest_text(offsets) + 1
+    words, shingles = np.empty(room, np.uint64), np.empty(room, np.uint64)
     minima, whole = np.empty(a.size, np.uint32), np.empty(2, np.uint64)
-    bands = keys.shape[0]
-    rows = a.size // bands
-    for text in range(counts.size):
-        found = _words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole)
+    rows = a.size // keys.shape[0]
+    for text in range(offsets.size - 1):
+        found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
         content[0, text], content[1, text] = whole[0], whole[1]
-        counts[text] = _shingles(words, found, ngram, whole[0], shingles)
-        _minima(shingles, counts[text], a, b, minima)
-        for band in range(bands):
+        _minima(shingles, _shingles(words, found, ngram, whole[0], shingles), a, b, minima)
+        for band in range(keys.shape[0]):
             key = np.uint64(band)
             for row in range(band * rows, (band + 1) * rows):
                 key = mix(key ^ np.uint64(minima[row]))
             keys[band, text] = key
 
 
-def sign(text: pa.Array, *, ngram: int, bands: int, rows: int) -> Signatures:
-    """MinHash signatures of a pyarrow string array of N texts, folded to one key per band."""
-    data, offsets = text_buffers(text)
-    signatures = Signatures(
-        np.empty((2, len(text)), np.uint64), np.empty((bands, len(text)), np.uint64), np.empty(len(text), np.int64)
-    )
-    a, b = hash_functions(bands * rows)
-    _sign(data, offsets, word_table(), ngram, a, b, signatures.content, signatures.keys, signatures.shingles)
-    return signatures
+def sign(text: pa.Array, *, ngram: int, bands: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """What finds the duplicates among N texts.
+
+    Returns:
+        content: uint64 [2, N], a 128-bit hash of the text in lower case with every run of white space as one space.
+        keys: uint64 [bands, N], equal where all `rows` hashes of a band are. The hash functions are a x + b mod 2^32
+        with odd a (Dietzfelbinger's multiply-shift).
+    """
+    a, b = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**32, (2, bands * rows), np.uint32)
+    content, keys = np.empty((2, len(text)), np.uint64), np.empty((bands, len(text)), np.uint64)
+    _sign(*text_buffers(text), word_table(), ngram, a | np.uint32(1), b, content, keys)
+    return content, keys
+
+
+# ---- sets ----
 
 
 @kernel
-def sort_hashes(hashes: np.ndarray, count: int, places: np.ndarray, out: np.ndarray) -> int:
-    """Write the distinct ones of the first `count` hashes in ascending order to `out`; how many they are.
+def _sort(hashes: np.ndarray, count: int, places: np.ndarray, out: np.ndarray) -> int:
+    """Write the distinct ones of the first `count` hashes in ascending order to `out`; returns their number.
 
-    Hashes are spread evenly, so that their upper bits tell nearly where they belong (a bucket sort with one expected
-    element a bucket, then insertion): five times as fast as numpy's sort on 300 of them. `places` holds 2 `count` + 2.
+    Hashes are spread evenly, so that their upper bits are nearly their places (a bucket sort with one expected element
+    a bucket, then insertion): five times as fast as numpy's sort on 300 of them. `places` holds 2 `count` + 2.
     """
     bits = 1
     while (1 << bits) < count:
@@ -191,36 +209,25 @@ def sort_hashes(hashes: np.ndarray, count: int, places: np.ndarray, out: np.ndar
 
 @kernel
 def _shingle_sets(
-    data: np.ndarray,
-    offsets: np.ndarray,
-    table: np.ndarray,
-    ngram: int,
-    texts: np.ndarray,
-    starts: np.ndarray,
-    out: np.ndarray,
-    sizes: np.ndarray,
-) -> None:
-    longest = 0
-    for text in texts:
-        longest = max(longest, offsets[text + 1] - offsets[text])
-    words, shingles, whole = np.empty(longest + 1, np.uint64), np.empty(longest + 1, np.uint64), np.empty(2, np.uint64)
-    places = np.empty(2 * longest + 4, np.int64)
-    for k in range(texts.size):
-        text = texts[k]
-        found = _words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole)
+    data: np.ndarray, offsets: np.ndarray, table: np.ndarray, ngram: int, out: np.ndarray, sizes: np.ndarray
+) -> int:
+    room = longest_text(offsets) + 1
+    words, shingles, whole = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(2, np.uint64)
+    places, start = np.empty(2 * room + 2, np.int64), 0
+    for text in range(sizes.size):
+        found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
         count = _shingles(words, found, ngram, whole[0], shingles)
-        sizes[k] = sort_hashes(shingles, count, places, out[starts[k] : starts[k] + count])
+        sizes[text] = _sort(shingles, count, places, out[start : start + count])
+        start += sizes[text]
+    return start
 
 
-def write_shingle_sets(
-    text: pa.Array, rows: np.ndarray, *, ngram: int, out: np.ndarray, starts: np.ndarray, sizes: np.ndarray
-) -> None:
-    """Write the sorted distinct shingles of the texts `rows` (int64 [K]) to `out` (uint64) from `starts` (int64 [K]).
-
-    Between two starts there must be room for all shingles of the text; `sizes` (int64 [K]) receives how many differ.
-    """
+def shingle_sets(text: pa.Array, ngram: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sorted distinct shingles of N texts end to end, uint64, and how many each text has, int64 [N]."""
     data, offsets = text_buffers(text)
-    _shingle_sets(data, offsets, word_table(), ngram, rows, starts, out, sizes)
+    sizes = np.empty(len(text), np.int64)
+    out = np.empty(int(offsets[-1] - offsets[0]) + len(text), np.uint64)  # a text has no more words than bytes
+    return out[: _shingle_sets(data, offsets, word_table(), ngram, out, sizes)].copy(), sizes
 
 
 @kernel
@@ -238,3 +245,31 @@ def jaccard(a: np.ndarray, b: np.ndarray, threshold: float) -> float:
         j += y <= x
     similarity = shared / (total - shared)
     return similarity if similarity >= threshold else -1.0
+
+
+# ---- lookup ----
+
+
+def lookup_table(keys: np.ndarray) -> np.ndarray:
+    """For `position` in ascending hashes: how many begin with less than each value of their upper bits, int64."""
+    bits = max(1, (2 * keys.size).bit_length())
+    return np.searchsorted(keys >> np.uint64(64 - bits), np.arange(2**bits + 1, dtype=np.uint64))
+
+
+@kernel
+def table_shift(table: np.ndarray) -> np.uint64:
+    """How far a hash is shifted to have its place in a lookup table."""
+    bits = 0
+    while (1 << bits) < table.size - 1:
+        bits += 1
+    return np.uint64(64 - bits)
+
+
+@kernel
+def position(keys: np.ndarray, table: np.ndarray, shift: np.uint64, key: np.uint64) -> int:
+    """The first position of a key among evenly spread, ascending hashes; -1 if it is not there."""
+    bucket = np.int64(key >> shift)
+    for k in range(table[bucket], table[bucket + 1]):
+        if keys[k] == key:
+            return k
+    return -1

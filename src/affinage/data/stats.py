@@ -1,13 +1,15 @@
 """The statistics of a data step: what it read, what it removed and why, and what it passed on."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from affinage.data.documents import text_bytes
+from affinage.data.documents import DocumentWriter, clear_documents, row_groups, text_bytes
 
 SAMPLES_PER_REASON = 5
 SAMPLE_CHARACTERS = 200
@@ -43,8 +45,8 @@ class Stats:
     def remove_rows(self, batch: pa.RecordBatch, verdicts: dict[int, tuple[str, str]]) -> pa.RecordBatch:
         """Count the documents of `verdicts`, {row: (reason, detail)}, as removed; returns the batch without them."""
         for row, (reason, detail) in sorted(verdicts.items()):
-            id, source, text = (batch.column(name)[row].as_py() for name in ("id", "source", "text"))
-            self.remove(reason, id=id, source=source, text=text, detail=detail)
+            facts = {name: batch.column(name)[row].as_py() for name in ("id", "source", "text")}
+            self.remove(reason, detail=detail, **facts)
         return batch.filter(pa.array([row not in verdicts for row in range(batch.num_rows)], pa.bool_()))
 
     def leave(self, batch: pa.RecordBatch) -> None:
@@ -61,10 +63,8 @@ class Stats:
 
     def merge(self, other: "Stats | dict[str, Any]") -> None:
         """Add the counts of another task, also as JSON has them; merging in order keeps the samples the same."""
-        if isinstance(other, dict):
-            other = Stats(**other)
-        self.documents_in += other.documents_in
-        self.bytes_in += other.bytes_in
+        other = Stats(**other) if isinstance(other, dict) else other
+        self.enter(other.documents_in, other.bytes_in)
         self.documents_out += other.documents_out
         self.bytes_out += other.bytes_out
         self.removed.update(other.removed)
@@ -72,8 +72,8 @@ class Stats:
             mine = self.samples.setdefault(reason, [])
             mine.extend(samples[: SAMPLES_PER_REASON - len(mine)])
         for name in ("by_language", "by_source", "by_both"):
-            for key, (documents, bytes) in getattr(other, name).items():
-                _add(getattr(self, name), key, documents, bytes)
+            for key, counts in getattr(other, name).items():
+                _add(getattr(self, name), key, *counts)
 
     def to_json(self) -> dict[str, Any]:
         """All counts as `merge` takes them."""
@@ -85,11 +85,8 @@ class Stats:
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """The JSON-able summary of the step."""
-        return {
-            "documents_in": self.documents_in,
-            "documents_out": self.documents_out,
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
+        names = ("documents_in", "documents_out", "bytes_in", "bytes_out")
+        return {name: getattr(self, name) for name in names} | {
             "removed": dict(sorted(self.removed.items(), key=lambda item: (-item[1], item[0]))),
             "samples": self.samples,
             "by_language": _named(self.by_language),
@@ -106,3 +103,20 @@ def _add(totals: Totals, key: str, documents: int, bytes: int) -> None:
 
 def _named(totals: Totals) -> dict[str, dict[str, int]]:
     return {key: {"documents": documents, "bytes": bytes} for key, (documents, bytes) in sorted(totals.items())}
+
+
+def copy_documents(
+    path: Path, folder: Path, stats: Stats, change: Callable[[pa.RecordBatch, int], pa.RecordBatch]
+) -> None:
+    """Copy one document file to a folder, counted in `stats`, as `change` returns each batch of it.
+
+    `change` also receives how many documents of the file come before the batch.
+    """
+    clear_documents(folder, path.stem)
+    before = 0
+    with DocumentWriter(folder, path.stem, observe=stats.leave) as writer:
+        for group in row_groups(path):
+            batch = group.read()
+            stats.enter(batch.num_rows, text_bytes(batch))
+            writer.write(change(batch, before))
+            before += batch.num_rows

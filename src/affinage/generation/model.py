@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +30,24 @@ class LoadedModel:
     params: Tree
     tokenizer: Tokenizer
     name: str
-    context: int  # tokens it was trained on at once; nothing longer is put into it
+    context: int  # the longest row in tokens
     layout: MeshLayout | None = None  # None: the default device
-    system_prompt: str = ""  # what a chat model was told in conversations without a system message; "": nothing
+    system_prompt: str = ""  # of conversations without a system message
     compute_dtype: str = "float32"
-    # What computes it where there is no KV cache, and a row is one sequence; elsewhere xla.
-    attention: AttentionImplementation = "auto"
+    attention: AttentionImplementation = "auto"  # where there is no KV cache and a row is one text; otherwise xla
 
-    def place(self, array: ArrayLike) -> Array:
-        """`array` on the device, its rows split as the layout says where there is one."""
+    def place(self, array: ArrayLike) -> Any:
+        """Return `array` with its rows split over the mesh; without a mesh, jit puts it on the device."""
         if self.layout is None:
-            return jnp.asarray(array)
+            return array
         sharding = batch_sharding(self.layout.mesh, self.layout.table)
-        if sharding.is_fully_addressable:
-            return jax.device_put(array, sharding)
-        whole = np.asarray(array)  # on every host, each of which has some of the devices
+        whole = np.asarray(array)  # the same on every host, each of which has some of the devices
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     def on_host(self, array: Array) -> np.ndarray:
-        """The numbers of what was computed; where several hosts have parts of it, all of them must ask for it."""
+        """Return a computed array as numpy; where several hosts have parts of it, all of them must call this."""
         if self.layout is not None and not array.is_fully_addressable and not array.is_fully_replicated:
-            array = _whole(array, replicated(self.layout.mesh))
+            array = _replicated(array, replicated(self.layout.mesh))
         return np.asarray(array)
 
     @property
@@ -59,7 +57,7 @@ class LoadedModel:
 
 
 @partial(jax.jit, static_argnames="sharding")
-def _whole(array: Array, sharding: NamedSharding) -> Array:
+def _replicated(array: Array, sharding: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
@@ -76,21 +74,16 @@ def logits_of(
     segments: Sequence[Array] | None = None,
     at: Int[Array, "R P"] | None = None,
 ) -> tuple[Logits, Tree | None]:
-    """The logits, not yet multiplied out, of rows; and the advanced cache if one is given.
+    """Return the logits of rows, not yet multiplied out; and the advanced cache if one is given.
 
-    `attention` and `layout`: as of a LoadedModel. With a cache or segments, attention is xla's. `segments`: where rows
-    consist of several, the batch's `segment_ids` and `parents`. `at`: the tokens whose logits are wanted, see `Call`.
+    `attention` and `layout` are a LoadedModel's; with a cache or segments, attention is xla's. `segments` are the
+    batch's `segment_ids` and `parents` where rows hold several texts. `at`: the tokens whose logits are wanted.
     """
     batch = {"tokens": tokens, "positions": positions}
     if segments is not None:
         batch["segment_ids"], batch["parents"] = segments
-    call = Call(
-        compute_dtype=jnp.dtype(dtype),
-        cache=cache,
-        until=graph.logits,
-        attention=attention if cache is None else "xla",
-        at=at,
-    )
+    kernel = attention if cache is None else "xla"
+    call = Call(compute_dtype=jnp.dtype(dtype), cache=cache, until=graph.logits, attention=kernel, at=at)
     if layout is not None:
         call = replace(call, layout=layout)
     outputs = apply(graph, params, batch, call)

@@ -35,19 +35,19 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of the tokens and of this many of the most likely ones; None: no
 
     def __post_init__(self) -> None:
-        fits = {
-            "max_new_tokens": self.max_new_tokens >= 0,
-            "temperature": self.temperature >= 0,
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
-            "seed": 0 <= self.seed < 2**32,
+        rules = {
+            "max_new_tokens": (self.max_new_tokens >= 0, "at least 0"),
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (0 <= self.top_k < 2**31, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "seed": (0 <= self.seed < 2**32, "between 0 and 2**32"),
         }
-        for name, fit in fits.items():
-            if not fit:
-                fix = "temperature, top_k >= 0; 0 < top_p <= 1; 0 <= min_p <= 1; repetition_penalty > 0; seed < 2**32"
-                raise UserError(f"{name} = {getattr(self, name)} is out of range", where="sampling", fix=fix)
+        for name, (fits, rule) in rules.items():
+            if not fits:
+                what = f"{name} = {getattr(self, name)} is out of range"
+                raise UserError(what, where="sampling", fix=f"It must be {rule}.")
 
 
 class SamplingTensors(NamedTuple):
@@ -62,15 +62,12 @@ class SamplingTensors(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> "SamplingTensors":
-        """The values of these rows, as arrays of the host."""
-        columns: tuple[Any, ...] = (
-            np.array([row.temperature for row in rows], np.float32),
-            np.array([min(row.top_k, 2**31 - 1) for row in rows], np.int32),  # no vocabulary is larger
-            np.array([row.top_p for row in rows], np.float32),
-            np.array([row.min_p for row in rows], np.float32),
-            np.array([row.repetition_penalty for row in rows], np.float32),
-            np.array([row.seed for row in rows], np.uint32),
-        )
+        """Return the values of these rows, as arrays of the host."""
+        dtypes = (np.float32, np.int32, np.float32, np.float32, np.float32, np.uint32)
+        columns: list[Any] = [
+            np.array([getattr(row, name) for row in rows], dtype)
+            for name, dtype in zip(cls._fields, dtypes, strict=True)
+        ]
         return cls(*columns)
 
 

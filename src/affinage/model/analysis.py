@@ -3,12 +3,10 @@
 The convention: a matrix product of [m, k] and [k, n] is 2 m n k operations and nothing else counts. Attention counts
 the pairs of tokens that causality leaves, S (S + 1) / 2 of a row, as if its documents were one; `flops_all_pairs`
 counts S * S, which is what an implementation without block skipping computes and what 6 N + 12 L D S stands for.
-Experts count for the tokens sent to them or, where they have a capacity, for their slots, filled or not. Of a
-convolution the multiplications with the border of zeros do not count.
+Experts count for the tokens sent to them or, where they have a capacity, for their slots, filled or not.
 
 The backward pass has two products for each of the forward pass, one for either factor; recomputation is not counted. So
-a language model's training step is three forward passes. A node that no gradient goes through (all that lies upstream
-of a moving average or a stop alone) has no backward pass, and a first layer on a constant input has one product less.
+a training step is three forward passes, of a node that no gradient goes through (`constant`) one.
 """
 
 from dataclasses import dataclass
@@ -109,9 +107,7 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
     for node in graph.nodes:
         cost: Cost = node.kind.cost(graph.input_shapes(node), sizes) * node.layers
         flops, all_pairs = cost.matmul + cost.attention_causal, cost.matmul + cost.attention
-        products = BACKWARD if node.name in graph.differentiated else 0
-        constant_input = products and graph.differentiated.isdisjoint(node.inputs)
-        not_due = cost.of_input if constant_input else 0
+        products = 0 if node.kind.constant else BACKWARD
         rows.append(
             NodeCost(
                 name=node.name,
@@ -124,8 +120,8 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
                 flops=flops,
                 flops_all_pairs=all_pairs,
                 attention_flops=cost.attention_causal,
-                backward_flops=products * flops - not_due,
-                backward_flops_all_pairs=products * all_pairs - not_due,
+                backward_flops=products * flops,
+                backward_flops_all_pairs=products * all_pairs,
             )
         )
     return Analysis(tuple(rows), batch, context)
@@ -172,7 +168,6 @@ def mermaid(graph: Graph) -> str:
         lines += [f"    {source} --> {node.name}" for source in node.inputs]
         if node.kind.shares:
             lines.append(f"    {node.kind.shares} -. weights .-> {node.name}")
-        lines += [f"    {name} -. moving average .-> {node.name}" for name in graph.averages.get(node.name, ())]
     return "\n".join(lines) + "\n"
 
 

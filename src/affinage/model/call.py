@@ -88,7 +88,7 @@ class Call:
     key: PRNGKeyArray | None = None  # of a training step: dropout, augmentations, experts' capacity; None: none
     cache: Tree | None = None  # from `init_cache`: the batch continues the rows it holds
     adapter_dropout: float = 0.0  # of what goes into adapters, where there are any and there is a key
-    averages: Any = None  # the state of `graph.averages`, for the nodes that read them
+    ema_params: Tree | None = None  # the moving average of the parameters, for nodes that read it
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
     # The places of the tokens whose values are wanted in the end, in the flattened tokens of each of R equal parts of
     # the rows: of other tokens only what these look at is computed, and values come out as [R, P, ...]. None: all.

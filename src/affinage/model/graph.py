@@ -90,15 +90,6 @@ class Graph:
                 tree[node.name] = own if node.repeat is None else stacked(own, node.repeat)
         return tree
 
-    @cached_property
-    def averages(self) -> Tree:
-        """Declarations of all moving averages: {node name: {name of the node followed: its parameters}}.
-
-        They are no parameters: training moves them after its update, towards the parameters they follow.
-        """
-        declared = {node.name: node.kind.averages(self.input_shapes(node)) for node in self.nodes}
-        return {name: tree for name, tree in declared.items() if tree}
-
     def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """What the symbols in the inputs' shapes stand for in this batch of arrays: B, and S where there are tokens."""
         return {
@@ -130,20 +121,6 @@ class Graph:
         if not first:
             raise ValueError("the last node computes all tokens or none")
         return first
-
-    @cached_property
-    def differentiated(self) -> frozenset[str]:
-        """Names of the nodes that the backward pass goes through: between a parameter and the loss."""
-        trained: set[str] = set()  # values that depend on parameters
-        for node in self.nodes:
-            learns = bool(self.parameters.get(node.name)) or bool(node.kind.shares)
-            if not node.kind.constant and (learns or not trained.isdisjoint(node.inputs)):
-                trained.add(node.name)
-        reached = {self.loss}
-        for node in reversed(self.nodes):
-            if node.name in reached and node.name in trained:
-                reached.update(node.inputs)
-        return frozenset(trained & reached)
 
     def to_dict(self) -> dict[str, Any]:
         """The `model:` mapping of a recipe that parses to this graph again."""

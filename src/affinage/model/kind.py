@@ -27,19 +27,16 @@ class Cost:
     matmul: int = 0  # everything but the attention's two products
     attention: int = 0  # scores and weighted values over all S * S pairs, masked or not
     attention_causal: int = 0  # the same over the pairs that causality (and a window) leaves
-    of_input: int = 0  # of `matmul`, what multiplies the node's input itself: no gradient is due to a constant one
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
             self.matmul + other.matmul,
             self.attention + other.attention,
             self.attention_causal + other.attention_causal,
-            self.of_input + other.of_input,
         )
 
     def __mul__(self, times: int) -> "Cost":
-        # Only the first of several layers has the node's input.
-        return Cost(self.matmul * times, self.attention * times, self.attention_causal * times, self.of_input)
+        return Cost(self.matmul * times, self.attention * times, self.attention_causal * times)
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,6 @@ class Context:
     cache: Cache | None = None  # this node's arrays [layers, B, ...], or this layer's [1, B, ...]: see `init_cache`
     caches: tuple[Cache, ...] | None = None  # of a repeated node whose layers have theirs one by one, before `cache`
     shared: Tree | None = None  # the parameters of the node that `shares` names
-    averages: Tree | None = None  # what the node's `averages` declares, as it stands at this step
     prepared: Any = None  # what `prepare` returned, the same for all layers
     at: Int[Array, "R P"] | None = None  # of a node that `narrows`, and its last layer: see `Call`
 
@@ -102,11 +98,6 @@ class NodeKind(Settings):
         return self
 
     @property
-    def average_decay(self) -> float:
-        """How much of its `averages` one step keeps; the rest comes from the parameters they follow."""
-        return 1.0
-
-    @property
     def shares(self) -> str | None:
         """Name of another node whose parameters this one reads, or None."""
         return None
@@ -117,10 +108,6 @@ class NodeKind(Settings):
 
     def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
         """Nested declarations of the node's own parameters."""
-        return {}
-
-    def averages(self, inputs: tuple[Shape, ...]) -> Tree:
-        """Moving averages that the node reads: {name of the node whose parameters they follow: its declarations}."""
         return {}
 
     def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:

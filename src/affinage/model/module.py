@@ -60,39 +60,6 @@ def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) ->
     return map_parameters(draw, graph.parameters)
 
 
-def first_averages(graph: Graph, params: Tree) -> Tree:
-    """The moving averages at step 0: float32 copies of the parameters they follow. Can be jitted and sharded."""
-    return {
-        name: {followed: jax.tree.map(lambda p: jnp.array(p, jnp.float32), params[followed]) for followed in trees}
-        for name, trees in graph.averages.items()
-    }
-
-
-def moved_averages(graph: Graph, averages: Tree, params: Tree) -> Tree:
-    """The moving averages one step on: decay * average + (1 - decay) * parameter, in float32."""
-
-    def moved(name: str, followed: str) -> Tree:
-        keep = graph[name].kind.average_decay
-        tree: Tree = jax.tree.map(
-            lambda average, p: keep * average + (1 - keep) * p.astype(jnp.float32),
-            averages[name][followed],
-            params[followed],
-        )
-        return tree
-
-    return {name: {followed: moved(name, followed) for followed in trees} for name, trees in graph.averages.items()}
-
-
-def abstract_averages(graph: Graph) -> Tree:
-    """Shapes of all moving averages, as `abstract_params`. Float32 always: bfloat16 cannot hold a step of 1 - decay."""
-    return map_parameters(lambda _, p: jax.ShapeDtypeStruct(p.shape, jnp.float32), graph.averages)
-
-
-def average_axes(graph: Graph) -> Tree:
-    """The logical axes of all moving averages: those of the parameters they follow."""
-    return map_parameters(lambda _, p: p.axes, graph.averages)
-
-
 def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32, *, platform: str | None = None) -> Tree:
     """An empty cache for `length` tokens of `batch` rows: {node name: {array name: [layers, batch, ...]}}.
 
@@ -234,7 +201,6 @@ def context_of(node: Node, params: Tree, batch: Mapping[str, Array], call: Call)
         cache=None if isinstance(cache, tuple) else cache,
         caches=cache if isinstance(cache, tuple) else None,
         shared=params[shared] if shared else None,
-        averages=None if call.averages is None else call.averages.get(node.name),
         at=call.at,
     )
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
+from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
@@ -16,7 +16,7 @@ from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
-from affinage.pipeline import images, steps_data, steps_eval, steps_train
+from affinage.pipeline import steps_data, steps_eval, steps_train
 from affinage.pipeline.base_models import chat_template_of, extension_fingerprint, initial_fingerprint
 from affinage.pipeline.names import EVALUATIONS
 from affinage.pipeline.sources import forget_downloads, task_files
@@ -35,9 +35,7 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     load_plugins(loaded)
     begun = initial_fingerprint(loaded)  # of the imported model that the recipe begins with
     trains = bool(begun and _tunings(recipe)) or (recipe.data is not None and recipe.pretrain is not None)
-    if recipe.data is not None and recipe.data.arrays is not None:
-        steps = _image_steps(loaded)
-    elif recipe.data is not None or trains:
+    if recipe.data is not None or trains:
         steps = [*_data_steps(recipe, begun), *(_tuning_data_steps(loaded) if trains else ())]
         steps += [*_training_steps(loaded, begun), *_result_steps(recipe)] if trains else []
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
@@ -45,21 +43,6 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     if steps and report is not None:
         config = _part(recipe, "name", "description", "report")
         steps.append(Step("report", report, config, tuple(step.name for step in steps), artifact="report.html"))
-    return steps
-
-
-def _image_steps(loaded: LoadedRecipe) -> list[Step]:
-    recipe = loaded.recipe
-    assert recipe.data is not None and recipe.data.arrays is not None
-    arrays = recipe.data.arrays
-    config = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
-    steps = [Step("arrays", images.arrays, config, version=2, files=() if arrays.path == DIGITS else (arrays.path,))]
-    if recipe.pretrain is not None:
-        config = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
-        sources = extension_fingerprint(loaded, "pretrain")
-        steps.append(_training_step("pretrain", steps_train.pretrain_on_arrays, config, ("arrays",), sources))
-        if recipe.probe is not None:
-            steps.append(Step("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain")))
     return steps
 
 

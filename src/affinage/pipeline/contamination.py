@@ -20,7 +20,7 @@ from affinage.pipeline.store import read_request
 if TYPE_CHECKING:
     from affinage.data.benchmark_items import BenchmarkItem
     from affinage.data.contamination import Contamination, Occurrences
-    from affinage.data.overlap import Items
+    from affinage.data.overlap import ItemIndex
     from affinage.evaluation.run import Seen
 
 _VERSION = 1  # of the code that searches
@@ -37,34 +37,35 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         return None
 
     def search(items: "Iterable[BenchmarkItem]") -> "Contamination":
-        from affinage.data.contamination import contamination, runs_of
+        from affinage.data.contamination import contamination
+        from affinage.data.overlap import ItemIndex
 
         chosen = settings or DecontaminateSettings()
-        runs = runs_of(items, chosen)
+        index = ItemIndex(items, chosen)
         found = []
         if split is not None:
-            found.append(_stored(runs, [split], partial(_in_documents, split)))
+            found.append(_stored(index, [split], partial(_in_documents, split)))
         if tokenizer is not None:
-            found += [_stored(runs, [chat, tokenizer], partial(_in_chats, chat, tokenizer)) for chat in chats]
-        return contamination(runs, found, chosen)
+            found += [_stored(index, [chat, tokenizer], partial(_in_chats, chat, tokenizer)) for chat in chats]
+        return contamination(index, found, chosen)
 
     return search
 
 
-def _in_documents(split: Path, runs: "Items") -> "Occurrences":
-    from affinage.data.contamination import look_through, texts_of_documents
+def _in_documents(split: Path, index: "ItemIndex") -> "Occurrences":
+    from affinage.data.contamination import count_occurrences, texts_of_documents
 
-    return look_through(texts_of_documents(split / "train"), runs)
+    return count_occurrences(texts_of_documents(split / "train"), index)
 
 
-def _in_chats(chats: Path, tokenizer: Path, runs: "Items") -> "Occurrences":
-    from affinage.data.contamination import look_through, texts_of_rows
+def _in_chats(chats: Path, tokenizer: Path, index: "ItemIndex") -> "Occurrences":
+    from affinage.data.contamination import count_occurrences, texts_of_rows
     from affinage.data.tokenizer import Tokenizer
 
-    return look_through(texts_of_rows(chats / "train", Tokenizer.load(tokenizer)), runs)
+    return count_occurrences(texts_of_rows(chats / "train", Tokenizer.load(tokenizer)), index)
 
 
-def _stored(runs: "Items", read: list[Path], search: "Callable[[Items], Occurrences]") -> "Occurrences":
+def _stored(index: "ItemIndex", read: list[Path], search: "Callable[[ItemIndex], Occurrences]") -> "Occurrences":
     """The counts of a search of the results `read`, from the store if they are there."""
     import numpy as np
 
@@ -72,13 +73,13 @@ def _stored(runs: "Items", read: list[Path], search: "Callable[[Items], Occurren
     from affinage.data.contamination import Occurrences
 
     requests = [read_request(folder) for folder in read]
-    words = runs.keys.tobytes() + runs.lengths.tobytes()
+    words = index.keys.tobytes() + index.lengths.tobytes()
     key = hashlib.sha256(words + "".join(f"{_VERSION} {request and request[1]}" for request in requests).encode())
     file = read[0].resolve().parent / f"contamination-{key.hexdigest()[:12]}.npz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as kept:
-        if None not in requests and kept["with_run"].shape == runs.keys.shape:
+        if None not in requests and kept["with_run"].shape == index.keys.shape:
             return Occurrences(int(kept["texts"]), kept["with_run"])
-    found = search(runs)
+    found = search(index)
     if None not in requests:
         content = io.BytesIO()
         np.savez(content, texts=found.texts, with_run=found.with_run)

@@ -10,7 +10,7 @@ from typing import Any
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS
-from affinage.evaluation.result_folder import STATE, read_results
+from affinage.evaluation.results import STATE, read_results
 from affinage.pipeline.names import (
     COMMAND,
     EVALUATIONS,

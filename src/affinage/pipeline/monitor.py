@@ -362,7 +362,7 @@ def _evaluate(
             task_folders={} if world is None else {POCKET_WORLD: world / "tasks"},
             data_dir=monitor.data_dir,
             limit=monitor.limit,
-            draw=context.recipe.seed,
+            sample_seed=context.recipe.seed,
             batch_size=free_batch_size(model, state) if monitor.batch_size == "auto" else monitor.batch_size,
             samples=0,
             answered=answered,
@@ -382,11 +382,11 @@ def free_batch_size(model: "LoadedModel", state: "TrainState", platform: str = "
     """
     import jax
 
-    from affinage.evaluation.batch_size import MOST, bytes_on_a_device, rows_that_fit
+    from affinage.evaluation.scoring import MAX_ROWS, bytes_on_a_device, rows_that_fit
 
     weights = jax.tree.leaves(model.params)
     if (platform or next(iter(weights[0].sharding.device_set)).platform) == "cpu":
-        return MOST
+        return MAX_ROWS
     counted = {id(leaf) for leaf in weights}
     beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in counted)
     return rows_that_fit(model, beside=beside)

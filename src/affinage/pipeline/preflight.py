@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 from collections.abc import Collection, Iterator
 
-from affinage.config.data import DIGITS, POCKET_WORLD
+from affinage.config.data import POCKET_WORLD
 from affinage.config.layers import packaged_recipes, shown_path
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import MonitorSettings, TrainSettings
@@ -30,8 +30,6 @@ def check(loaded: LoadedRecipe, steps: Collection[str]) -> None:
     """
     recipe, runs = loaded.recipe, set(steps)
     load_plugins(loaded)
-    if "arrays" in runs and recipe.data and recipe.data.arrays and recipe.data.arrays.path != DIGITS:
-        _exists(loaded, recipe.data.arrays.path, ("data", "arrays"))
     if recipe.data is not None and recipe.data.executor == "ray":
         _installed(loaded, ("data", "executor"), "ray", "or leave the work to this machine: data.executor=local")
     if "ingest" in runs:
@@ -275,7 +273,6 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocab_size
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
-    is_text = recipe.data is None or recipe.data.arrays is None
     folder = initial_folder(loaded)
     if folder is not None:
         from affinage.data.tokenizer import Tokenizer
@@ -286,7 +283,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
             if recipe.sft is not None or recipe.dpo is not None:
                 given.use_template(chat_template_of(loaded, folder / TOKENIZER))
                 _ = given.chat_ids if given.template is None else given.template.marks(given)
-    elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+    elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
             where=loaded.locate(("tokenizer", "vocab_size")),
@@ -312,9 +309,8 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         call = call_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
         strategy_for(mesh, recipe.parallel).check(graph, rows, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
-    if is_text:
-        with _written(loaded, "packing", "seq_len"):
-            check_positions_divide(recipe.packing.seq_len, mesh, table)
+    with _written(loaded, "packing", "seq_len"):
+        check_positions_divide(recipe.packing.seq_len, mesh, table)
 
 
 def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> None:

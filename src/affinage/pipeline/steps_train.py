@@ -62,26 +62,6 @@ def pretrain(context: StepContext) -> Summary:
     return summary | {"epochs": feed.epochs(settings.steps)}
 
 
-def pretrain_on_arrays(context: StepContext) -> Summary:
-    """Train the model from random weights on images."""
-    from affinage.data.arrays import TRAIN, ArrayFeed
-    from affinage.model import parse
-
-    settings, recipe = context.recipe.pretrain, context.recipe
-    assert settings is not None
-    graph = parse(recipe.model, context.loaded.locate)
-    feed = ArrayFeed(context.inputs["arrays"] / TRAIN, seed=recipe.seed, batch=_rows_per_step(context, settings))
-    for name, shape in graph.inputs:
-        if name != "images" or shape.dims[1:] != feed.shape:
-            raise UserError(
-                f"the model takes `{name}` {shape}, the data are `images` [B, {', '.join(map(str, feed.shape))}]",
-                where=context.loaded.locate(("model", "inputs")),
-                fix=f"Write `inputs: {{images: {list(feed.shape)}}}`.",
-            )
-    data = {"arrays": content_hash(context.inputs["arrays"], TRAIN)}
-    return _train(context, graph, settings, feed, {}, data=data)
-
-
 def sft(context: StepContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
     from affinage.data.sft import show_examples

@@ -18,7 +18,6 @@ from affinage.config.parallel import Remat
 from affinage.hardware.slices import Slice
 from affinage.model import Call, Graph, abstract_params, apply
 from affinage.model.batch import batch_shapes
-from affinage.model.module import abstract_averages
 from affinage.model.remat import with_remat
 from affinage.parallel.mesh import AXES
 from affinage.planning.comms import collectives, links_of
@@ -38,7 +37,7 @@ class Memory:
         weights: the parameters that are trained.
         frozen: those that are not, under adapters or of a reference model.
         optimizer: what the optimizer stores for them, such as two moments.
-        averages: moving averages that the model reads.
+        ema: the moving average of the parameters.
         batch: the arrays of the rows.
         weight_copies: in the dtype of the products.
         gradients: sums of gradients, and those of the micro-batch at hand.
@@ -52,7 +51,7 @@ class Memory:
     weights: int
     frozen: int
     optimizer: int
-    averages: int
+    ema: int
     batch: int
     weight_copies: int
     gradients: int
@@ -65,7 +64,7 @@ class Memory:
     @property
     def state(self) -> int:
         """What is there between steps."""
-        return self.weights + self.frozen + self.optimizer + self.averages
+        return self.weights + self.frozen + self.optimizer + self.ema
 
     @property
     def total(self) -> int:
@@ -85,7 +84,7 @@ def step_memory(device: PerDevice) -> Memory:
         weights=device.bytes_of(device.state.params),
         frozen=device.bytes_of(device.state.frozen),
         optimizer=device.bytes_of(device.state.opt_state),
-        averages=device.bytes_of((device.state.target_params, device.state.ema_params)),
+        ema=device.bytes_of(device.state.ema_params),
         batch=sum(leaf.size * leaf.dtype.itemsize for leaf in device.batch.values()),
         weight_copies=peak.get("weights", 0),
         **{kind: peak.get(kind, 0) for kind in ("gradients", "activations", "logits", "buffers", "working")},
@@ -101,13 +100,11 @@ def activations(graph: Graph, rows: int, seq_len: int, remat: Remat) -> tuple[in
     """
     call = with_remat(Call(compute_dtype=jnp.bfloat16, platform="tpu", key=jax.random.key(0)), remat)
 
-    def gradient(params: Any, averages: Any, batch: Any) -> Any:
-        def loss(params: Any) -> Any:
-            return apply(graph, params, batch, Call(**{**vars(call), "averages": averages})).values[graph.loss].sum
+    def gradient(params: Any, batch: Any) -> Any:
+        averaged = replace(call, ema_params=jax.lax.stop_gradient(params))
+        return jax.grad(lambda params: apply(graph, params, batch, averaged).values[graph.loss].sum)(params)
 
-        return jax.grad(loss)(params)
-
-    arguments = abstract_params(graph), abstract_averages(graph), batch_shapes(graph, rows, seq_len)
+    arguments = abstract_params(graph), batch_shapes(graph, rows, seq_len)
     traced = walk(jax.make_jaxpr(gradient)(*arguments).jaxpr, "tpu")
     return int(max((op.live.get("activations", 0.0) for op in traced.ops), default=0.0)), int(traced.offloaded)
 

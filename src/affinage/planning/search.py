@@ -1,11 +1,10 @@
 """The fastest ways to split a training over a slice: meshes x micro-batches x recomputation x dtype of the moments."""
 
-import heapq
 import itertools
 import math
+from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import yaml
@@ -60,23 +59,22 @@ class Candidate:
         return {"mesh": self.sizes, "parallel": {"remat": self.remat}, section: training}
 
     def lines(self, recipe: Recipe, section: str) -> str:
-        """The YAML to paste into the recipe; axes that only the recipe names become 1."""
-        settings = self.settings(section) | {"mesh": self._mesh_over(recipe)}
-        return yaml.safe_dump(settings, sort_keys=False, default_flow_style=None).rstrip()
+        """The YAML to paste into the recipe. Mappings are merged there, so axes that only the recipe names become 1."""
+        mesh = dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes
+        return yaml.safe_dump(
+            self.settings(section) | {"mesh": mesh}, sort_keys=False, default_flow_style=None
+        ).rstrip()
 
     def overrides(self, recipe: Recipe, section: str) -> list[str]:
         """The same for `--set`."""
-        mesh = ", ".join(f"{axis}: {size}" for axis, size in self._mesh_over(recipe).items())
+        written = yaml.safe_load(self.lines(recipe, section))
+        training = written[section]
         return [
-            f"mesh={{{mesh}}}",
+            f"mesh={yaml.safe_dump(written['mesh'], default_flow_style=True, sort_keys=False).strip()}",
             f"parallel.remat={self.remat}",
-            f"{section}.gradient_accumulation_steps={self.micro_batches}",
+            f"{section}.gradient_accumulation_steps={training['gradient_accumulation_steps']}",
             f"{section}.optimizer.state_dtype={self.moments}",
         ]
-
-    def _mesh_over(self, recipe: Recipe) -> dict[str, int]:
-        """The mesh as a mapping that is merged into the recipe's own, as mappings of recipes are."""
-        return {**dict.fromkeys(map(str, recipe.mesh), 1), **self.sizes}
 
     def put_into(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings."""
@@ -122,15 +120,31 @@ def search(
     check_update(split_params(graph, settings), whole, in_stages=False)  # what no candidate could change
     where = measured(where)
     progress(f"the ways to split {recipe.name} over {where.name}")
-    tried = list(candidates(recipe, graph, where))
+    wholes: dict[str, PerDevice] = {}
+    queue = [
+        (order(candidate, bound(device, where, wholes), settings), candidate)
+        for candidate, device in candidates(recipe, graph, where)
+    ]
+    queue.sort(key=lambda entry: entry[0])
     estimated = 0
     for share in (NEARLY_FULL, 1.0):
-        best, full = _best(recipe, graph, where, tried, share, count, progress)
-        estimated += full
+        best: list[tuple[Order, Candidate, Plan]] = []
+        refused: list[Candidate] = []
+        for least, candidate in queue:
+            if len(best) >= count and best[count - 1][0] <= least:
+                break  # none of the others can be faster
+            if any(_needs_more(candidate, other) for other in refused):
+                continue
+            plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
+            progress(f"{estimated} of {len(queue):,} ways estimated in full")
+            if plan.memory.total > share * plan.capacity:
+                refused.append(candidate)
+            else:
+                insort(best, (order(candidate, plan.time.seconds, settings), candidate, plan), key=lambda one: one[0])
         if best:
-            return Found(tuple(best), len(tried), estimated)
-    what = f"nothing fits: none of {len(tried)} ways to split {recipe.name} over {where.name}"
-    if not tried:
+            return Found(tuple((candidate, plan) for _, candidate, plan in best[:count]), len(queue), estimated)
+    what = f"nothing fits: none of {len(queue)} ways to split {recipe.name} over {where.name}"
+    if not queue:
         what = f"nothing fits: weights and moments of {recipe.name} alone are more than a device of {where.name} holds"
         if next(candidates(recipe, graph, where, fitting=False), None) is None:
             what = f"no mesh of {where.name} divides {recipe.name}: its batch, its context, its layers or its heads"
@@ -193,40 +207,6 @@ def order(candidate: Candidate, seconds: float, settings: TrainSettings) -> Orde
         candidate.micro_batches,
         candidate.moments,
     )
-
-
-def _best(
-    recipe: Recipe,
-    graph: Graph,
-    where: Slice,
-    tried: list[tuple[Candidate, PerDevice]],
-    share: float,
-    count: int,
-    progress: Callable[[str], None],
-) -> tuple[list[tuple[Candidate, Plan]], int]:
-    """Best first: the candidate with the lowest bound is estimated in full, or is the next best if it has been."""
-    _, own, _ = training_settings(recipe)
-    wholes: dict[str, PerDevice] = {}
-    queue: list[tuple[Order, int, Plan | None]] = []
-    for index, (candidate, device) in enumerate(tried):
-        queue.append((order(candidate, bound(device, where, wholes), own), index, None))
-    heapq.heapify(queue)
-    found: list[tuple[Candidate, Plan]] = []
-    too_large: list[Candidate] = []
-    full = 0
-    while queue and len(found) < count:
-        _, index, plan = heapq.heappop(queue)
-        candidate, _ = tried[index]
-        if plan is not None:
-            found.append((candidate, plan))
-        elif not any(map(partial(_needs_more, candidate), too_large)):
-            plan, full = make_plan(candidate.put_into(recipe), graph, where), full + 1
-            progress(f"{full} of {len(tried):,} ways estimated in full, {len(found)} of the best {count} found")
-            if plan.memory.total > share * plan.capacity:
-                too_large.append(candidate)
-            else:
-                heapq.heappush(queue, (order(candidate, plan.time.seconds, own), index, plan))
-    return found, full
 
 
 def _needs_more(candidate: Candidate, refused: Candidate) -> bool:

@@ -178,7 +178,6 @@ def _quantities(one: Entrant) -> dict[str, Any]:
     found = {
         "parameters": first.parameters.total,
         "tokens": sum(training.tokens or 0 for training in trainings) or None,
-        "images": sum(training.images or 0 for training in trainings) or None,
         "flops": sum(flops) or None,
         "devices": str(first.devices) or None,
         "training_seconds": seconds,

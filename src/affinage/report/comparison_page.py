@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from affinage.config.yaml import brief
 from affinage.evaluation.compare import Difference, Unlike
-from affinage.evaluation.item_lines import BITS_PER_BYTE, LOG_LIKELIHOOD
+from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
 from affinage.report.charts import (
     LOG_RANGE,
     WIDE,
@@ -107,7 +107,7 @@ def setting_values(setting: Setting) -> list[str]:
 
 
 def _losses(found: Comparison, name: str, words: dict[str, str], quantities: Quantities) -> Figure | None:
-    """The losses of one training in all runs that have it, against tokens, or steps where images are seen."""
+    """The losses of one training in all runs that have it, against tokens."""
     trained = [
         (place, one, training) for place, one in enumerate(found.entrants) if (training := one.facts.training(name))
     ]

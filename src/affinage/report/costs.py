@@ -23,7 +23,7 @@ class Node:
 
 
 def node_costs(folder: Path) -> tuple[tuple[Node, ...], int | None]:
-    """The nodes of the model that was trained in `folder`, and the tokens of a row, None for a model of images.
+    """The nodes of the model that was trained in `folder`, and the tokens of a row, None for a model without tokens.
 
     Nothing if the folder does not say.
     """

@@ -179,7 +179,7 @@ def _scores(task: str, result: TaskResult) -> list[Score]:
             value=metric.value,
             stderr=metric.stderr,
             items=result.items,
-            shots=result.shots,
+            shots=result.num_fewshot,
             chat_template=result.chat_template,
             chance=(CHANCE.get(task) if result.chance is None else result.chance) if is_share(name) else None,
             headline=name == shown,

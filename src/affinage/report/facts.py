@@ -14,14 +14,12 @@ from affinage.report.trainings import Training, read_training
 from affinage.results import (
     DOCUMENT_STEPS,
     AnyResult,
-    ArraysResult,
     ChatDataResult,
     CompareTokenizersResult,
     DecontaminateResult,
     DocumentsResult,
     FilterResult,
     Manifest,
-    ProbeResult,
     Result,
     TokenizeResult,
     TokenizerResult,
@@ -39,9 +37,7 @@ ORDER = (
     "train-tokenizer",
     "compare-tokenizers",
     "tokenize",
-    "arrays",
     "pretrain",
-    "probe",
     "sft-data",
     "preference-data",
     "sft",
@@ -113,8 +109,6 @@ class Facts:
     trainings: tuple[Training, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
     by_hand: tuple[Evaluation, ...] = ()  # of its models, by `affinage eval`
-    images: int | None = None  # to train on
-    probe: ProbeResult | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -171,8 +165,7 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     def read(name: str, kind: type[AnyResult]) -> AnyResult | None:
         return read_result(folders[name], kind) if name in folders else None
 
-    compared, arrays = read("compare-tokenizers", CompareTokenizersResult), read("arrays", ArraysResult)
-    probe = read("probe", ProbeResult)
+    compared = read("compare-tokenizers", CompareTokenizersResult)
     trained = {name: found for name in TRAININGS if (found := read(name, TrainingResult)) is not None}
     command = read_json(run_folder / "run.json").get("command")
     return Facts(
@@ -196,8 +189,6 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
             if any(step == each.name for each in steps)
         ),
         by_hand=tuple(read_by_hand(run_folder.parent, _models(folders, trained))) if results is None else (),
-        images=arrays.train.images if arrays else None,
-        probe=probe if probe and probe.is_comparable else None,
         versions={name: version for step in steps for name, version in step.manifest.versions.items()},
     )
 

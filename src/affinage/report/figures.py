@@ -1,7 +1,6 @@
 """The charts of a report: which facts go into which picture, with which words."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -28,12 +27,10 @@ from affinage.report.charts import (
 )
 from affinage.report.evaluations import IN_CHAT, Evaluation, marked_of
 from affinage.report.quantities import Quantities
-from affinage.report.sections import labels_in_words
 from affinage.report.trainings import Training
-from affinage.results import ProbeResult
 
 SMALL = (  # the small charts beside the loss
-    *("learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
+    *("learning_rate", "tokens_per_second", "grad_norm", "mfu"),
     *("expert_load_max", "dropped_share"),
 )
 SHARES = ("mfu", "dropped_share")  # of them, those in percent
@@ -204,29 +201,6 @@ class Artist:
         )
         in_chat = any(IN_CHAT in row.label for row in rows)
         return Figure(self.words["scores"], self.words["in_chat_note"] if in_chat else "", picture, tuple(legend))
-
-    def probe(self, probe: ProbeResult) -> Figure:
-        """Accuracy with every number of labels, of trained and untrained features and of the pixels side by side."""
-        rows = []
-        for one in probe.probe:
-            label = labels_in_words(one.labels_per_class, self.words, self.quantities)
-            scores = enumerate(one.scores.values())
-            rows.append(Row(label, [Interval(s.accuracy or 0.0, s.stderr or 0.0, i) for i, s in scores]))
-        lowest = min(one.value - one.error for row in rows for one in row.intervals)
-        legend = [Key(self.feature_name(name), i, "points") for i, name in enumerate(probe.probe[0].scores)]
-        axis = Axis(self.words["probe_axis"], ".0%")
-        low = max(0.0, math.floor(lowest * 10) / 10)
-        picture = responsive(
-            lambda width: interval_chart(
-                rows, axis, self.words["probe_label"], width, self.language, low=low, hollow=False
-            )
-        )
-        return Figure(self.words["probe"], "", picture, tuple(legend))
-
-    def feature_name(self, features: str) -> str:
-        """What the page calls the features that a probe compares."""
-        names = {"trained": "features_trained", "random": "features_untrained", "pixels": "features_pixels"}
-        return self.words[names[features]] if features in names else features
 
     def model_name(self, model: str) -> str:
         """What the page calls the base model and those made of it."""

@@ -13,7 +13,7 @@ from affinage.results import MANIFEST, TrainedModel, TrainingResult, lenient, re
 def predicted(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step and of all, tokens per second, and bytes of a device, for the devices that a training ran on.
 
-    Nothing for trainings that the planner does not know (images, chips of other kinds), or that do not say enough.
+    Nothing for trainings that the planner does not know (chips of other kinds), or that do not say enough.
     """
     model = lenient(TrainedModel, read_json(folder / "model.json"))
     steps, tokens, context = result.steps, result.tokens, model.context

@@ -28,7 +28,6 @@ def present(facts: Facts) -> list[str]:
         "sft": "sft" in trained,
         "dpo": "dpo" in trained,
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
-        "probe": facts.probe is not None,
         "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
         "samples": any(evaluation.prompts for evaluation in facts.evaluations),
         "predicted": any(training.compared for training in facts.trainings),
@@ -179,8 +178,6 @@ def graph(facts: Facts) -> GraphFacts:
 def epochs(facts: Facts) -> float | None:
     """How often pretraining read the training set: rows for rows, as the tokens it read are those of padding too."""
     pretrain = facts.training("pretrain")
-    if pretrain and pretrain.images and facts.images:
-        return pretrain.images / facts.images
     rows = facts.rows
     slots = (rows.train.rows or 0) * (rows.context or 0) if rows else 0
     tokens = slots or (rows.train.tokens if rows else None)
@@ -241,22 +238,6 @@ def _signed(difference: float, is_share: bool, words: dict[str, str], quantities
     return ("+" if difference > 0 else "−" if difference < 0 else "") + written
 
 
-def probe_rows(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[tuple[str, list[str]]]:
-    """Number of labels and accuracies of all features, written out."""
-    return [
-        (
-            labels_in_words(one.labels_per_class, words, quantities),
-            [quantities.with_error(score.accuracy, score.stderr, as_percent=True) for score in one.scores.values()],
-        )
-        for one in (facts.probe.probe if facts.probe else ())
-    ]
-
-
-def labels_in_words(per_class: int | None, words: dict[str, str], quantities: Quantities) -> str:
-    """How many labelled images a probe has learned from."""
-    return words["all_labels"] if per_class is None else words["labels_each"].format(count=quantities.count(per_class))
-
-
 @dataclass(frozen=True)
 class ShownSample:
     """A prompt and what followed. `continuation` is the text without the prompt, if the model repeated it."""
@@ -298,7 +279,6 @@ _GROUPS = {
     "preference-data": "training",
     "ref-logprobs": "training",
     "dpo": "training",
-    "probe": "evaluation",
     "evaluate-base": "evaluation",
     "evaluate-sft": "evaluation",
     "evaluate-dpo": "evaluation",

@@ -39,11 +39,8 @@ def _made(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
     pretrain = facts.training("pretrain")
     if pretrain is not None:
         opening = words["verdict_model"].format(parameters=quantities.short(pretrain.parameters.total))
-        if pretrain.images:
-            taught = [words["verdict_images"].format(images=quantities.short(pretrain.images))]
-        else:
-            trained = "verdict_tokens" if len(facts.trainings) == 1 else "verdict_pretrained"
-            taught = [words[trained].format(tokens=quantities.short(pretrain.tokens))]
+        trained = "verdict_tokens" if len(facts.trainings) == 1 else "verdict_pretrained"
+        taught = [words[trained].format(tokens=quantities.short(pretrain.tokens))]
     elif facts.trainings:
         parameters = quantities.short(facts.trainings[-1].parameters.total)
         opening, taught = words["verdict_tuned"].format(parameters=parameters), []
@@ -128,10 +125,6 @@ def _of_training(facts: Facts, words: dict[str, str], quantities: Quantities) ->
         seen, unique = epochs(facts), facts.rows.train.tokens if facts.rows else None
         note = words["epochs"].format(epochs=quantities.number(seen), unique=quantities.short(unique)) if seen else ""
         found.append(Headline(words["tokens_trained"], quantities.short(pretrain.tokens), note))
-    if pretrain.images:
-        seen, many = epochs(facts), quantities.count(facts.images)
-        note = words["epochs"].format(epochs=quantities.number(seen), unique=many) if seen else ""
-        found.append(Headline(words["images_seen"], quantities.short(pretrain.images), note))
     bits = [(name, v.bits_per_byte) for name, v in pretrain.validation.items() if v.bits_per_byte is not None]
     if bits:
         one = words["on_one_validation"].format(name=bits[0][0])

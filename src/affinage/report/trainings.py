@@ -12,7 +12,7 @@ from affinage.report.forecasts import predicted
 from affinage.results import Metric, Result, TrainingResult, Validated, lenient, read_json, read_json_lines
 
 CURVES = (
-    *("loss", "learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
+    *("loss", "learning_rate", "tokens_per_second", "grad_norm", "mfu"),
     *("expert_load_max", "dropped_share"),
 )
 
@@ -63,8 +63,8 @@ class Training(TrainingResult):
 
     @property
     def loss_kind(self) -> str:
-        """The prefix of the words for its loss: per token, per pair of answers, or per image."""
-        return "image_loss" if self.images else "pair_loss" if self.name == "dpo" else "loss"
+        """The prefix of the words for its loss: per token, or per pair of answers."""
+        return "pair_loss" if self.name == "dpo" else "loss"
 
 
 class _Evaluated(Result):
@@ -81,7 +81,6 @@ class _Line(Result):
     loss: float | None = None
     learning_rate: float | None = None
     tokens_per_second: float | None = None
-    images_per_second: float | None = None
     grad_norm: float | None = None
     mfu: float | None = None
     expert_load_max: float | None = None
@@ -190,7 +189,6 @@ def _compared(result: TrainingResult, planned: Mapping[str, float]) -> list[Comp
         "seconds": seconds,
         "flops_per_second": per_step * steps / seconds if per_step and steps and seconds else None,
         "tokens_per_second": result.tokens_per_second,
-        "images_per_second": result.images_per_second,
         "mfu": result.mfu,
     }
     expected = {**result.predicted, **planned}

@@ -11,7 +11,8 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -25,18 +26,8 @@ from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation.engine import EngineRequest, Generation
 from affinage.generation.model import LoadedModel
-from affinage.serving.protocol import (
-    DONE,
-    ChatRequest,
-    CommonRequest,
-    CompletionRequest,
-    Echo,
-    Refused,
-    Reply,
-    event,
-    parse,
-)
-from affinage.serving.worker import Closed, EngineWorker, Full, News
+from affinage.serving.protocol import DONE, ChatRequest, CompletionRequest, Echo, Refused, Reply, event, parse
+from affinage.serving.worker import Closed, EngineWorker, Full
 
 _LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
@@ -55,7 +46,10 @@ _HEADERS = {
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _STOPPING = Refused(503, "the server is stopping")
 _FAILED = Refused(500, "the server could not answer; its log has the reason")
-_LOOK = 1.0  # seconds between two looks whether the client is still there
+_RETRY_AFTER = 2  # seconds
+_POLL = 1.0  # seconds between two checks that the client is still connected
+
+_News = asyncio.Queue[tuple[int, str, Generation | Exception | None]]  # (choice, new text, end)
 
 
 @dataclass(frozen=True)
@@ -64,14 +58,16 @@ class Place:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free
-    key: str | None = None  # what clients must send; made up where others than this machine can connect
+    key: str | None = None  # that clients must send
     grace: float = 30.0  # seconds that running answers may still take after a signal to stop
 
     def guarded(self) -> "Place":
-        """With a key, unless only this machine can connect."""
-        if self.key or is_loopback(self.host):
-            return self
-        return Place(self.host, self.port, secrets.token_urlsafe(24), self.grace)
+        """Return it with a key, unless only this machine can connect."""
+        try:
+            loopback = ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            loopback = self.host == "localhost"
+        return self if self.key or loopback else replace(self, key=secrets.token_urlsafe(24))
 
 
 @dataclass(frozen=True)
@@ -79,36 +75,28 @@ class Limits:
     """What one client may request."""
 
     max_tokens: int = 1024  # of an answer
-    choices: int = 16  # texts of one request
+    choices: int = 16  # of one request
     body_bytes: int = 2**20
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class Server:
-    """One model behind OpenAI's interface. With a `key`, /v1 is for those who send it."""
+    """One model behind OpenAI's interface. With a `key`, /v1 is for clients that send it."""
 
     def __init__(
         self, model: LoadedModel, worker: EngineWorker, *, key: str | None = None, limits: Limits | None = None
     ) -> None:
         self._model, self._worker, self._limits = model, worker, limits or Limits()
-        self._most_choices = min(self._limits.choices, worker.most)  # to try again with more would never help
+        self._max_choices = min(self._limits.choices, worker.capacity)
         self._key = None if key is None else key.encode()
-        self._created = int(time.time())
+        self._facts = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "affinage"}
 
     def app(self) -> Starlette:
-        """The routes."""
+        """Return the application."""
         routes = [
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
             Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
             Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/models/{name:path}", self._guarded(self._one_model)),
+            Route("/v1/models/{name:path}", self._guarded(self._models)),
             Route("/health", self._guarded(self._health, with_key=False)),
             *(Route(path, self._guarded(self._page, with_key=False)) for path in _FILES),
         ]
@@ -118,46 +106,48 @@ class Server:
     def _guarded(
         self, handler: Callable[[Request], Awaitable[Response]], *, with_key: bool = True
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The handler for those who may ask, with its refusals in OpenAI's form."""
+        """The handler for clients with access, with its refusals in OpenAI's form."""
 
         async def guarded(request: Request) -> Response:
             try:
-                self._let_in(request, with_key)
+                self._check_access(request, with_key)
                 return await handler(request)
             except Refused as refused:
                 return _error(refused)
             except UserError as error:  # a mistake of the client, such as two users in a row
-                return _error(Refused(400, f"{error.what}. {error.fix}".strip() if error.fix else error.what))
+                return _error(Refused(400, f"{error.what}. {error.fix}" if error.fix else error.what))
 
         return guarded
 
-    def _let_in(self, request: Request, with_key: bool) -> None:
+    def _check_access(self, request: Request, with_key: bool) -> None:
         if self._key is None:
-            # A name that somebody else has pointed to this machine, so that a page of theirs may read the answers.
-            if _host_in(request.headers.get("Host", "")) not in _LOOPBACK:
+            # Another name may have been pointed to this machine, so that a foreign page could read the answers.
+            host = request.headers.get("Host", "")
+            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+            if name not in _LOOPBACK:
                 raise Refused(403, f"without a key this server is for {', '.join(_LOOPBACK)} only")
         elif with_key:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
+            scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._key):
                 raise Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
     # ---- endpoints ----
 
     async def _chat(self, request: Request) -> Response:
-        wanted = parse(await self._body(request), ChatRequest)
-        messages = [message.as_text() for message in wanted.messages]
+        body = parse(await self._body(request), ChatRequest)
+        messages = [message.as_text() for message in body.messages]
         prompt = await asyncio.to_thread(encode_prompt, messages, self._model.tokenizer, self._model.system_prompt)
-        return await self._answer(request, wanted, [prompt])
+        return await self._answer(request, body, [prompt])
 
     async def _completion(self, request: Request) -> Response:
-        wanted = parse(await self._body(request), CompletionRequest)
-        if len(wanted.prompts) > self._most_choices:
-            raise Refused(400, f"at most {self._most_choices} prompts at once", param="prompt")
-        prompts = await asyncio.to_thread(lambda: [self._tokens(prompt) for prompt in wanted.prompts])
-        return await self._answer(request, wanted, prompts)
+        body = parse(await self._body(request), CompletionRequest)
+        if len(body.prompts) > self._max_choices:
+            raise Refused(400, f"at most {self._max_choices} prompts at once", param="prompt")
+        prompts = await asyncio.to_thread(lambda: [self._tokens(prompt) for prompt in body.prompts])
+        return await self._answer(request, body, prompts)
 
     async def _body(self, request: Request) -> bytes:
-        # A page of another origin may not send JSON without asking first.
+        # A page of another origin may not send JSON without a preflight request, which is not answered.
         if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the body must be JSON, with the header Content-Type: application/json")
         if request.headers.get("Content-Encoding", "identity") != "identity":
@@ -172,24 +162,18 @@ class Server:
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         tokenizer = self._model.tokenizer
         if isinstance(prompt, str):
-            return [*tokenizer.opening, *tokenizer.encode(prompt)] or [tokenizer.bos]
-        if any(token >= self._model.graph.vocabulary for token in prompt):
+            prompt = [*tokenizer.opening, *tokenizer.encode(prompt)]
+        elif any(token >= self._model.graph.vocabulary for token in prompt):
             raise Refused(400, f"there is no token {max(prompt)}", param="prompt")
         return prompt or [tokenizer.bos]
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._facts()]})
-
-    async def _one_model(self, request: Request) -> Response:
-        self._check_name(request.path_params["name"])
-        return JSONResponse(self._facts())
-
-    def _facts(self) -> dict[str, str | int]:
-        name = self._model.name
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "affinage"}
+        name = request.path_params.get("name")
+        self._check_name(name)
+        return JSONResponse(self._facts if name else {"object": "list", "data": [self._facts]})
 
     def _check_name(self, name: str | None) -> None:
-        if name is not None and name != self._model.name:
+        if name not in (None, self._model.name):
             what = f"there is no model `{name}` here, but `{self._model.name}`"
             raise Refused(404, what, code="model_not_found", param="model")
 
@@ -204,121 +188,111 @@ class Server:
 
     # ---- answers ----
 
-    async def _answer(self, request: Request, wanted: CommonRequest, prompts: Sequence[list[int]]) -> Response:
-        chat = isinstance(wanted, ChatRequest)
-        self._check_name(wanted.model)
-        room = self._model.context - 1
+    async def _answer(
+        self, request: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
+    ) -> Response:
+        chat, tokenizer = isinstance(body, ChatRequest), self._model.tokenizer
+        self._check_name(body.model)
         longest = max(map(len, prompts), default=0)
-        if longest > room:
-            what = f"the prompt has {longest:,} tokens; this model takes at most {room:,}"
+        if longest >= self._model.context:
+            what = f"the prompt has {longest:,} tokens; this model takes at most {self._model.context - 1:,}"
             raise Refused(400, what, code="context_length_exceeded", param="messages" if chat else "prompt")
-        if len(prompts) * wanted.n > self._most_choices:
-            raise Refused(400, f"at most {self._most_choices} choices in all", param="n")
-        params = wanted.params(self._limits.max_tokens, self._model.tokenizer.stops)
-        echoes: list[Echo] = []
-        if isinstance(wanted, CompletionRequest) and wanted.echo:
-            for given, prompt in zip(wanted.prompts, prompts, strict=True):
-                added = len(self._model.tokenizer.opening) if isinstance(given, str) else 0
-                echoes += [await self._echo(prompt, added, wanted.logprobs)] * wanted.n
-        reply = Reply(self._model.name, chat, sum(map(len, prompts)), self._spell)
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, News]]()
+        if len(prompts) * body.n > self._max_choices:
+            raise Refused(400, f"at most {self._max_choices} choices in all", param="n")
+        params = body.params(self._limits.max_tokens, tokenizer.stops)
+        echoes = [Echo()] * len(prompts)
+        if isinstance(body, CompletionRequest) and body.echo:
+            echoes = [await self._echo(*one, body.logprobs) for one in zip(body.prompts, prompts, strict=True)]
+        rows = [(prompt, echo, index) for prompt, echo in zip(prompts, echoes, strict=True) for index in range(body.n)]
+        news, loop = _News(), asyncio.get_running_loop()
 
-        def listener(place: int) -> Callable[[News], None]:
-            def listen(one: News) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(news.put_nowait, (place, one))
+        def pass_on(place: int, text: str, end: Generation | Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(news.put_nowait, (place, text, end))
 
-            return listen
-
-        rows = [(prompt, index) for prompt in prompts for index in range(wanted.n)]
         requests = [
-            self._worker.request(prompt, params, listener(place), index) for place, (prompt, index) in enumerate(rows)
+            EngineRequest(prompt, params, partial(pass_on, place), index)
+            for place, (prompt, _, index) in enumerate(rows)
         ]
         try:
             self._worker.submit(requests)
         except Full as error:
-            _give_up(requests)
-            wait = math.ceil(self._worker.seconds_until_free)
-            raise Refused(429, f"the queue is full; try again in {wait} s", retry_after=wait) from error
+            raise Refused(429, f"the queue is full; try again in {_RETRY_AFTER} s", retry_after=_RETRY_AFTER) from error
         except Closed as error:
-            _give_up(requests)
             raise _STOPPING from error
-        if wanted.stream:
-            usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-            events = _events(reply, news, requests, echoes, usage=usage)
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+        spell = partial(tokenizer.decode, keep_special=True)
+        reply = Reply(self._model.name, chat, sum(map(len, prompts)), lambda token: spell([token]))
+        echoes = [echo for _, echo, _ in rows]
+        if body.stream:
+            events = _events(request, reply, news, requests, echoes, usage=body.stream_options.include_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        try:
-            generations = await _generations(request, news, len(rows))
-            return JSONResponse(reply.whole(generations, echoes))
-        finally:
-            _give_up(requests)
+        ends = {place: end async for place, _, end in _received(request, news, requests) if end is not None}
+        return JSONResponse(reply.whole([ends[place] for place in range(len(rows))], echoes))
 
-    async def _echo(self, prompt: list[int], added: int, logprobs: int | None) -> Echo:
-        """The prompt as the client gave it: without the `added` tokens that the server put before its text."""
+    async def _echo(self, sent: str | list[int], prompt: list[int], logprobs: int | None) -> Echo:
+        """The prompt as the client sent it: without the tokens that the server put before a text."""
+        added = len(self._model.tokenizer.opening) if isinstance(sent, str) else 0
         text = self._model.tokenizer.decode(prompt[added:])
         if logprobs is None:
             return Echo(text)
         found = await asyncio.to_thread(self._worker.prompt_logprobs, prompt, logprobs)
         return Echo(text, prompt[added:], found[max(0, added - 1) :])
 
-    def _spell(self, token: int) -> str:
-        return self._model.tokenizer.decode([token], keep_special=True)
 
+async def _received(
+    request: Request, news: _News, requests: Sequence[EngineRequest]
+) -> AsyncIterator[tuple[int, str, Generation | None]]:
+    """Yield (choice, new text, its end) until all have ended; cancel the requests if the client leaves.
 
-async def _generations(request: Request, news: "asyncio.Queue[tuple[int, News]]", count: int) -> list[Generation]:
-    found: dict[int, Generation] = {}
-    while len(found) < count:
-        try:
-            place, one = await asyncio.wait_for(news.get(), _LOOK)
-        except TimeoutError:
-            if await request.is_disconnected():
-                raise ClientDisconnect from None
-            continue
-        if one.error is not None:
-            raise _refusal(one.error)
-        if one.generation is not None:
-            found[place] = one.generation
-    return [found[place] for place in range(count)]
+    Raises Refused if the engine fails, without its reason.
+    """
+    left = len(requests)
+    try:
+        while left:
+            try:
+                place, text, end = await asyncio.wait_for(news.get(), _POLL)
+            except TimeoutError:
+                if await request.is_disconnected():
+                    raise ClientDisconnect from None
+                continue
+            if isinstance(end, Closed):
+                raise _STOPPING
+            if isinstance(end, Exception):
+                _LOG.error("an answer failed", exc_info=end)
+                raise _FAILED
+            left -= end is not None
+            yield place, text, end
+    finally:
+        for one in requests:
+            one.cancelled = True
 
 
 async def _events(
+    request: Request,
     reply: Reply,
-    news: "asyncio.Queue[tuple[int, News]]",
+    news: _News,
     requests: Sequence[EngineRequest],
     echoes: Sequence[Echo],
     *,
     usage: bool,
 ) -> AsyncIterator[bytes]:
-    try:
-        for place in range(len(requests)):
-            yield reply.begin(place, echoes[place] if echoes else None)
-        generations: list[Generation] = []
-        while len(generations) < len(requests):
-            place, one = await news.get()
-            if one.error is not None:
-                yield event(_refusal(one.error).body)
-                return
-            yield reply.piece(place, one.text)
-            if one.generation is not None:
-                generations.append(one.generation)
-                yield reply.end(place, one.generation)
-        yield (reply.count(generations) if usage else b"") + DONE
-    finally:
-        _give_up(requests)
-
-
-def _give_up(requests: Sequence[EngineRequest]) -> None:
-    """Whatever is left of these is no longer wanted."""
-    for request in requests:
-        request.cancelled = True
-
-
-def _refusal(error: Exception) -> Refused:
-    """What a client is answered when the engine fails: nothing of what went wrong inside."""
-    if isinstance(error, Closed):
-        return _STOPPING
-    _LOG.error("an answer failed", exc_info=error)
-    return _FAILED
+    """Yield the server-sent events of a reply."""
+    generations = []
+    async with contextlib.aclosing(_received(request, news, requests)) as received:
+        for place, echo in enumerate(echoes):
+            yield reply.begin(place, echo)
+        try:
+            async for place, text, end in received:
+                yield reply.piece(place, text)
+                if end is not None:
+                    generations.append(end)
+                    yield reply.end(place, end)
+        except Refused as refused:
+            yield event(refused.body)
+            return
+    yield (reply.usage(generations) if usage else b"") + DONE
 
 
 def _error(refused: Refused) -> Response:
@@ -337,11 +311,6 @@ async def _failed(request: Request, error: Exception) -> Response:
     return _error(_FAILED)
 
 
-def _host_in(host: str) -> str:
-    """The name or address in a Host header, without its port."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-
-
 # ---- from its first request to its last ----
 
 
@@ -356,7 +325,7 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM. `ready` is called with the URL and the place, once everything is compiled.
 
-    Raises UserError where it cannot listen.
+    Raises UserError if it cannot listen.
     """
     place = place.guarded()
     listening = _listen(place)
@@ -364,19 +333,21 @@ def run(
     try:
         worker.warm_up()
         app = Server(model, worker, key=place.key, limits=limits).app()
+        grace = math.ceil(place.grace)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(place.grace), lifespan="off"
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace, lifespan="off"
         )
-        server = _Uvicorn(config)
-        ready(_url(listening), place)
-        server.run(sockets=[listening])
+        host, port = listening.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", place)
+        _Uvicorn(config).run(sockets=[listening])
     finally:
         worker.close()
         listening.close()
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that ends in good order at a signal: it would send itself the signal once more, and die of it."""
+    """uvicorn that returns after a signal; by itself, it would send itself the signal again and die of it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -397,9 +368,3 @@ def _listen(place: Place) -> socket.socket:
     except OSError as error:
         what = f"cannot listen on {place.host}:{place.port}: {error.strerror or error}"
         raise UserError(what, fix="Choose another with --port, or 0 for any that is free.") from error
-
-
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

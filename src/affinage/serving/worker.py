@@ -1,43 +1,31 @@
-"""The thread that runs the engine for everybody who asks."""
+"""The thread that runs one engine for all clients."""
 
 import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from affinage.generation.engine import Engine, EngineRequest, Generation, TokenLogprobs, prompt_logprobs
+from affinage.generation.engine import Engine, EngineRequest, TokenLogprobs, prompt_logprobs
 from affinage.generation.model import LoadedModel
-from affinage.generation.sampling import SamplingParams
 
-_STEPS = 4  # tokens per dispatch: how often text is passed on, and newcomers are let in
+_STEPS = 4  # tokens per dispatch: how often text is passed on and newcomers are admitted
 
 
 class Full(Exception):
-    """So many requests wait that no more may."""
+    """The queue has no room for these requests."""
 
 
 class Closed(Exception):
-    """The worker takes no requests any more, or ended before an answer did."""
-
-
-class News(NamedTuple):
-    """The new text of a request, and the whole once it has ended, or why it ended without one."""
-
-    text: str
-    generation: Generation | None = None
-    error: Exception | None = None
+    """The worker takes no requests any more, or closed before a request ended."""
 
 
 class EngineWorker:
     """Runs an engine in a thread. Requests queue up to `max_queue` beyond those that have a slot."""
 
     def __init__(self, model: LoadedModel, *, max_num_seqs: int = 8, max_queue: int = 64) -> None:
-        self._model, self._max_queue = model, max_queue
+        self._model = model
         self._engine = Engine(model, max_num_seqs=max_num_seqs, steps=_STEPS, enable_prefix_caching=True)
+        self.capacity = self._engine.slots + max_queue
         self._new: list[EngineRequest] = []
-        self._tell: dict[EngineRequest, Callable[[News], None]] = {}
-        self._began: dict[EngineRequest, float] = {}
-        self._seconds = 1.0  # that a request takes, a running mean
+        self._open: set[EngineRequest] = set()  # new, waiting or active
         self._changed = threading.Condition()
         self._device = threading.Lock()  # held while the device computes for the engine or for an echo
         self.closed = False
@@ -45,96 +33,69 @@ class EngineWorker:
         self._thread.start()
 
     def warm_up(self) -> None:
-        """Compile what requests can need."""
+        """Compile every program that requests can need."""
         with self._device:
             self._engine.warm_up()
 
-    def request(
-        self, prompt: Sequence[int], params: SamplingParams, tell: Callable[[News], None], index: int = 0
-    ) -> EngineRequest:
-        """A request whose news are given to `tell`, which is called by the worker's thread."""
-        request = EngineRequest(prompt, params, lambda text, whole: self._news(request, News(text, whole)), index)
-        with self._changed:
-            self._tell[request] = tell
-        return request
-
     def submit(self, requests: Sequence[EngineRequest]) -> None:
-        """Queue requests, all or none. Raises Full or Closed."""
+        """Queue requests, all or none; their `on_text` is called by the worker's thread.
+
+        Raises Full, Closed, or ValueError for a request that the engine cannot take.
+        """
+        for request in requests:
+            self._engine.prepare(request)
         with self._changed:
-            if self.closed or self._outstanding() + len(requests) > self.most:
-                raise Closed if self.closed else Full
-            self._began.update(dict.fromkeys(requests, time.monotonic()))
+            if self.closed:
+                raise Closed
+            if self._wanted() + len(requests) > self.capacity:
+                raise Full
             self._new += requests
+            self._open.update(requests)
             self._changed.notify()
 
     @property
-    def most(self) -> int:
-        """Requests that can be submitted together when there are no others."""
-        return self._engine.slots + self._max_queue
-
-    @property
     def waiting(self) -> int:
-        """Requests that there are beyond those that have slots."""
-        return max(0, self._outstanding() - self._engine.slots)
+        """The number of requests without a slot."""
+        with self._changed:
+            return max(0, self._wanted() - self._engine.slots)
 
-    def _outstanding(self) -> int:
-        return sum(not request.cancelled for request in list(self._began))
-
-    @property
-    def seconds_until_free(self) -> float:
-        """How long the last one in the queue will wait, by how long requests took lately."""
-        return self._seconds * (1 + self.waiting / self._engine.slots)
+    def _wanted(self) -> int:
+        return sum(not request.cancelled for request in self._open)
 
     def prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """See `engine.prompt_logprobs`; between two steps of the engine."""
+        """Return `engine.prompt_logprobs`, computed between two steps of the engine."""
         with self._device:
             return prompt_logprobs(self._model, prompt, count)
 
     def close(self) -> None:
-        """Take no requests any more, end those that are not answered yet, and end the thread."""
+        """Take no requests any more, end those that are open with Closed, and end the thread."""
         with self._changed:
             self.closed = True
             self._changed.notify()
         self._thread.join()
 
-    def _busy(self) -> bool:
-        return bool(self._new or self._engine.waiting or self._engine.active)
-
     def _work(self) -> None:
+        engine = self._engine
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._busy() or self.closed)
+                self._open.intersection_update([*self._new, *engine.waiting, *engine.active.values()])
+                self._changed.wait_for(lambda: self._open or self.closed)
                 if self.closed:
                     break
-                requests, self._new = self._new, []
-                for cancelled in [request for request in self._tell if request.cancelled]:
-                    self._tell.pop(cancelled)
-                    self._began.pop(cancelled, None)
-                for request in requests:
-                    try:
-                        self._engine.add(request)
-                    except ValueError as error:
-                        self._news(request, News("", error=error))
+                engine.waiting.extend(self._new)
+                self._new = []
             try:
                 with self._device:
-                    self._engine.step()
-            except Exception as error:  # the state was given to the device, which has not given one back
+                    engine.step()
+            except Exception as error:  # the state was donated to a program that returned none
                 self._fail(error)
         self._fail(Closed())
 
     def _fail(self, error: Exception) -> None:
-        """No request that is known can go on."""
-        for request in list(self._tell):
-            if request not in self._new or isinstance(error, Closed):
-                self._news(request, News("", error=error))
+        """End every open request that the engine has; when closed, there are no others to come."""
+        with self._changed:
+            failed = [request for request in self._open if self.closed or request not in self._new]
+        for request in failed:
+            if not request.cancelled:
+                request.on_text("", error)
         self._engine.reset()
-
-    def _news(self, request: EngineRequest, news: News) -> None:
-        tell = self._tell.get(request)
-        if news.generation is not None or news.error is not None:
-            self._tell.pop(request, None)
-            began = self._began.pop(request, None)
-            if began is not None and news.generation is not None:
-                self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
-        if tell is not None and not request.cancelled:
-            tell(news)

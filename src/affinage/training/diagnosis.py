@@ -33,7 +33,7 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
     params = split.full_params(state.params, state.frozen)
     found = {
         "step": error.step,
-        **diagnose(job.graph, call, params, state.target_params, batch),
+        **diagnose(job.graph, call, params, state.ema_params, batch),
         "learning_rate": trainer.learning_rate(error.step),
         "documents": None if job.documents is None else job.documents(batch_number),
     }
@@ -51,7 +51,7 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
 
 
 def diagnose(
-    graph: Graph, call: Call, params: PyTree, target_params: PyTree, batch: Mapping[str, Array]
+    graph: Graph, call: Call, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
 ) -> dict[str, Any]:
     """Look for what is not finite in one forward and backward pass.
 
@@ -73,7 +73,7 @@ def diagnose(
                 result = Result(step.value, None, {}, {})
             return result
 
-        outputs = apply(graph, params, batch, replace(call, key=None, averages=target_params, layers=layers))
+        outputs = apply(graph, params, batch, replace(call, key=None, ema_params=ema_params, layers=layers))
         for node in graph.nodes:
             flags[node.name].append(_finite(outputs.values.get(node.name)))
         total = outputs.values[graph.loss]

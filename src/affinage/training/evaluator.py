@@ -98,7 +98,7 @@ class Evaluator:
 
     def _sums(self, state: TrainState, rows: ValidationSet) -> list[Mapping[str, Any]] | None:
         assert self._step is not None
-        weights, running = (state.params, state.target_params, state.frozen), deque[Any]()
+        weights, running = (state.params, state.ema_params, state.frozen), deque[Any]()
         sums: list[Mapping[str, Any]] = []
         for batch in rows:
             self._watchdog.beat("a batch of the validation")

@@ -162,7 +162,6 @@ def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool)
     nodes = [node for node in graph.nodes if node.repeat is not None]
     reasons = {
         f"the model has {len(nodes)} repeated nodes, not one": len(nodes) != 1,
-        "the model has moving averages": bool(graph.averages),
         "the model has a mixture of experts": "experts" in str(graph.parameters),
         f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
         f"gradient_accumulation_steps is {parts}": parts > 1,

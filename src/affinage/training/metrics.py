@@ -28,8 +28,7 @@ from affinage.training.trainer import Trainer
 METRICS = "metrics.jsonl"
 # What the clock and the machine decide: different in every run of the same job.
 MEASURED = frozenset(
-    "tokens_per_second images_per_second mfu data_time step_time goodput seconds memory_gigabytes memory_share "
-    "device_utilization".split()
+    "tokens_per_second mfu data_time step_time goodput seconds memory_gigabytes memory_share device_utilization".split()
 )
 _IN_FLIGHT = 2  # steps, so that the devices never wait for the host
 _IN_FLIGHT_AT_MOST = 16  # of short steps ...
@@ -45,7 +44,7 @@ class MetricLogger:
 
     A line of metrics.jsonl has `step`, the metrics of `make_train_step` and of the graph, and
 
-    - `tokens` (of a model of images `images`) since the beginning, and `tokens_per_second`;
+    - `tokens` since the beginning, and `tokens_per_second`;
     - `mfu`: FLOPs of the model (`affinage.model.analysis`: 6 per weight and token and 12 per pair of attention, nothing
       for recomputation) over the datasheet's dense bfloat16 peak of all devices; null where that is unknown;
     - `step_time`, and `data_time`, for which the loop waited for the next batch: seconds, means since the line before;
@@ -174,8 +173,8 @@ class MetricLogger:
         row = {
             "step": step,
             **metrics,
-            trainer.unit: step * trainer.units,
-            f"{trainer.unit}_per_second": round(trainer.units / step_time, 1),
+            "tokens": step * trainer.tokens,
+            "tokens_per_second": round(trainer.tokens / step_time, 1),
             "mfu": None if trainer.peak_flops is None else trainer.flops_per_step / step_time / trainer.peak_flops,
             "step_time": round(step_time, 6),
             "data_time": round(data_time, 6),
@@ -317,10 +316,9 @@ class ConsoleWriter:
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
-    """Loss, tokens/s or images/s, MFU if the peak is known, gradient norm, learning rate, time left, for people."""
-    unit, short = ("images", "images") if "images" in row else ("tokens", "tok")
-    speed = row[f"{unit}_per_second"]
-    parts = [f"loss {_or_not_finite(row['loss'], '.4f')}", f"{_or_not_finite(speed, ',.0f')} {short}/s"]
+    """Loss, tokens/s, MFU if the peak is known, gradient norm, learning rate, time left, for people."""
+    speed = row["tokens_per_second"]
+    parts = [f"loss {_or_not_finite(row['loss'], '.4f')}", f"{_or_not_finite(speed, ',.0f')} tok/s"]
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     parts += [f"grad {_or_not_finite(row['grad_norm'], '.2f')}", f"lr {row['learning_rate']:.2e}"]
@@ -328,7 +326,7 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
         spike = row.get("spike") and row["grad_norm"] is not None
         parts.append(f"UPDATE SKIPPED: {'a spike of the loss' if spike else 'loss or gradient not finite'}")
     if speed and row["step"] < steps:
-        parts.append(f"ETA {duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
+        parts.append(f"ETA {duration((steps - row['step']) * row['tokens'] / row['step'] / speed)}")
     return "  ".join(parts)
 
 

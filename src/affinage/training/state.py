@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from affinage.config.training import TrainSettings
-from affinage.model import abstract_averages, abstract_params, average_axes, first_averages, logical_axes
+from affinage.model import abstract_params, logical_axes
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
 from affinage.training.frozen import ParamSplit
@@ -64,8 +64,7 @@ class TrainState(NamedTuple):
         step: int32 scalar, updates made so far, skipped ones included.
         params: nested dict of the trainable weights.
         opt_state: the optimizer's, a tree of Optax.
-        target_params: moving averages of weights that the graph itself reads, see `Graph.averages`; None without any.
-        ema_params: float32 moving average of `params` for evaluation, see the setting `ema`; None without it.
+        ema_params: float32 moving average of `params`, see the setting `ema`; None without it.
         window: the losses that a spike stands out from; None if nobody looks for spikes.
         frozen: weights that no step changes, see `affinage.training.frozen`; None without any.
     """
@@ -73,7 +72,6 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     params: PyTree
     opt_state: PyTree
-    target_params: PyTree = None
     ema_params: PyTree = None
     window: LossWindow | None = None
     frozen: PyTree = None
@@ -106,7 +104,7 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    The optimizer's arrays and the averages are split like the parameter they belong to. `with_window`: with the losses
+    The optimizer's arrays and the average are split like the parameter they belong to. `with_window`: with the losses
     that a spike stands out from.
     """
     mesh, table, graph = layout.mesh, layout.table, split.graph
@@ -134,7 +132,6 @@ def abstract_state(
         step,
         params,
         opt_state,
-        placed(abstract_averages(graph), average_axes(graph)) if graph.averages else None,
         None if settings.ema is None else jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params),
         window,
         placed(abstract_params(graph, dtype), logical_axes(graph)) if split.has_frozen else None,
@@ -142,19 +139,14 @@ def abstract_state(
 
 
 def begin(
-    split: ParamSplit,
-    abstract: TrainState,
-    params: PyTree,
-    optimizer: optax.GradientTransformation,
-    frozen: PyTree = None,
+    abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation, frozen: PyTree = None
 ) -> TrainState:
     """The state before the first step, with the given weights."""
 
     def others(params: PyTree) -> TrainState:
-        target = first_averages(split.graph, params) if split.graph.averages else None
         ema = None if abstract.ema_params is None else jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
         window = None if abstract.window is None else LossWindow.empty(abstract.window.losses.size)
-        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), target, ema, window)
+        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), ema, window)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None, frozen=None))
     return jax.jit(others, out_shardings=shardings)(params)._replace(params=params, frozen=frozen)

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, PRNGKeyArray
 
 from affinage.config.training import HealthSettings, TrainSettings
-from affinage.model import Call, Graph, apply, decayed, matrices, moved_averages
+from affinage.model import Call, Graph, apply, decayed, matrices
 from affinage.parallel import MeshLayout
 from affinage.parallel.layout import REPLICAS
 from affinage.parallel.pipeline import AXIS as STAGES
@@ -23,7 +23,7 @@ Batch = Mapping[str, Array]
 Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, target_params, frozen
+EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
 
 def make_train_step(split: ParamSplit, settings: TrainSettings, *, call: Call, seed: int) -> Step:
@@ -31,7 +31,7 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, call: Call, s
 
     The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
     with any accumulation is the same step up to rounding. An update whose loss or gradient is not finite is left out:
-    weights, their moving averages and optimizer state stay bit for bit, only the step is counted. So is one whose loss
+    weights, their moving average and optimizer state stay bit for bit, only the step is counted. So is one whose loss
     is a spike, if `settings.health` requires it.
 
     Args:
@@ -52,7 +52,7 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, call: Call, s
 
     def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
         full = split.full_params(params, state.frozen)
-        outputs = apply(graph, full, batch, dataclasses.replace(call, key=key, averages=state.target_params))
+        outputs = apply(graph, full, batch, dataclasses.replace(call, key=key, ema_params=state.ema_params))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
@@ -61,7 +61,7 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, call: Call, s
         grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
-    update = make_update(graph, make_full_optimizer(split, settings), settings, seed=seed)
+    update = make_update(make_full_optimizer(split, settings), settings, seed=seed)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
@@ -135,9 +135,7 @@ def replicas_of(graph: Graph, call: Call) -> int:
 Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
 
 
-def make_update(
-    graph: Graph, optimizer: optax.GradientTransformationExtraArgs, settings: TrainSettings, *, seed: int
-) -> Update:
+def make_update(optimizer: optax.GradientTransformationExtraArgs, settings: TrainSettings, *, seed: int) -> Update:
     """Build the step's second half: (state, gradient of the mean loss, that loss, the gradient's norm) -> next state.
 
     The loss and the norm decide whether the update is healthy; otherwise everything stays but the count of steps. The
@@ -158,7 +156,6 @@ def make_update(
             state.step,
             params,
             opt_state,
-            None if state.target_params is None else moved_averages(graph, state.target_params, params),
             moved_ema(state.ema_params, params, settings),
         )
         old = state._replace(window=None, frozen=None)
@@ -199,10 +196,10 @@ def make_validation_step(split: ParamSplit, *, call: Call) -> Callable[[EvalWeig
     and the sums and counts of what the graph itself reports."""
 
     def step(weights: EvalWeights, batch: Batch) -> dict[str, Any]:
-        params, target_params, frozen = weights
+        params, ema_params, frozen = weights
         batch, graph = split.with_reference(frozen, batch, call), split.graph
         full = split.full_params(params, frozen)
-        outputs = apply(graph, full, batch, dataclasses.replace(call, key=None, averages=target_params))
+        outputs = apply(graph, full, batch, dataclasses.replace(call, key=None, ema_params=ema_params))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))

@@ -28,7 +28,7 @@ def summarize(
     rows = read_rows(trainer.job.folder)
     lines = [row for row in rows if "loss" in row]
     validation: dict[str, Any] = next((row["validation"] for row in reversed(rows) if "validation" in row), {})
-    seconds, seen, stalls = goodput.rounded(), steps * trainer.units, goodput.stalls
+    seconds, seen, stalls = goodput.rounded(), steps * trainer.tokens, goodput.stalls
     training, total = seconds["compute"] + seconds["data"], seconds["total"]
     peak, flops, count = trainer.peak_flops, trainer.flops_per_step, parameters(trainer.job.graph)
     return {
@@ -41,7 +41,7 @@ def summarize(
         },
         "flops_per_step": flops,
         "steps": steps,
-        trainer.unit: seen,
+        "tokens": seen,
         "seconds": seconds,
         "percent": {name: round(100 * seconds[name] / total, 3) for name in ACCOUNTS} if total else {},
         "saves": {
@@ -49,7 +49,7 @@ def summarize(
             "stall_mean": round(sum(stalls) / max(len(stalls), 1), 6),
             "stall_most": max(stalls, default=0.0),
         },
-        f"{trainer.unit}_per_second": seen / training if training else None,
+        "tokens_per_second": seen / training if training else None,
         "data_time": round(_data_time(lines), 3),
         "mfu": flops * steps / training / peak if peak and training else None,
         "first_loss": lines[0]["loss"] if lines else None,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,13 +65,8 @@ class Trainer:
         return self._sizes[BATCH]
 
     @property
-    def unit(self) -> Literal["tokens", "images"]:
-        """What training is counted in: images where the batches are no rows of tokens."""
-        return "tokens" if SEQUENCE in self._sizes else "images"
-
-    @property
-    def units(self) -> int:
-        """Tokens of a batch, those that do not count included, or images."""
+    def tokens(self) -> int:
+        """Tokens of a batch, those that do not count included; of a model without tokens its rows."""
         return math.prod(self._sizes.values())
 
     @cached_property
@@ -150,7 +145,7 @@ class Trainer:
             params = jax.tree.map(jnp.copy, frozen)
         else:
             params = self._first_weights(self.abstract.params)
-        return begin(self.split, self.abstract, params, self.optimizer, frozen)
+        return begin(self.abstract, params, self.optimizer, frozen)
 
     def _first_weights(self, abstract: PyTree) -> PyTree:
         """The weights that the job begins with, or random ones."""
@@ -172,7 +167,7 @@ class Trainer:
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
         step = make_validation_step(self.split, call=self.adapted_call)
-        weights = (self.abstract.params, self.abstract.target_params, self.abstract.frozen)
+        weights = (self.abstract.params, self.abstract.ema_params, self.abstract.frozen)
         return self.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
