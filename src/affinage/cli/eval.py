@@ -79,7 +79,7 @@ def evaluate(
 def _evaluate_run(name: str, how: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.eval_results import is_evaluated
-    from affinage.pipeline.names import EVALUATIONS, check_complete, recorded, resolve, run_of
+    from affinage.pipeline.models import EVALUATIONS, check_complete, recorded, resolve, run_of
 
     target = resolve(name, how.runs)
     run, steps = run_of(target, how.runs), [*EVALUATIONS.values()]
@@ -104,8 +104,7 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
     from affinage.evaluation.tasks import check_names
     from affinage.pipeline.contamination import contamination_search
     from affinage.pipeline.eval_results import model_fingerprint, results_folder, training_of
-    from affinage.pipeline.models import made_from
-    from affinage.pipeline.names import recorded
+    from affinage.pipeline.models import made_from, recorded
     from affinage.stopping import StopSignals
 
     as_made = recorded(target.run).get("evaluate") or {} if target.run is not None and "tasks" not in given else {}
@@ -168,8 +167,8 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     if facts := results.get("contamination"):
         yield from _contamination(facts, tasks)
     yield from _published(tasks)
-    if results.get("missing"):
-        yield f"Not available, so left out: {', '.join(results['missing'])}"
+    if results.get("unavailable"):
+        yield f"Not available, so left out: {', '.join(results['unavailable'])}"
     if results.get("skipped"):
         yield f"For chat models only, so left out: {', '.join(results['skipped'])}"
 

@@ -38,8 +38,8 @@ class Evaluator:
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is evaluated."""
-        judge = self._job.judge
-        return self._validates(step) or self._scores(step) or (judge is not None and judge.due(step))
+        monitor = self._job.monitor
+        return self._validates(step) or (monitor is not None and monitor.due(step))
 
     def __call__(self, step: int, state: TrainState, logger: MetricLogger, *, resumed: bool = False) -> str:
         """Evaluate the state and write the scores.
@@ -59,21 +59,21 @@ class Evaluator:
             written = [name for row in rows for name in ("validation", "evaluation") if name in row]
             written = Processes.current.broadcast("scores that were written", written)
         with self._goodput.account("validation"):
-            ended, judge, benchmarks = "", self._job.judge, self._job.benchmarks
-            if judge is not None and judge.due(step):
-                ended = judge.look(step, state, self._stops)
+            monitor, evaluation, ended = self._job.monitor, None, ""
+            if monitor is not None and monitor.due(step):
+                evaluation, ended = monitor.look(step, state, self._stops)
             logger.restart_clock()
+            if "evaluation" in written:
+                evaluation = None
             validates = "validation" not in written and step > 0 and bool(ended or self._validates(step))
-            scores_due = "evaluation" not in written and self._scores(step)
-            if self._preemption.reached() or not (validates or scores_due):
+            if self._preemption.reached() or not (validates or evaluation is not None):
                 return ended
             validation = self.validate(state)
             if validation and "validation" not in written:
                 logger.write(step, validation=validation)
-            if benchmarks is not None and scores_due and not self._preemption.reached():
-                scores = benchmarks.scores(step, state, validation or {}, self._stops)
-                if scores is not None:
-                    logger.write(step, evaluation=scores)
+            if evaluation is not None and validation is not None:
+                bits = bits_by_language(validation, self._job.validation)
+                logger.write(step, evaluation=evaluation | {"bits_per_byte": bits})
         return ended
 
     def validate(self, state: TrainState) -> Scores | None:
@@ -118,8 +118,16 @@ class Evaluator:
     def _validates(self, step: int) -> bool:
         return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
 
-    def _scores(self, step: int) -> bool:
-        return self._job.benchmarks is not None and self._job.benchmarks.due(step)
+
+def bits_by_language(scores: Mapping[str, Mapping[str, float]], sets: Mapping[str, ValidationSet]) -> dict[str, float]:
+    """Bits per UTF-8 byte of all validation text of a language, over its sources; sets are called `source.language`."""
+    totals: dict[str, list[float]] = {}
+    for name, score in scores.items():
+        if "bits_per_byte" in score and "." in name:
+            total = totals.setdefault(name.rpartition(".")[2], [0.0, 0.0])
+            total[0] += score["bits_per_byte"] * sets[name].bytes
+            total[1] += sets[name].bytes
+    return {language: bits / size for language, (bits, size) in totals.items()}
 
 
 def _mean(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> float:

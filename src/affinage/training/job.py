@@ -105,8 +105,8 @@ class Extension(NamedTuple):
 Hook = Callable[[int, TrainState], None]  # steps made, state; called after every step, must not keep the state
 
 
-class Judge(Protocol):
-    """Decides whether a training goes on. What it decided at a step it must say again after a resume.
+class Monitor(Protocol):
+    """Scores a model while it is trained, and decides whether the training goes on.
 
     Attributes:
         say: shows people a line; the training sets it.
@@ -115,37 +115,14 @@ class Judge(Protocol):
     say: Callable[[str], None]
 
     def due(self, step: int) -> bool:
-        """Whether it wants to look at the state after this step."""
+        """Whether it looks at the state after this step."""
         ...
 
-    def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> str:
-        """Why the training should end here; "" if it should go on.
+    def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, str]:
+        """JSON-able scores of the state, None without any; and why the training should end here, "" if it should not.
 
-        Must not keep the state. `stop` is asked now and then; when true the look is given up, and "" is returned: it is
-        made again once the training goes on from this step.
-        """
-        ...
-
-
-class Benchmarks(Protocol):
-    """Scores of a model that is being trained, to be written down; they decide nothing.
-
-    Attributes:
-        say: shows people a line; the training sets it.
-    """
-
-    say: Callable[[str], None]
-
-    def due(self, step: int) -> bool:
-        """Whether the state after this step is to be scored."""
-        ...
-
-    def scores(
-        self, step: int, state: TrainState, validation: Mapping[str, Mapping[str, float]], stop: Callable[[], bool]
-    ) -> dict[str, Any] | None:
-        """JSON-able scores of the state, of which `validation` has the scores on the validation sets.
-
-        Must not keep the state. `stop` is asked now and then; when true the scores are given up, and None is returned.
+        Must not keep the state, and gives the same for a step again after a resume. `stop` is called now and then; when
+        it returns true the look is given up, and (None, "") is returned: it is made again once the training resumes.
         """
         ...
 
@@ -170,8 +147,7 @@ class TrainJob:
         documents: what the batch of a step, counted from 1, was made of, as JSON; for reports of unhealthy steps.
         on_step: called in turn after every step.
         measured: gets every line of metrics.jsonl once it is written.
-        judge: may end the training before its last step.
-        benchmarks: scored on the way.
+        monitor: scores the state on the way, and may end the training before its last step.
         parallel: how a step is split over the mesh.
         trackers: makers of what also gets the metrics, by name; see `affinage.tracking`.
         runtime: checkpoints, preemption, hangs, the trace; none of it changes the result.
@@ -197,8 +173,7 @@ class TrainJob:
     documents: Callable[[int], Any] | None = None
     on_step: tuple[Hook, ...] = ()
     measured: Callable[[Mapping[str, Any]], None] = lambda _: None
-    judge: Judge | None = None
-    benchmarks: Benchmarks | None = None
+    monitor: Monitor | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)

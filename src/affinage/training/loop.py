@@ -77,7 +77,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- who learns of steps ----
         console = stack.enter_context(ConsoleWriter(job.name, steps, start, shown=processes.first))
-        for other in (job.uploader, job.judge, job.benchmarks):
+        for other in (job.uploader, job.monitor):
             if other is not None:
                 other.say = console.say
         makers = job.trackers if processes.first else {}
