@@ -21,7 +21,7 @@ from affinage.hub.families import family_of
 from affinage.hub.vocabulary import write_hf_tokenizer
 from affinage.model import ApplyConfig, apply
 from affinage.model.graph import preference_graph
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 from source_forms import write_lines
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 
@@ -145,10 +145,10 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
     settings, rows, count = preferences(tmp_path, loss=loss, precompute_ref_log_probs=False)
     graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
-    held = frozen_of(graph, settings)
+    split = split_params(graph, settings)
 
     def mean(params):
-        outputs = apply(graph, params, held.with_reference(reference, batch, ApplyConfig()), ApplyConfig())
+        outputs = apply(graph, params, split.with_reference(reference, batch, ApplyConfig()), ApplyConfig())
         return outputs.values[graph.loss].mean(), outputs.metrics
 
     (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)

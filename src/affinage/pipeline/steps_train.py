@@ -443,7 +443,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     from affinage.parallel.used_axes import check_axes_used
     from affinage.tracking import check_trackers
     from affinage.training import rows_per_step
-    from affinage.training.frozen import frozen_of
+    from affinage.training.frozen import split_params
     from affinage.training.layerwise import check_remat, check_update
     from affinage.training.optimizer import check_choices
 
@@ -470,9 +470,9 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     with line("mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
     with line(name, "lora"):
-        held = frozen_of(graph, settings)
+        split = split_params(graph, settings)
     with line(name, "optimizer_in_backward"):
-        check_update(held, settings, in_stages=mesh.shape["pipeline"] > 1)
+        check_update(split, settings, in_stages=mesh.shape["pipeline"] > 1)
     with line("parallel", "remat"):
         check_remat(settings, recipe.parallel.remat)
     with line("parallel", "sharding"):
