@@ -167,8 +167,8 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     if facts := results.get("contamination"):
         yield from _contamination(facts, tasks)
     yield from _published(tasks)
-    if results.get("missing"):
-        yield f"Not available, so left out: {', '.join(results['missing'])}"
+    if results.get("unavailable"):
+        yield f"Not available, so left out: {', '.join(results['unavailable'])}"
     if results.get("skipped"):
         yield f"For chat models only, so left out: {', '.join(results['skipped'])}"
 

@@ -189,8 +189,7 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
     """Print how well others agree with a model: transformers, and llama.cpp."""
     from affinage.cli.watch import verified_in_words
     from affinage.data.documents import read_documents
-    from affinage.hub.gguf import verify_gguf
-    from affinage.hub.verify import TRICKY_TEXTS, verify
+    from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
     from affinage.pipeline.models import open_target
     from affinage.results import Verified
 

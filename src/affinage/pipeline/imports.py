@@ -79,7 +79,7 @@ def import_model(
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
-    digest = model.digest()
+    digest = model.weights.digest()
     added: tuple[int, ...] = ()
     if chat_tokens and not tokenizer.fixed_ids:
         added = tokenizer.add_chat_tokens()
