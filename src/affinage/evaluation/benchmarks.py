@@ -119,6 +119,11 @@ def of_pocket_world(task: str) -> bool:
     return task in (POCKET_WORLD, QUICKSTART, *POCKET_TASKS)
 
 
+def is_task_file(task: str) -> bool:
+    """Whether a benchmark is named by its task file, or by a folder of them."""
+    return not of_pocket_world(task) and ("/" in task or task.endswith((".yaml", ".yml")))
+
+
 def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
     """Return the files of a folder that these benchmarks and groups read, each once."""
     members = [member for task in tasks for member in GROUPS.get(task, (task,)) if member in BENCHMARKS]

@@ -1,12 +1,11 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
 import contextlib
-import gc
 import lzma
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -77,26 +76,21 @@ def evaluate(
 
     Args:
         model: to be evaluated.
-        tasks: names for `find_tasks`.
+        tasks: names for `find_tasks`, with `task_folders` and `data_dir`. Tasks of `task_folders` are of closed worlds,
+            whose facts are the training text, and so not searched for there.
         folder: for results.json and the lines of all items, beside those of other tasks of the same model; what it has
-            of another model is removed. Only then do the results have a `fingerprint`.
-        state: a hash of the model without its weights, and
-        training: the training that made it, for results.json.
+            of another model is removed. results.json also has `state`, a hash of the model without its weights, and
+            `training`, the training that made it.
         keep: file of the harness's cache: answers of this model in it are not computed again.
-        task_folders: folders of task files by name; they are of closed worlds, whose facts are the training text, and
-            so not searched for there.
-        data_dir: folder with files of items.
-        chat: whether the model was trained to chat. Local tasks that ask for generated text are then asked in the chat
-            template, and are skipped otherwise.
-        apply_chat_template: ask all tasks in it (true), or none (false).
+        chat: whether the model was trained to chat. Local tasks for generated text are then asked in the chat template,
+            and are skipped otherwise; `apply_chat_template` asks all tasks in it (true), or none (false).
         limit: items per task: the first ones or, with a `sample_seed`, those that it draws.
         num_fewshot: examples before each question; None: as many as the task says.
         batch_size: rows of the context at once; auto: as many as fit.
         texts: validation texts by name, whose bits per byte are measured, of gzip and xz as well if `compressors`.
         samples: items per task in the results for people to read.
         seen: searches the training text for items; scores without those found are in the results.
-        answered: called with the line of each item.
-        progress, log: called with what is going on, and with lines for the user.
+        answered: called with the line of each item; `progress` and `log` with what is going on, and lines for the user.
 
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.
@@ -121,8 +115,8 @@ def evaluate(
             if not processes.first:  # its copy of the answers
                 stack.callback(Path(caching.cache_db).unlink, missing_ok=True)
             stack.callback(caching.dbdict.close)
-        for context in (reachable_data(found.fetched), quiet(), _rare_collections()):
-            stack.enter_context(context)
+        stack.enter_context(reachable_data(found.fetched))
+        stack.enter_context(quiet())
         for chosen, templated in found.rounds(chat, apply_chat_template):
             if chosen:
                 lm.in_chat_template = templated
@@ -221,17 +215,6 @@ def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
     if total == 0:
         raise ValueError("there is no text to compress")
     return {name: 8 * (sizes[name] + len(stream.flush())) / total for name, stream in streams.items()}
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Inside, Python collects garbage with every 100,000th new object: millions of requests and answers live on."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _result(name: str, raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> dict[str, Any]:

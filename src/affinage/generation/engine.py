@@ -19,10 +19,10 @@ from affinage.data.special_tokens import PAD
 from affinage.generation.detokenizer import Detokenizer
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import SamplingParams, SamplingTensors, choose
-from affinage.model.call import multiply_out
+from affinage.model.forward import init_cache, one_by_one
 from affinage.model.graph import Graph
-from affinage.model.module import init_cache, one_by_one
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
+from affinage.model.products import multiply_out
 from affinage.parallel import MeshLayout
 
 _NOTHING = -1  # stands where a row generates no token
@@ -104,7 +104,7 @@ class EngineRequest:
 class State(NamedTuple):
     """What stays on the device, donated from program to program."""
 
-    cache: Tree  # arrays [layers, B, K, T, D]
+    cache: PyTree  # arrays [layers, B, K, T, D]
     seen: Bool[Array, "B V"]  # tokens of each slot, for the repetition penalty
 
 
@@ -179,7 +179,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
 
     @partial(jax.jit, static_argnames=("fresh",), donate_argnames=("state",))
     def prefill(
-        params: Tree,
+        params: PyTree,
         state: State,
         rows: Rows,
         seen: Bool[Array, "rows V"],
@@ -193,11 +193,11 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
         count, width = tokens.shape
         positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         if fresh:
-            cache: Tree | None = init_cache(graph, count, width, jnp.dtype(dtype))
+            cache: PyTree | None = init_cache(graph, count, width, jnp.dtype(dtype))
         else:
             cache = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), state.cache)
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
-        lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache, at=(lengths - 1)[:, None])
+        lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache, logit_positions=(lengths - 1)[:, None])
         _, seen, first = _advance(rows, seen, multiply_out(lazy.hidden[:, 0], lazy.kernel, lazy.softcap))
 
         def into(old: Array, part: Array) -> Array:
@@ -207,7 +207,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
         return sharded(state), Emitted(*(part[:, None] for part in first))
 
     @partial(jax.jit, static_argnames=("steps", "span"), donate_argnames=("state",))
-    def decode(params: Tree, state: State, rows: Rows, steps: int, span: int) -> tuple[State, Emitted]:
+    def decode(params: PyTree, state: State, rows: Rows, steps: int, span: int) -> tuple[State, Emitted]:
         """Up to `steps` tokens for every row; only the first `span` places of the cache are read and written."""
         params = one_by_one(graph, params)
         slots, count = len(rows.token), min(TOP_LOGPROBS, state.seen.shape[1])
@@ -290,29 +290,6 @@ class Engine:
         request.limit = min(request.params.max_new_tokens, self.length - len(request.prompt))
         request.detokenizer = Detokenizer(self.model.tokenizer, request.params.stop)
         return request
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        on_done: Callable[[int, Generation], None] = lambda _index, _generation: None,
-    ) -> list[Generation]:
-        """Return what follows each prompt (token ids), in the order of the prompts, which also names random draws.
-
-        `on_done` is called with the index of each prompt and its generation as they end.
-        """
-        results: dict[int, Generation] = {}
-
-        def ended(index: int, _text: str, generation: Generation | Exception | None) -> None:
-            if isinstance(generation, Generation):
-                results[index] = generation
-                on_done(index, generation)
-
-        for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-            self.waiting.append(self.prepare(EngineRequest(prompts[index], params, partial(ended, index), index)))
-        while self.waiting or self.active:
-            self.step()
-        return [results[index] for index in range(len(prompts))]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[str]:
         """Yield pieces of the text that follows a prompt, as they come."""
@@ -455,12 +432,29 @@ def generate(
     *,
     max_num_seqs: int = 16,
 ) -> list[Generation]:
-    """Return what follows each prompt, by an engine that is as large as these prompts need; see `Engine.generate`."""
+    """Return what follows each prompt (token ids), in the order of the prompts, which also names random draws.
+
+    The engine is as large as these prompts need. `on_done` is called with the index of each prompt and its generation
+    as they end. Raises ValueError for a prompt that is empty or leaves no room for a token.
+    """
     if not prompts:
         return []
     length = _bucket(max(map(len, prompts)) + params.max_new_tokens)
     slots = min(max_num_seqs, 1 << (len(prompts) - 1).bit_length())
-    return Engine(model, max_num_seqs=slots, max_model_len=length).generate(prompts, params, on_done)
+    engine = Engine(model, max_num_seqs=slots, max_model_len=length)
+    results: dict[int, Generation] = {}
+
+    def ended(index: int, _text: str, generation: Generation | Exception | None) -> None:
+        if isinstance(generation, Generation):
+            results[index] = generation
+            on_done(index, generation)
+
+    for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
+        request = EngineRequest(prompts[index], params, partial(ended, index), index)
+        engine.waiting.append(engine.prepare(request))
+    while engine.waiting or engine.active:
+        engine.step()
+    return [results[index] for index in range(len(prompts))]
 
 
 def _bucket(tokens: int) -> int:
@@ -470,7 +464,7 @@ def _bucket(tokens: int) -> int:
 @lru_cache(maxsize=8)
 def _scoring(graph: Graph, dtype: str, layout: MeshLayout | None) -> Any:
     @jax.jit
-    def score(params: Tree, tokens: Int[Array, "R S"]) -> tuple[Array, ...]:
+    def score(params: PyTree, tokens: Int[Array, "R S"]) -> tuple[Array, ...]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
         logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel, lazy.softcap)
