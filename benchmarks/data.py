@@ -256,7 +256,7 @@ def encode(quick: bool, files: list[Path]) -> Iterator[Result]:
     from affinage.data.documents import DocumentWriter
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tokenizer_training import train_tokenizer
-    from affinage.hub.tokenizer import write_hf_tokenizer
+    from affinage.hub.vocabulary import write_hf_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         folder = Path(name)

@@ -23,7 +23,7 @@ from affinage.model import Call, Graph, Loss, abstract_params, apply_part, decay
 from affinage.model import matrices as matrices_of
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.sharding import batch_sharding, check_rows_divide, param_shardings, replicated
-from affinage.training.optimizer import Weights, learning_rate, make_optimizer
+from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import make_update
 
@@ -100,23 +100,15 @@ class GroupedTraining:
             for stage in self.stages
         ]
         trees = decayed(graph), matrices_of(graph)
-        schedule = learning_rate(settings.schedule, settings.steps)
         self._optimizers = [
             make_optimizer(settings.optimizer, Weights(*(stage.own(tree) for tree in trees))) for stage in self.stages
         ]
-        self._updates = [
-            make_update(optimizer, schedule, seed=seed, stochastic_rounding=self._stochastic)
-            for optimizer in self._optimizers
-        ]
+        self._updates = [make_update(optimizer, settings, seed=seed) for optimizer in self._optimizers]
         stages = range(len(self.stages))
         self._forward = [jax.jit(partial(self._run, index)) for index in stages]
         self._backward = [jax.jit(partial(self._pull, index), donate_argnums=0) for index in stages]
         self._squares = jax.jit(_sum_of_squares)
         self._step = [jax.jit(partial(self._move, index), donate_argnums=0) for index in stages]
-
-    @property
-    def _stochastic(self) -> bool:
-        return self.settings.precision.rounding == "stochastic"
 
     # ---- the state ----
 

@@ -123,14 +123,14 @@ def run(
         UserError: for a mistake in the recipe or its files.
     """
     from affinage.pipeline.build import build_steps
-    from affinage.pipeline.preflight import check
+    from affinage.pipeline.plan import check
     from affinage.pipeline.runner import PipelineRunner, Runs
 
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
     runner = PipelineRunner(loaded, Runs(Path(runs)), build_steps(loaded, write_report), until=wanted)
     with Processes.current.all_at_work():
-        check(loaded, [step.name for step in runner.plan() if not step.complete])
+        check(loaded, runner.plan())
     runner.run(_Lines(on_metrics or (lambda row: None)))
     return Run(loaded.recipe.name, Path(runs))
 

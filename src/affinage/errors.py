@@ -60,7 +60,7 @@ class UserWarned(UserWarning):
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
-    """The question whether the user meant the name of `known` nearest to `word`, or one of the `most` nearest; or ""."""
+    """The question whether the user meant the nearest of `known`, or one of the `most` nearest; "" if none is near."""
     return meant(difflib.get_close_matches(word, list(known), n=most))
 
 

@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 RESULT = "result.json"
 MANIFEST = "manifest.json"  # of a complete result; its last file to be written
@@ -22,6 +32,23 @@ class Result(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _object_or_nothing(cls, value: Any) -> Any:
+        return value if isinstance(value, dict | cls) else {}
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _value_or_default(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if isinstance(value, dict | list) and (wrong := {each["loc"][0] for each in error.errors() if each["loc"]}):
+                kept = value.items() if isinstance(value, dict) else enumerate(value)
+                rest = {key: entry for key, entry in kept if key not in wrong}
+                return handler(rest if isinstance(value, dict) else list(rest.values()))
+            return cls.model_fields[info.field_name or ""].get_default()
+
 
 AnyResult = TypeVar("AnyResult", bound=Result)
 
@@ -30,10 +57,15 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 class Size(Result):
-    """Documents and their UTF-8 bytes."""
+    """How much there is of something: documents, conversations, sequences of tokens."""
 
     documents: int | None = None
     bytes: int | None = None
+    parts: int | None = None
+    conversations: int | None = None
+    rows: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
 
 
 class RemovedDocument(Result):
@@ -78,13 +110,6 @@ class IngestResult(DocumentsResult):
     lone_surrogates: int = 0  # documents in which they were replaced
 
 
-class LongDocuments(Result):
-    """Documents that were too long, and the parts that they were split into."""
-
-    documents: int = 0
-    parts: int = 0
-
-
 class ThresholdCost(Result):
     """Documents of one source in one language, and how many of them each threshold of language id would keep."""
 
@@ -107,7 +132,7 @@ class FilterResult(DocumentsResult):
     """Documents that pass the filters of the recipe."""
 
     formatted: int = 0  # texts that a formatter changed, such as one that replaces personal data
-    split: LongDocuments = LongDocuments()
+    split: Size = Size()  # documents that were too long, and their parts
     thresholds: Thresholds = Thresholds()
 
 
@@ -188,42 +213,33 @@ class CompareTokenizersResult(Result):
     tokenizers: list[TokenizerResult] = []
 
 
-class Sequences(Result):
-    """Sequences of tokens on disk."""
-
-    rows: int | None = None
-    tokens: int | None = None
-    trained_tokens: int | None = None
-    documents: int | None = None
-    conversations: int | None = None
-    bytes: int | None = None
+class _SequencesResult(Result):
+    context: int | None = None  # tokens of a sequence
+    train: Size = Size()
+    validation: dict[str, Size] = {}
 
 
-class TokenizeResult(Result):
+class TokenizeResult(_SequencesResult):
     """Packed sequences of documents: of training, and of each validation set."""
 
-    context: int | None = None  # tokens of a sequence
     dtype: str = ""
     padding: float | None = None  # share of the tokens
-    train: Sequences = Sequences()
-    validation: dict[str, Sequences] = {}
-    groups: dict[str, Sequences] = {}  # of training, by `<source>.<language>`
-    by_source: dict[str, Sequences] = {}
-    by_language: dict[str, Sequences] = {}
+    groups: dict[str, Size] = {}  # of training, by `<source>.<language>`
+    by_source: dict[str, Size] = {}
+    by_language: dict[str, Size] = {}
+    unspelled: int = 0  # characters that the tokenizer cannot spell
 
 
-class ChatDataResult(Result):
+class ChatDataResult(_SequencesResult):
     """Packed sequences of conversations, or of preference pairs."""
 
-    context: int | None = None
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
     unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
     not_sampled: int = 0
-    train: Sequences = Sequences()
-    validation: dict[str, Sequences] = {}
+    unspelled: int = 0  # characters that the tokenizer cannot spell
 
 
 # ---- training ----
@@ -313,7 +329,7 @@ class TaskResult(Result):
 
     metrics: dict[str, Metric] = {}
     items: int | None = None
-    shots: int | None = None
+    num_fewshot: int | None = None
     chat_template: bool = False
     chance: float | None = None
 
@@ -413,14 +429,9 @@ RESULTS: dict[str, type[Result]] = {
     "train-tokenizer": TokenizerResult,
     "compare-tokenizers": CompareTokenizersResult,
     "tokenize": TokenizeResult,
-    "sft-data": ChatDataResult,
-    "preference-data": ChatDataResult,
-    "pretrain": TrainingResult,
-    "sft": TrainingResult,
-    "dpo": TrainingResult,
-    "evaluate-base": EvaluationResult,
-    "evaluate-sft": EvaluationResult,
-    "evaluate-dpo": EvaluationResult,
+    **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
+    **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),
+    **dict.fromkeys(("evaluate-base", "evaluate-sft", "evaluate-dpo"), EvaluationResult),
     "export": ExportResult,
     "report": ReportResult,
 }
@@ -459,42 +470,8 @@ def read_result(folder: Path, kind: type[AnyResult]) -> AnyResult | None:
     """Returns what a step reported about its result; None if the result is not complete."""
     if not (folder / MANIFEST).is_file():
         return None
-    found = read_json(folder / RESULT)
     # The first edition has it in the manifest.
-    return lenient(kind, found or read_json(folder / MANIFEST).get("summary"))
-
-
-def lenient(kind: type[AnyResult], value: Any) -> AnyResult:
-    """Returns the model with all fields that can be read; the others have their defaults."""
-    value = value if isinstance(value, dict) else {}
-    while True:
-        try:
-            return kind.model_validate(value)
-        except ValidationError as error:
-            places = {_place(value, each["loc"]) for each in error.errors(include_url=False, include_input=False)}
-        if () in places:
-            return kind()
-        value = _without(value, places, ())
-
-
-def _place(value: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The part of a location that exists in the value; the rest names a union's member or a key."""
-    for depth, key in enumerate(location):
-        known = key in value if isinstance(value, dict) else isinstance(value, list) and isinstance(key, int)
-        if not known:
-            return location[:depth]
-        value = value[key]
-    return location
-
-
-def _without(value: Any, places: set[tuple[int | str, ...]], here: tuple[int | str, ...]) -> Any:
-    """A copy of a value without the entries at some places."""
-    if isinstance(value, dict):
-        inside = ((key, (*here, key)) for key in value)
-        return {key: _without(value[key], places, place) for key, place in inside if place not in places}
-    if isinstance(value, list):
-        return [_without(e, places, (*here, i)) for i, e in enumerate(value) if (*here, i) not in places]
-    return value
+    return kind.model_validate(read_json(folder / RESULT) or read_json(folder / MANIFEST).get("summary"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

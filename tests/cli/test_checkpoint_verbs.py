@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import METADATA
-from affinage.pipeline.names import MODEL
+from affinage.pipeline.models import MODEL
 
 
 def save(runs: Path, name: str, steps: Mapping[int, tuple[dict, dict]]) -> Path:

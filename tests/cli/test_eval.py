@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.pipeline.eval_results import model_fingerprint, results_folder
-from affinage.pipeline.names import resolve
+from affinage.pipeline.models import resolve
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 from tiny_run import WORDS

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from affinage.pipeline.models import open_model
-from affinage.pipeline.names import command, resolve
+from affinage.pipeline.models import command, open_model, resolve
 from affinage.pipeline.store import MANIFEST
 from tiny_run import RECIPE, WORDS
 

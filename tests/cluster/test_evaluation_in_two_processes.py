@@ -63,7 +63,7 @@ def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints
     looks = json.loads((runs / "tiny" / "sft" / "monitor.json").read_text())["points"]
     assert [row["step"] for row in rows] == [0, 2, 4] and [look["step"] for look in looks] == [0, 1, 2]
     scores = [
-        evaluate(open_model(model, runs), [task], draw=0, limit=12)["tasks"]["sums"]["metrics"]["acc"]
+        evaluate(open_model(model, runs), [task], sample_seed=0, limit=12)["tasks"]["sums"]["metrics"]["acc"]
         for model in ("tiny/pretrain", "tiny/sft@2")
     ]
     assert rows[-1]["evaluation"]["tasks"]["sums"]["acc"] == scores[0]

@@ -59,11 +59,11 @@ def test_answers_end_with_their_turn_and_documents_with_a_token_that_no_conversa
     """Where </s> ends a turn or a thought, it would hide the turn before from the one after."""
     written = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
     thinking = written.replace("{{", "{{ (message.reasoning_content or '') + '</s>' +")
-    ends = [with_template(source).template.marks(with_template(source)).end for source in (written, thinking)]
+    ends = [with_template(source).conversation_marks.end for source in (written, thinking)]
     controls = ours("qwen3").controls
     assert controls["<|im_end|>"] in ours("qwen3").stops and controls["<|eot_id|>"] in ours("llama3").stops
     assert ends == [controls["</s>"], controls["<pad>"]]
-    assert all(ours(form).template.marks(ours(form)).end != ours(form).controls["</s>"] for form in PIECES)
+    assert all(ours(form).conversation_marks.end != ours(form).controls["</s>"] for form in PIECES)
 
 
 @pytest.mark.parametrize("act", [

@@ -92,7 +92,7 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
     for ids, trained in documents:
         said += [(ids[:start], other.decode(ids[start:stop])) for start, stop in runs(trained)]
     assert len(said) == len(places)
-    assert not any(tokenizer.template.marks(tokenizer).end in ids for ids, _ in documents)
+    assert not any(tokenizer.conversation_marks.end in ids for ids, _ in documents)
 
     written = False
     for place, (before, text) in zip(places, said, strict=True):

@@ -257,7 +257,7 @@ def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_sp
     assert {task["task"] for task in find_tasks([POCKET_WORLD], known).local} == set(POCKET_TASKS)
     found = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
     assert [task["task"] for task in found.local] == ["pocket_chat_fr", "pocket_agreement_en"]
-    assert found.named == ("piqa",) and [task["task"] for task in found.chat()] == ["pocket_chat_fr"]
+    assert found.named == ("piqa",) and [task["task"] for task in found.chat] == ["pocket_chat_fr"]
     with pytest.raises(UserError):
         find_tasks(["pocket_agreement_en"], {})
     (task,) = find_tasks(["pocket_facts_en"], known).local

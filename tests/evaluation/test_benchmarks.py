@@ -57,7 +57,7 @@ def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
     folder = write_items(tmp_path / "items", ["piqa", "boolq", "xnli_fr"])
     found = find_tasks(["julian"], {}, folder)
     assert [task["task"] for task in found.local] == ["piqa", "boolq"] and not found.named
-    assert set(found.missing) == set(GROUPS["julian"]) - {"piqa", "boolq"}
+    assert set(found.unavailable) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
     assert find_tasks(["julian"], {}).named == GROUPS["julian"]
 
@@ -68,7 +68,7 @@ def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path
     folder = write_items(tmp_path / "items", [*GROUPS["julian"], *GROUPS["french"], *besides], copies=2)
     results = evaluate(tiny_llama(), ["julian", "french", *besides], data_dir=folder, batch_size=8, max_new_tokens=8)
     scored = results["tasks"]
-    assert set(scored) == {*GROUPS["julian"], *GROUPS["french"], *besides} and not results["missing"]
+    assert set(scored) == {*GROUPS["julian"], *GROUPS["french"], *besides} and not results["unavailable"]
     headline = headline_metrics()
     assert headline == dict.fromkeys(GROUPS["julian"], "acc") | dict.fromkeys(
         ("hellaswag", "arc_challenge"), "acc_norm"

@@ -9,7 +9,7 @@ from scipy import stats
 
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, compare, unlike
-from affinage.evaluation.item_lines import line_of
+from affinage.evaluation.results import line_of
 
 
 def lines(folder, task, *rows, version=1.0):

@@ -8,7 +8,7 @@ import pytest
 
 from affinage.cli.program import main
 from affinage.data.contamination import Contamination
-from affinage.evaluation.contaminated import contamination_of
+from affinage.evaluation.results import contamination_of
 from affinage.evaluation.run import evaluate
 from choice_task import write_task
 from tiny_models import tiny_llama

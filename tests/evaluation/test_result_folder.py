@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from affinage.evaluation.result_folder import identity, read_results, write_results
+from affinage.evaluation.results import identity, read_results, write_results
 from affinage.evaluation.run import evaluate
 from choice_task import sums, write_task
 from tiny_models import tiny_llama
@@ -34,7 +34,7 @@ def items(folder):
 def judged(tasks, tmp_path_factory):
     """The folder of a model that was judged twice, what each evaluation gave, and what was said."""
     folder, told = tmp_path_factory.mktemp("judged"), []
-    first, second = (evaluate(tiny_llama(), [task], folder=folder, say=told.append) for task in tasks)
+    first, second = (evaluate(tiny_llama(), [task], folder=folder, log=told.append) for task in tasks)
     return folder, first, second, told
 
 
@@ -44,7 +44,7 @@ def test_the_same_model_adds_and_another_begins_anew(tasks, judged, tmp_path):
     kept = read_results(folder)
     assert kept["tasks"] == first["tasks"] | second["tasks"] and kept["samples"] == first["samples"] | second["samples"]
     retrained = shutil.copytree(folder, tmp_path / "retrained")
-    other = evaluate(tiny_llama(seed=1), tasks[:1], folder=retrained, say=told.append)
+    other = evaluate(tiny_llama(seed=1), tasks[:1], folder=retrained, log=told.append)
     assert other["fingerprint"] != first["fingerprint"] == second["fingerprint"]
     assert items(retrained) == ["sums"] and read_results(retrained) == other
     assert len(told) == 1 and "ends, sums" in told.pop()

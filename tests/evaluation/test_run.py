@@ -9,8 +9,7 @@ import pytest
 import choice_task
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, unlike
-from affinage.evaluation.compression import compressor_bits_per_byte
-from affinage.evaluation.run import evaluate
+from affinage.evaluation.run import compressor_bits_per_byte, evaluate
 from affinage.evaluation.tasks import find_tasks
 from benchmark_fixtures import write_items
 from choice_task import write_task
@@ -42,7 +41,7 @@ def test_a_base_model_is_not_asked_to_chat(world, tmp_path, capfd):
     results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / "out")
     assert results["skipped"] == ["answers"] and "generation" not in results
     sums = results["tasks"]["sums"]
-    assert sums["items"] == 7 and sums["version"] == 3.0 and sums["shots"] == 0
+    assert sums["items"] == 7 and sums["version"] == 3.0 and sums["num_fewshot"] == 0
     assert sums["chance"] == pytest.approx(1 / 3)
     p = sums["metrics"]["acc"]["value"]
     assert sums["metrics"]["acc"]["stderr"] == pytest.approx((p * (1 - p) / 6) ** 0.5)
@@ -75,7 +74,7 @@ def test_items_that_do_not_fit_the_context_are_counted(world):
     long = ITEMS[0] | {"question": "seven plus " * 60}
     choice_task.write_items(world["pocket-world"], [long, *ITEMS, long])
     results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world)
-    assert results["tasks"]["sums"]["longer"] == 2
+    assert results["tasks"]["sums"]["truncated"] == 2
     assert results["tasks"]["sums"]["items"] == 9
 
 
@@ -85,11 +84,11 @@ def test_items_are_drawn_by_a_seed(world, tmp_path):
         return [json.loads(line) for line in (tmp_path / name / "items/sums.jsonl").read_text().splitlines()]
 
     every = {line["hash"]: line["id"] for line in drawn("every")}
-    some = {seed: drawn(f"by {seed}", limit=4, draw=seed) for seed in (0, 1)}
+    some = {seed: drawn(f"by {seed}", limit=4, sample_seed=seed) for seed in (0, 1)}
     assert all([every[line["hash"]] for line in lines] == [line["id"] for line in lines] for lines in some.values())
     assert all(len({line["id"] for line in lines}) == 4 for lines in some.values())
     assert [line["id"] for line in some[0]] != [line["id"] for line in some[1]]
-    assert drawn("again", limit=4, draw=0) == some[0]
+    assert drawn("again", limit=4, sample_seed=0) == some[0]
 
 
 def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_question(tmp_path):
@@ -120,7 +119,7 @@ def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(wor
 def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_asked_for(tmp_path, said, asked, shots):
     task = write_task(tmp_path / "task", "sums", ITEMS, fewshot_split="test", num_fewshot=said)
     results = evaluate(tiny_llama(), [str(task)], num_fewshot=asked, limit=2)
-    assert results["tasks"]["sums"]["shots"] == shots
+    assert results["tasks"]["sums"]["num_fewshot"] == shots
     assert results["samples"]["sums"][0]["prompt"].count(" plus ") == shots + 1
 
 

@@ -8,9 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.evaluation import batch_size
-from affinage.evaluation.batch_size import MOST, ROOM, bytes_of_a_row, rows_that_fit, shorter_rows_that_fit
-from affinage.evaluation.scoring import Scorer
+from affinage.evaluation import scoring
+from affinage.evaluation.scoring import (
+    MAX_ROWS,
+    MEMORY_SHARE,
+    Scorer,
+    bytes_of_a_row,
+    rows_that_fit,
+    shorter_rows_that_fit,
+)
 from affinage.generation.engine import generate
 from affinage.generation.model import logits_of
 from affinage.generation.sampling import SamplingParams
@@ -128,15 +134,15 @@ def test_as_many_rows_as_the_memory_holds(monkeypatch):
     model = tiny_llama()  # of 96 tokens
     split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    row = bytes_of_a_row(model, "cpu") / ROOM
+    row = bytes_of_a_row(model, "cpu") / MEMORY_SHARE
 
     def rows_in(capacity: float, of=model) -> int:
         chip = replace(named("TPU v4"), usable_bytes=int(capacity))
-        monkeypatch.setattr(batch_size, "present", lambda devices: chip)
+        monkeypatch.setattr(scoring, "present", lambda devices: chip)
         return rows_that_fit(of)
 
     assert rows_in(weights + 9 * row) == rows_in(weights + 15.5 * row) == 8
-    assert rows_in(weights + 16.5 * row) == 16 and rows_in(weights + 1000 * row) == MOST
+    assert rows_in(weights + 16.5 * row) == 16 and rows_in(weights + 1000 * row) == MAX_ROWS
     assert rows_in(weights + row / 2) == rows_in(weights / 2) == 1, "it is tried, and the device says what it has not"
     assert rows_in(weights + 9 * row, split) == 4 * 8
     assert [shorter_rows_that_fit(2, longest, model) for longest in (96, 49, 48, 24, 13, 2)] == [2, 2, 4, 8, 8, 64]

@@ -66,7 +66,7 @@ def test_cached_greedy_decoding_equals_the_full_forward_pass():
     model = tiny_llama()
     for penalty in (1.0, 1.7):
         params = SamplingParams(24, repetition_penalty=penalty, stop_token_ids=())
-        results = Engine(model, max_num_seqs=2, steps=5).generate(PROMPTS, params)
+        results = generate(model, PROMPTS, params, max_num_seqs=2)
         for prompt, result in zip(PROMPTS, results, strict=True):
             assert result.tokens == slow_greedy(model, prompt, 24, penalty=penalty)
             assert result.finish_reason == "length" and result.text == model.tokenizer.decode(result.tokens)

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
-from affinage.hub.gguf import verify_gguf
-from affinage.hub.verify import TRICKY_TEXTS, verify
+from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]

@@ -24,8 +24,7 @@ from affinage.hub.export import export
 from affinage.hub.verify import verify
 from affinage.hub.vocabulary import with_ids
 from affinage.pipeline.imports import import_model
-from affinage.pipeline.models import is_chat, made_from, open_model
-from affinage.pipeline.names import locate_model
+from affinage.pipeline.models import is_chat, locate, made_from, open_model, resolve
 from source_forms import write_documents
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
@@ -169,7 +168,7 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp
     trained = open_model("theirs", tmp_path)
     start, end = trained.tokenizer.chat_ids
     assert end in trained.tokenizer.stops
-    rows = made_from(locate_model("theirs", tmp_path)[0], "sft-data") / "train"
+    rows = made_from(locate(resolve("theirs", tmp_path), tmp_path)[0], "sft-data") / "train"
     batch = DataLoader(rows, seed=0, batch=4).batch(0)
     for tokens, mask, segments in zip(*(batch[name] for name in ("tokens", "loss_mask", "segment_ids"))):
         first = tokens[segments == segments[0]].tolist()

@@ -27,9 +27,8 @@ from affinage.hub.read import CONFIG, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.model.parameter import map_parameters
-from affinage.pipeline.imports import import_model, system_prompt_of
-from affinage.pipeline.models import is_chat, open_model
-from affinage.pipeline.names import locate_model
+from affinage.pipeline.imports import import_model
+from affinage.pipeline.models import chat_of_hub, is_chat, locate, open_model, resolve
 from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
@@ -67,7 +66,7 @@ def imported(exported, tmp_path_factory):
 
 def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path):
     assert len(list(exported.glob("*.safetensors"))) > 1
-    locate_model(str(imported), tmp_path)
+    locate(resolve(str(imported), tmp_path), tmp_path)
     again, recipe = open_model(str(imported), tmp_path), (imported / "recipe.yaml").read_text()
     assert is_chat(imported) and "dtype: bfloat16" in recipe
     export(again, tmp_path / "m", facts=FACTS, chat=True, dtype="bfloat16", max_shard_size=50_000)
@@ -107,7 +106,7 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
     assert (read.system_prompt, read.context, is_chat(exported)) == ('Say "oui".\nBe brief.', ours.context, True)
     saved = tmp_path / "saved"
     AutoTokenizer.from_pretrained(exported).save_pretrained(saved)  # transformers gives the template a file of its own
-    assert (saved / "chat_template.jinja").is_file() and system_prompt_of(saved) == 'Say "oui".\nBe brief.'
+    assert (saved / "chat_template.jinja").is_file() and chat_of_hub(saved)[0] == 'Say "oui".\nBe brief.'
     with pytest.raises(UserError, match="checkpoints"):
         open_model(f"{exported}@3", tmp_path)
 

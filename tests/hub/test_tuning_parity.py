@@ -16,13 +16,12 @@ from trl import DPOConfig, DPOTrainer
 
 from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.data.dataloader import DataLoader
-from affinage.data.preferences import documents_in_a_row, prepare_preferences
-from affinage.data.sft import prepare_conversations
+from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.hub.families import family_of
-from affinage.hub.tokenizer import write_hf_tokenizer
+from affinage.hub.vocabulary import write_hf_tokenizer
 from affinage.model import Call, apply
 from affinage.model.preferred import preference_graph
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 from source_forms import write_lines
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 
@@ -104,7 +103,9 @@ def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
     ours, theirs = llama
     path = write_lines(tmp_path / "talks.jsonl", [{"messages": messages(talk)} for talk in TALKS])
     settings = SftSettings.model_validate({**COMMON, "sources": [str(path)]})
-    summary = prepare_conversations(settings, tokenizer(), tmp_path / "rows", context=CONTEXT, seed=0)
+    summary = prepare_tuning_data(
+        settings, tokenizer(), tmp_path / "rows", seq_len=CONTEXT, seed=0, system_prompt="Be kind."
+    )
     batch = DataLoader(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
     assert summary["train"]["rows"] < len(TALKS)  # some share a row
 
@@ -131,8 +132,8 @@ def preferences(folder, **told):
     """The settings, the rows of all pairs in one batch, and how many documents a row has."""
     path = write_lines(folder / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
     settings = DpoSettings.model_validate({**COMMON, "sources": [str(path)], "beta": 0.3, **told})
-    rows = {"context": 2 * CONTEXT, "seed": 0, "system_prompt": "Be kind."}
-    summary = prepare_preferences(settings, tokenizer(), folder / "rows", **rows)
+    rows = {"seq_len": 2 * CONTEXT, "seed": 0, "system_prompt": "Be kind."}
+    summary = prepare_tuning_data(settings, tokenizer(), folder / "rows", **rows)
     feed = DataLoader(folder / "rows/train", seed=0, batch=summary["train"]["rows"])
     return settings, feed, documents_in_a_row(folder / "rows")
 
@@ -144,10 +145,10 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
     settings, rows, count = preferences(tmp_path, loss=loss, precompute_ref_log_probs=False)
     graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
-    held = frozen_of(graph, settings)
+    split = split_params(graph, settings)
 
     def mean(params):
-        outputs = apply(graph, params, held.with_reference(reference, batch, Call()), Call())
+        outputs = apply(graph, params, split.with_reference(reference, batch, Call()), Call())
         return outputs.values[graph.loss].mean(), outputs.metrics
 
     (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)

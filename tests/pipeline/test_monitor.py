@@ -20,27 +20,26 @@ from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.config.training import MonitorSettings
 from affinage.errors import UserError
-from affinage.evaluation import batch_size
-from affinage.evaluation.batch_size import MOST
+from affinage.evaluation import scoring
 from affinage.evaluation.run import evaluate
+from affinage.evaluation.scoring import MAX_ROWS
 from affinage.generation.model import LoadedModel
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import open_model
 from affinage.pipeline.monitor import (
     ANSWERS,
     POINTS,
-    RegressionMonitor,
-    bits_by_language,
-    epochs_exceeded,
+    BenchmarkMonitor,
     free_batch_size,
     mcnemar,
+    monitor_of,
     right_items,
-    tuning_monitor,
-    within_epochs,
 )
 from affinage.pipeline.step import StepContext
+from affinage.pipeline.steps_train import epochs_exceeded, within_epochs
 from affinage.report.trainings import read_training
 from affinage.results import TrainingResult
+from affinage.training.evaluator import bits_by_language
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 from tiny_models import tiny_llama
@@ -109,18 +108,18 @@ def test_the_probability_is_that_of_mcnemars_exact_test(lost: int, won: int):
     assert mcnemar(before, now) == pytest.approx(expected)
 
 
-def watch(folder: Path, score: Callable, **settings: object) -> RegressionMonitor:
+def watch(folder: Path, score: Callable, **settings: object) -> BenchmarkMonitor:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = MonitorSettings.model_validate(
         {"tasks": ["a"], "every_steps": 10, "limit": 40, "on_regression": "stop", **settings}
     )
-    return RegressionMonitor(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
+    return BenchmarkMonitor(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
 
 
-def falling(step: int, _: Callable[[], bool]) -> dict[str, list[int]]:
+def falling(step: int, _: Callable[[], bool]) -> tuple[dict, dict[str, list[int]]]:
     """All right up to step 20, then ever fewer."""
     wrong = max(0, step - 20)
-    return {"a": [0] * wrong + [1] * (100 - wrong)}
+    return {"a": {}}, {"a": [0] * wrong + [1] * (100 - wrong)}
 
 
 def test_scores_that_only_wander_rarely_stop_a_training(tmp_path: Path):
@@ -140,17 +139,17 @@ def test_scores_that_only_wander_rarely_stop_a_training(tmp_path: Path):
 def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     judge, told = watch(tmp_path, falling), []
     judge.say = told.append
-    reasons = {step: judge.look(step, step, go_on) for step in (0, 10, 20, 30, 40)}
+    reasons = {step: judge.look(step, step, go_on)[1] for step in (0, 10, 20, 30, 40)}
     assert [step for step, reason in reasons.items() if reason] == [40]
     assert "a is worse than at step 0" in reasons[40]
     assert len(told) == 5 and all(reason in told[-1] for reason in reasons[40].split("; "))
     assert sorted(path.name for path in tmp_path.glob("kept-*")) == ["kept-0", "kept-10", "kept-20", "kept-30"]
     # Started again it says the same without a look, from another step it looks again.
     again = watch(tmp_path, lambda *_: pytest.fail("looked again"))
-    assert again.look(40, None, go_on) == reasons[40]
-    back = watch(tmp_path, lambda *_: {"a": [1] * 100})
-    assert back.look(30, None, go_on) == "" and [look["step"] for look in back.points] == [0, 10, 20, 30, 40]
-    assert watch(tmp_path / "other", falling, on_regression="log").look(90, 90, go_on) == ""
+    assert again.look(40, None, go_on)[1] == reasons[40]
+    back = watch(tmp_path, lambda *_: ({"a": {}}, {"a": [1] * 100}))
+    assert back.look(30, None, go_on)[1] == "" and [look["step"] for look in back.points] == [0, 10, 20, 30, 40]
+    assert watch(tmp_path / "other", falling, on_regression="log").look(90, 90, go_on)[1] == ""
 
 
 def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_path: Path):
@@ -159,26 +158,22 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
     task.write_text(f"{task.read_text()}filter_list:\n{kinds}")
     evaluate(tiny_llama(), [str(task)], folder=tmp_path)
     told = [json.loads(line) for line in (tmp_path / "items" / "sums.jsonl").read_text().splitlines()]
-    assert len(told) == 12 and right_items("sums", told, "sft.monitor") == [line["acc"] for line in told[:6]]
+    assert len(told) == 12 and right_items(told) == [line["acc"] for line in told[:6]]
     # Where filters do not agree, the first one counts, as in the harness's own tables.
     items = [{"id": n, "exact_match": float(n < 2 or flexible)} for flexible in (False, True) for n in (2, 0, 1)]
-    assert right_items("sums", items, "sft.monitor") == [1, 1, 0]
-    with pytest.raises(UserError) as refused:
-        right_items("sums", [{"id": 0, "bleu": 0.5}], "sft.monitor")
-    assert refused.value.where == "sft.monitor.tasks" and refused.value.fix
+    assert right_items(items) == [1, 1, 0]
+    assert right_items([{"id": 0, "bleu": 0.5}]) is None
 
 
-def test_it_ends_when_its_rows_were_seen_often_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_it_ends_when_its_rows_were_seen_often_enough(capsys: pytest.CaptureFixture[str]):
     """With the schedule; the message names the source of which one step more would see a row again."""
     loaded = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"])
     feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10}, context=64)
     fitted = within_epochs(loaded.recipe.sft, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
-    judge = tuning_monitor(StepContext(loaded, tmp_path, {}, tmp_path), fitted, 500, None, feed, "")
-    reasons = [judge.look(step, None, go_on) for step in (10, 20)]
-    assert judge.due(20) and not judge.due(10) and reasons[0] == "" and "num_epochs" in reasons[1]
-    assert "few" in reasons[1] and "much" not in reasons[1]
+    reason = epochs_exceeded(feed, 20, 2.0)
+    assert "num_epochs" in reason and "few" in reason and "much" not in reason
     assert "few" not in epochs_exceeded(feed, 250, 2.0)
     late = fitted.model_copy(update={"steps": 500, "schedule": fitted.schedule.model_copy(update={"from_step": 30})})
     with pytest.raises(UserError) as refused:
@@ -203,9 +198,9 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
     model = tiny_llama()
     moments = jax.tree.map(jnp.zeros_like, (model.params, model.params))
     state = TrainState(jnp.int32(0), model.params, moments)
-    assert free_batch_size(model, state) == MOST, "on processors it is no matter of memory"
+    assert free_batch_size(model, state) == MAX_ROWS, "on processors it is no matter of memory"
     asked: list[int] = []
-    monkeypatch.setattr(batch_size, "rows_that_fit", lambda _, beside: asked.append(beside) or 8)
+    monkeypatch.setattr(scoring, "rows_that_fit", lambda _, beside: asked.append(beside) or 8)
     assert free_batch_size(model, state, "gpu") == 8
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     adapted = TrainState(jnp.int32(0), moments, None, frozen=jax.tree.map(jnp.copy, model.params))
@@ -247,7 +242,7 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
     assert [row["step"] for row in told] == [0, 10, 20]
     prompts = []
     for draw in (0, 1, None):
-        again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], draw=draw, limit=12, samples=12)
+        again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], sample_seed=draw, limit=12, samples=12)
         prompts.append([sample["prompt"] for sample in again["samples"]["sums"]])
         if draw == 0:
             assert told[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}
@@ -339,11 +334,10 @@ def test_a_look_that_was_stopped_is_gone_on_with(habit: SimpleNamespace, tmp_pat
     (tmp_path / POINTS).write_text(json.dumps(before | {"points": before["points"][:1]}))
 
     def look(stop: Callable[[], bool]) -> str:
-        feed: Any = SimpleNamespace(context=model.context)
-        judge = tuning_monitor(context, settings, settings.steps, model.graph, feed, "")
+        judge = monitor_of(context, settings, model.graph, model.context)
         assert judge is not None
         state: Any = SimpleNamespace(params=jax.device_put(model.params, jax.devices()[0]))
-        return judge.look(40, state, stop)
+        return judge.look(40, state, stop)[1]
 
     assert look(StopsAfter(2)) == "" and len(looks_of(tmp_path)) == 1
     kept = answers_in(tmp_path / ANSWERS)

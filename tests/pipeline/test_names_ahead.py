@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from affinage.cli import main
-from affinage.config.load import load_recipe
+from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.preflight import check, warnings
+from affinage.pipeline.build import build_steps, warnings
 
 RECIPE = """\
 name: small
@@ -23,6 +23,13 @@ evaluate: {tasks: []}
 """
 
 
+def check(loaded: LoadedRecipe, names: set[str]) -> None:
+    """The checks of some steps of a recipe."""
+    for step in build_steps(loaded):
+        if step.name in names and step.check is not None:
+            step.check(loaded)
+
+
 @pytest.fixture
 def ahead(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -31,7 +38,7 @@ def ahead(tmp_path, monkeypatch):
     (tmp_path / "exam.yaml").write_text(yaml.safe_dump({"task": "bogus"}))
     (tmp_path / "exam.pdf").write_text("no items")
 
-    def ahead(*overrides: str, stages=("ingest", "filter", "decontaminate", "tokenize")) -> UserError:
+    def ahead(*overrides: str, stages=frozenset({"ingest", "filter", "decontaminate", "tokenize"})) -> UserError:
         with pytest.raises(UserError) as caught:
             check(load_recipe("r.yaml", overrides), stages)
         return caught.value
@@ -55,7 +62,7 @@ def ahead(tmp_path, monkeypatch):
     ],
 )
 def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
-    error = ahead(override, stages=("ingest", "filter", "decontaminate", "tokenize", "compare-tokenizers"))
+    error = ahead(override, stages={"ingest", "filter", "decontaminate", "tokenize", "compare-tokenizers"})
     assert named in f"{error.what} {error.fix}" and error.fix and "--set" in error.where
 
 
@@ -66,13 +73,13 @@ def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
 def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch):
     how = "schedule: {peak_lr: 1e-6, min_lr: 0}"
     given = f"{tuning}={{sources: [texts.txt], steps: 10, batch_size: 8, {how}, monitor: {{every_steps: 5, {watch}}}}}"
-    assert ahead(given, stages=(tuning,)).where.startswith(f"--set {tuning}")
+    assert ahead(given, stages={tuning}).where.startswith(f"--set {tuning}")
 
 
 def test_names_of_any_case_are_languages(ahead):
     data = load_recipe("r.yaml", ["data.languages=[EN, Fr]"]).recipe.data
     assert data.languages == ("en", "fr") and data.sources[0].language == "en"
-    check(load_recipe("r.yaml", ["evaluate.tasks=[hellaswag]"]), ["ingest", "filter", "decontaminate", "tokenize"])
+    check(load_recipe("r.yaml", ["evaluate.tasks=[hellaswag]"]), {"ingest", "filter", "decontaminate", "tokenize"})
 
 
 @pytest.mark.parametrize(
@@ -113,12 +120,11 @@ def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
         assert not [said for said in warnings(load_recipe(recipe, [mesh])) if "has experts" in said]
 
 
-def test_dpo_does_not_begin_with_a_step_that_fine_tuning_cannot_reach():
-    of_each = "sft.sources=[{path: pocket-world, max_examples: 100}]"
-    few = [of_each, "sft.steps=400", "sft.batch_size=8", "sft.num_epochs=2"]  # 25 steps, were each in a row of its own
-    for settings, last in ((["sft.steps=400", "dpo.from_step=401"], 400), ([*few, "dpo.from_step=26"], 25)):
-        with pytest.raises(UserError, match=f"at step {last} at the latest") as refused:
-            check(load_recipe("quickstart", settings), {"sft"})
-        assert refused.value.where == "--set dpo.from_step"
-    for settings in ([*few, "dpo.from_step=25"], [*few, "sft.num_epochs=null", "dpo.from_step=26"], few):
-        check(load_recipe("quickstart", settings), {"sft"})
+def test_a_tuning_does_not_begin_with_a_step_that_the_training_before_will_not_keep():
+    settings = ["sft.steps=400", "sft.num_epochs=null", "runtime.checkpoint={every_steps: 100, keep_last: 2}"]
+    for step in (401, 350, 100):
+        with pytest.raises(UserError, match=f"step {step}") as refused:
+            check(load_recipe("quickstart", [*settings, f"dpo.from_step={step}"]), {"sft"})
+        assert refused.value.where == "--set dpo.from_step" and refused.value.fix
+    for more in (["dpo.from_step=300"], ["dpo.from_step=350", "sft.num_epochs=2"], []):
+        check(load_recipe("quickstart", [*settings, *more]), {"sft"})

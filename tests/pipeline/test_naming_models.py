@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from affinage.errors import UserError
-from affinage.pipeline.models import is_chat, made_from, open_model
-from affinage.pipeline.names import locate_model
+from affinage.pipeline.models import is_chat, locate, made_from, open_model, resolve
 from affinage.pipeline.store import MANIFEST, read_request
 
 
@@ -26,13 +25,13 @@ def test_names(runs: Path):
         ("tiny", "dpo", None), ("runs/tiny", "dpo", None), ("runs/tiny/pretrain", "pretrain", None),
         ("tiny/sft@4", "sft", 4), ("base", "pretrain", None), ("base@15", "pretrain", 15),
     ):  # fmt: skip
-        folder, found = locate_model(spec, runs)
+        folder, found = locate(resolve(spec, runs), runs)
         assert (folder.name.split("-")[0], found) == (stage, step) and folder.parent == runs / "store", spec
         assert is_chat(folder) == (stage != "pretrain")
 
 
 def test_what_a_model_was_made_from(runs: Path):
-    folder, _ = locate_model("tiny", runs)
+    folder, _ = locate(resolve("tiny", runs), runs)
     assert made_from(folder, "train-tokenizer") == (runs / "tiny/train-tokenizer").resolve()
     assert made_from(folder, "synthesize") == (runs / "tiny/synthesize").resolve()
     assert made_from(folder, "export") is None
@@ -45,7 +44,7 @@ def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs: Path):
     (other / "request.json").write_text((other / "request.json").read_text().replace(key, "0" * 64))
     (runs / "tiny/pretrain").unlink()
     (runs / "tiny/pretrain").symlink_to(other)
-    assert locate_model("tiny", runs)[0] == other
+    assert locate(resolve("tiny", runs), runs)[0] == other
 
 
 @pytest.mark.parametrize(
@@ -65,19 +64,19 @@ def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: s
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("{}")
     with pytest.raises(UserError) as caught:
-        locate_model(spec, Path("runs"))
+        locate(resolve(spec, Path("runs")), Path("runs"))
     assert named in str(caught.value) and caught.value.fix
 
 
 def test_a_run_and_a_folder_of_one_name(runs: Path):
     Path("tiny").mkdir()
-    assert locate_model("tiny", runs)[0].name.startswith("dpo-"), "a folder without a model is not meant"
+    assert locate(resolve("tiny", runs), runs)[0].name.startswith("dpo-"), "a folder without a model is not meant"
     Path("tiny/config.json").write_text("{}")
     for name in ("tiny", "./tiny"):
-        assert locate_model(name, runs)[0] == Path("tiny").resolve()
+        assert locate(resolve(name, runs), runs)[0] == Path("tiny").resolve()
     with pytest.raises(UserError, match="no checkpoints"):
-        locate_model("tiny@3", runs)
-    assert locate_model("runs/tiny", runs)[0].name.startswith("dpo-")
+        locate(resolve("tiny@3", runs), runs)
+    assert locate(resolve("runs/tiny", runs), runs)[0].name.startswith("dpo-")
 
 
 def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):

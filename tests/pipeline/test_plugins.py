@@ -20,7 +20,6 @@ from affinage.model.kinds.ffn import GATED, activation
 from affinage.model.kinds.norm import NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import load_trained
-from affinage.pipeline.preflight import check
 from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.steps_train import with_vocabulary
 from affinage.plugins import load_named_plugins, load_plugins
@@ -46,6 +45,10 @@ def written(tmp_path):
     SCHEDULES.pop("staircase", None)
 
 
+def check(loaded, name: str) -> None:
+    next(step for step in build_steps(loaded) if step.name == name).check(loaded)
+
+
 def keys(folder: Path) -> dict[str, str]:
     loaded = load_recipe(folder / "my_recipe.yaml", ["export={}"])
     return {
@@ -68,7 +71,7 @@ def test_the_documents_example_computes_what_it_says(written):
 
 def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
     loaded = load_recipe(written / "own_optimizer.yaml")
-    check(loaded, {"pretrain"})
+    check(loaded, "pretrain")
     settings = loaded.recipe.pretrain
     weights = {"w": jnp.zeros((2, 2))}
     optimizer = make_optimizer(settings.optimizer, Weights({"w": True}, {"w": ((0,), (1,))}))
@@ -82,7 +85,7 @@ def test_a_mistake_in_an_optimizers_setting_has_its_line(written):
     recipe = written / "own_optimizer.yaml"
     recipe.write_text(recipe.read_text().replace("momentum: 0.95", "momentun: 0.95"))
     with pytest.raises(UserError, match="`momentum`") as caught:
-        check(load_recipe(recipe), {"pretrain"})
+        check(load_recipe(recipe), "pretrain")
     assert caught.value.where.endswith("own_optimizer.yaml:5")
 
 
@@ -147,7 +150,7 @@ def test_a_model_of_an_unknown_kind_names_the_variable(written):
 @pytest.mark.parametrize("name", ["my_recipe", "my_blocks"])
 def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(written, name):
     with pytest.raises(UserError) as caught:
-        check(load_recipe(written / f"{name}.yaml", ["export={}"]), {"export"})
+        check(load_recipe(written / f"{name}.yaml", ["export={}"]), "export")
     assert caught.value.where == "--set export" and "`export: null`" in caught.value.fix
     stages = [stage.name for stage in build_steps(load_recipe(written / f"{name}.yaml"))]
     assert "pretrain" in stages and "export" not in stages

@@ -147,7 +147,7 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, mon
     command = ["run", str(RECIPES / "tiny.yaml"), "--set", "data.sources=[text.txt]", "--until", "ingest"]
     full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True, timeout=300)
     assert full.returncode == 2, full.stderr
-    assert "there is no room" in full.stderr and "Traceback" not in full.stderr
+    assert "Make room" in full.stderr and "Traceback" not in full.stderr
     with pytest.raises(SystemExit) as ended:
         main(command)
     assert ended.value.code == 0

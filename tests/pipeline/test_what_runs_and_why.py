@@ -45,10 +45,7 @@ def fail_once(context: StepContext) -> dict:
 
 
 def refuse(context: StepContext) -> dict:
-    (context.folder / "checkpoints").mkdir()
     (context.folder / "metrics.jsonl").touch()
-    if made := Path("made").read_text():
-        (context.folder / made).write_text("made\n")
     raise UserError("this cannot be trained")
 
 
@@ -167,30 +164,31 @@ def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_p
     with pytest.raises(KeyboardInterrupt):
         toy_run(load, tmp_path, road)
     runner = PipelineRunner(load(), Runs(tmp_path / "runs"), road)
-    save = tmp_path / "runs/small/train/checkpoints/20"
+    save = next((tmp_path / "runs/store").glob("train-*")) / "checkpoints/20"
     save.mkdir(parents=True)  # one that was cut off
     assert runner.plan()[0].reason == "not finished; without a checkpoint to resume from"
     (save / "commit_success.txt").touch()
     assert runner.plan()[0].reason == "not finished; resumes"
 
 
-@pytest.mark.parametrize("made", ["", "alive", "metrics.jsonl", "checkpoints/5"])
-def test_a_training_that_is_refused_leaves_nothing_but_what_it_made(load, tmp_path, made):
-    Path("made").write_text(made)
+def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_was(load, tmp_path):
+    train = Step("train", refuse, {}, resumable=True, has_progress=True)
     with pytest.raises(UserError, match="cannot be trained"):
-        toy_run(load, tmp_path, [Step("train", refuse, {}, resumable=True, has_progress=True)])
-    store = tmp_path / "runs/store"
-    kept = {entry.name.split("-")[0] for entry in store.iterdir() if entry.name != ".locks"}
-    assert kept == ({"train"} if "/" in made or made == "metrics.jsonl" else set())
-    assert (tmp_path / "runs/small").exists() == bool(kept)
-    if kept:
-        assert (tmp_path / "runs/small/train" / made).read_text() == "made\n"
+        toy_run(load, tmp_path, [train])
+    assert not (tmp_path / "runs/small").exists()
+    toy_run(load, tmp_path, [Step("train", write_text, {"a": 1})])
+    before = os.readlink(tmp_path / "runs/small/train")
+    with pytest.raises(UserError, match="cannot be trained"):
+        toy_run(load, tmp_path, [train])
+    assert os.readlink(tmp_path / "runs/small/train") == before
 
 
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
     """Keys of the real road."""
     runs = Runs(Path("runs"))
-    return {step.name: step.request.key for step in plan(build_steps(loaded, write_text), runs.store, runs.of("small"))}
+    return {
+        step.name: step.request.key for step in plan(build_steps(loaded, write_text), runs.store, runs.folder / "small")
+    }
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:

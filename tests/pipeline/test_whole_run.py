@@ -10,8 +10,8 @@ import pytest
 
 import tiny_run
 from affinage.cli.program import main
-from affinage.data.dataloader import DataLoader, make_batch
-from affinage.data.preferences import PreferenceFeed, documents_in_a_row, read_reference
+from affinage.data.dataloader import DataLoader, make_batch, read_reference
+from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
 from affinage.model import Call, apply
 from affinage.model.kinds.preference import REFERENCE
@@ -153,8 +153,8 @@ def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Pa
 
 
 def test_a_batch_of_preferences_depends_on_its_step_alone(tiny_runs: Path):
-    rows = DataLoader(tiny_runs / "tiny/preference-data/train", seed=0, batch=8)
-    feed = PreferenceFeed(rows, read_reference(tiny_runs / "tiny/ref-logprobs/train"))
+    feed = DataLoader(tiny_runs / "tiny/preference-data/train", seed=0, batch=8)
+    feed.reference = read_reference(tiny_runs / "tiny/ref-logprobs/train")
     third, again = next(itertools.islice(feed.iterate(0), 3, None)), next(feed.iterate(3))
     assert third.keys() == again.keys() >= {REFERENCE}
     for name in third:

@@ -55,7 +55,7 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
             "gradient_accumulation_steps is 2",
         ),
         (("pretrain.optimizer_in_backward=true", "parallel.remat=dots"), "`dots`"),
-        (("pretrain.optimizer_in_backward=true", "parallel.remat={keep: [query]}"), "activations by name"),
+        (("pretrain.optimizer_in_backward=true", "parallel.remat={keep: [query]}"), "query"),
         (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
     ],
     ids=str,

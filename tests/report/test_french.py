@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from html_page import Page
 
 from affinage.data import decontaminate, ingest, readers, split
-from affinage.pipeline.monitor import epochs_exceeded
+from affinage.pipeline.steps_train import epochs_exceeded
 from affinage.report import collect_facts, render
 from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import strings

@@ -16,7 +16,7 @@ STAGES = ("evaluate-base", "evaluate-sft")
 
 def score(value: float, items: int = 100, **more: object) -> dict:
     scores = {"acc": {"value": 0.3, "stderr": 0.01}, "acc_norm": {"value": value, "stderr": 0.01}}
-    return {"metrics": scores, "items": items, "shots": 0, **more}
+    return {"metrics": scores, "items": items, "num_fewshot": 0, **more}
 
 
 @pytest.mark.parametrize(("language", "mark"), [("en", "published"), ("fr", "publié")])

@@ -9,8 +9,8 @@ import pytest
 
 from affinage.config.load import load_recipe
 from affinage.data.dataloader import DataLoader
-from affinage.data.sft import prepare_conversations
 from affinage.data.special_tokens import IM_END, IM_START
+from affinage.data.tuning_data import prepare_tuning_data
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, Runs
 from tiny_models import tokenizer
@@ -59,7 +59,9 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
     overrides = [f"sft.mirror={mirror}", "sft.seq_len=256", "sft.validation_fraction=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
     assert settings is not None
-    summary = prepare_conversations(settings, tokenizer(), tmp_path, context=256, seed=0)
+    summary = prepare_tuning_data(
+        settings, tokenizer(), tmp_path, seq_len=256, seed=0, system_prompt=settings.system_prompt
+    )
     counts = {name: counted["train"]["conversations"] for name, counted in summary["by_source"].items()}
     assert counts == COUNTS
     feed = DataLoader(tmp_path / "train", seed=0, batch=summary["train"]["rows"])

@@ -13,11 +13,10 @@ import tiny_graphs
 from affinage.config.parallel import ParallelSettings
 from affinage.model import apply, parse
 from affinage.training.state import Purpose, random_key
-from affinage.training.trainer import program_of, synthetic_batch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from breakdown import PARTS, STEP, differentiated, measure
+from step import PARTS, STEP, differentiated, measure, program_of, synthetic_batch
 
 
 def program(graph, mesh, remat="none"):

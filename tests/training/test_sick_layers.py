@@ -13,7 +13,7 @@ import tiny
 from affinage.model import Graph, parse
 from affinage.model.kind import KINDS, Context, NodeKind, node_kind
 from affinage.training import TrainJob, train
-from affinage.training.spikes import LossWindow
+from affinage.training.state import LossWindow
 
 SITES = {"below": ("drop", "blocks"), "above": ("blocks", "norm")}  # the layers, and the nodes between which it is
 INJECTIONS = [*itertools.product(SITES, ("value", "gradient"), (np.nan, np.inf, -np.inf))]

@@ -8,12 +8,12 @@ from pathlib import Path, PurePosixPath
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from affinage.data.token_shards import errors_at
-from affinage.data.uploads import read_if_short, upload
+from affinage.data.token_shards import errors_at, upload
 from affinage.errors import UserError, first_line
 from affinage.secrets import masked
 
 _PROBE = ".affinage"
+_WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
 
 
 class RemoteError(Exception):
@@ -55,8 +55,8 @@ class RemoteFolder:
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there. Raises FileNotFoundError if it is gone here."""
-        if (contents := read_if_short(file)) is not None:
-            self.write(name, contents)
+        if file.stat().st_size <= _WHOLE_BYTES:
+            self.write(name, file.read_bytes())
             return
         with self._failing("write", name):
             self._make_parent(name)

@@ -130,7 +130,7 @@ def _new_store(folder: Path) -> "CheckpointStore":
 
 def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | None]":
     """The checkpoints that a name stands for, and the step it names. Of a run with several trainings, prints which."""
-    from affinage.pipeline.names import locate, run_of, trainings_of
+    from affinage.pipeline.models import locate, run_of, trainings_of
 
     target = find(name, runs)  # before JAX is imported
     folder, step = locate(target, runs)

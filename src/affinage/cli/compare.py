@@ -9,7 +9,7 @@ from affinage.cli.output import Table, described, emit
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
-    from affinage.pipeline.names import Target
+    from affinage.pipeline.models import Target
     from affinage.report.comparison import Comparison, Entrant
 
 
@@ -53,7 +53,7 @@ def compare(
 
 def _target(name: str, runs: Path) -> "Target | None":
     """What a name stands for; None for a model that is gone, whose results may be there. Raises UserError as `find`."""
-    from affinage.pipeline.names import check_complete
+    from affinage.pipeline.models import check_complete
 
     try:
         target = find(name, runs)
@@ -68,8 +68,7 @@ def _target(name: str, runs: Path) -> "Target | None":
 def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
     """What is known of a name. Raises UserError if it is neither a complete run nor a model with results."""
     from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.models import results_of
-    from affinage.pipeline.names import command, is_training, resolve, run_of
+    from affinage.pipeline.models import command, resolve, results_of, run_of
     from affinage.report.comparison import entrant
 
     found, run, parts = eval_results(name, runs), None, None
@@ -78,7 +77,7 @@ def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
     if target is not None and target.kind in ("recipe", "run"):
         run = run_of(target, runs)
         found = found or eval_results(str(run), runs)
-    elif target is not None and target.run is not None and is_training(target) and target.step is None:
+    elif target is not None and target.run is not None and target.is_training and target.step is None:
         parts = results_of(target.path.resolve(), target.run)
         run = target.run if parts else None
     if run is None and found is None:

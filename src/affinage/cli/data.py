@@ -97,7 +97,7 @@ def search(
 
 def _found(facts: Mapping[str, Any], run: Path, runs: Path) -> "Iterator[str | Table]":
     from affinage.pipeline.lineage import lost_at, reasons_of
-    from affinage.pipeline.names import command
+    from affinage.pipeline.models import command
 
     rows = [
         {key: value for key, value in document.items() if key != "rows"}
@@ -189,7 +189,7 @@ def _rate(each: Mapping[str, int]) -> dict[str, float]:
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
     """The folder of the run that a name stands for, and the step that is named with it; "" if none is."""
-    from affinage.pipeline.names import run_of
+    from affinage.pipeline.models import run_of
 
     target = find(name, runs)
     run = run_of(target, runs)

@@ -79,7 +79,7 @@ def evaluate(
 def _evaluate_run(name: str, how: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.eval_results import is_evaluated
-    from affinage.pipeline.names import EVALUATIONS, resolve, run_of
+    from affinage.pipeline.models import EVALUATIONS, resolve, run_of
 
     run, steps = run_of(resolve(name, how.runs), how.runs), [*EVALUATIONS.values()]
     if how.overrides or how.force or not is_evaluated(run):
@@ -99,8 +99,7 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
     from affinage.evaluation.tasks import check_names
     from affinage.pipeline.contamination import contamination_search
     from affinage.pipeline.eval_results import model_fingerprint, results_folder, training_of
-    from affinage.pipeline.models import made_from
-    from affinage.pipeline.names import recorded
+    from affinage.pipeline.models import made_from, recorded
     from affinage.stopping import StopSignals
 
     as_made = recorded(target.run).get("evaluate") or {} if target.run is not None and "tasks" not in given else {}
@@ -131,7 +130,7 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
                 chat=found.is_chat,
                 seen=contamination_search(target.path) if contamination else None,
                 progress=progressed,
-                say=lines.append,
+                log=lines.append,
                 **settings,
             )
         print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
@@ -157,14 +156,14 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     )
     if templated := [task for task, entry in tasks.items() if entry.get("chat_template")]:
         yield f"Asked in the chat template: {', '.join(templated)}"
-    long = {task: entry for task, entry in tasks.items() if entry.get("longer")}
-    if cut := [f"{each['longer']:,} of {task}'s {counted(each['items'], 'item')}" for task, each in long.items()]:
+    long = {task: entry for task, entry in tasks.items() if entry.get("truncated")}
+    if cut := [f"{each['truncated']:,} of {task}'s {counted(each['items'], 'item')}" for task, each in long.items()]:
         yield f"Longer than the context of {results['context']:,} tokens, and cut or scored in pieces: {', '.join(cut)}"
     if facts := results.get("contamination"):
         yield from _contamination(facts, tasks)
     yield from _published(tasks)
-    if results.get("missing"):
-        yield f"Not available, so left out: {', '.join(results['missing'])}"
+    if results.get("unavailable"):
+        yield f"Not available, so left out: {', '.join(results['unavailable'])}"
     if results.get("skipped"):
         yield f"For chat models only, so left out: {', '.join(results['skipped'])}"
 

@@ -44,7 +44,7 @@ def graph(
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.shape import SEQUENCE
-    from affinage.pipeline.names import resolve, run_folder
+    from affinage.pipeline.models import resolve, run_folder
     from affinage.pipeline.steps_train import with_vocabulary
     from affinage.plugins import load_plugins
 

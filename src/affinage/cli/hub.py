@@ -20,7 +20,7 @@ from affinage.paths import from_home
 
 if TYPE_CHECKING:
     from affinage.hub.card import CardFacts
-    from affinage.pipeline.names import ModelState, Target
+    from affinage.pipeline.models import ModelState, Target
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
@@ -124,8 +124,7 @@ def export(
 
 def _export_of_run(name: str, how: options.PipelineOptions) -> Path:
     """The folder that a run's export step wrote, after running that step if it is missing."""
-    from affinage.pipeline.models import export_of
-    from affinage.pipeline.names import run_of
+    from affinage.pipeline.models import export_of, run_of
 
     target = find(name, how.runs)
     if target.kind not in ("recipe", "run") or target.step is not None:
@@ -167,8 +166,7 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
     _must_be_new(to)
     target, _ = model_of(name, runs)
     from affinage.hub.adapter import write_adapter
-    from affinage.pipeline.models import adapter_base, open_adapters
-    from affinage.pipeline.names import command
+    from affinage.pipeline.models import adapter_base, command, open_adapters
 
     before, known = adapter_base(target, runs)
     files = write_adapter(to, *open_adapters(target, runs), base=base or known)
@@ -187,8 +185,7 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
     """Print how well others agree with a model: transformers, and llama.cpp."""
     from affinage.cli.watch import verified_in_words
     from affinage.data.documents import read_documents
-    from affinage.hub.gguf import verify_gguf
-    from affinage.hub.verify import TRICKY_TEXTS, verify
+    from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
     from affinage.pipeline.models import open_target
     from affinage.results import Verified
 

@@ -47,7 +47,7 @@ def launch(
     """
     loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import FailureConfig, Launcher, LocalLauncher, supervise
-    from affinage.pipeline.names import RECIPE, resolve
+    from affinage.pipeline.models import RECIPE, resolve
 
     run = resolve(recipe, runs).run
     file = loaded.path if run is None else run / RECIPE

@@ -11,7 +11,7 @@ from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
-    from affinage.pipeline.names import ModelState, Target
+    from affinage.pipeline.models import ModelState, Target
 
 MAX_RESERVED = 4096  # tokens of context for which memory is reserved, of a model from elsewhere that reads more
 
@@ -73,7 +73,7 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
         UserError: there is none, or it is a run that is not complete; with the command that completes it.
     """
     from affinage.cluster.processes import is_first
-    from affinage.pipeline.names import check_complete, locate, resolve, state_of
+    from affinage.pipeline.models import check_complete, locate, resolve, state_of
 
     target = find(name, runs) if announce else resolve(name, runs)
     check_complete(target, runs)

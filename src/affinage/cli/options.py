@@ -16,7 +16,7 @@ from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.pipeline.names import Target
+    from affinage.pipeline.models import Target
 
 RUNS = Path("runs")
 _EXAMPLE = re.compile(r"^Examples?: (.+)$", re.MULTILINE)  # in the docstring of a verb
@@ -66,7 +66,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names of runs for the shell, and after a slash those of their trainings."""
-    from affinage.pipeline.names import TRAININGS, run_names
+    from affinage.pipeline.models import TRAININGS, run_names
 
     folder = Path(ctx.params.get("runs") or RUNS)
     run, slash, _ = incomplete.partition("/")
@@ -182,7 +182,7 @@ def warn(message: str) -> None:
 
 def find(name: str, runs: Path) -> "Target":
     """Returns what a name stands for; warns if it may stand for something else."""
-    from affinage.pipeline.names import resolve
+    from affinage.pipeline.models import resolve
 
     target = resolve(name, runs)
     if target.warning:
@@ -198,7 +198,7 @@ def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: boo
     """
     from affinage.config.layers import packaged_recipes
     from affinage.config.load import load_recipe
-    from affinage.pipeline.names import recipe_of
+    from affinage.pipeline.models import recipe_of
 
     target = find(name, runs)
     loaded = recipe_of(target, runs, overrides or (), warn=warn if lenient else None)

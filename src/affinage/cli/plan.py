@@ -108,7 +108,7 @@ class _Planned:
     @property
     def extent(self) -> str:
         """What of the recipe is planned, and what is not."""
-        from affinage.pipeline.names import command
+        from affinage.pipeline.models import command
 
         others = [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
         data = self.loaded.recipe.data
@@ -126,8 +126,8 @@ class _Planned:
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe, load_saved
-    from affinage.data.preferences import documents_in_a_row
-    from affinage.pipeline.names import RECIPE, resolve, run_folder
+    from affinage.data.tuning_data import documents_in_a_row
+    from affinage.pipeline.models import RECIPE, resolve, run_folder
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
     from affinage.results import ChatDataResult, TokenizeResult, TokenizerResult, read_result

@@ -180,7 +180,7 @@ def search_view(rows: "Sequence[SearchRow]", recipe: "Recipe", section: str) -> 
 
 def capacity_view(found: "Capacity", recipe: str, where: "Slice", width: int) -> "View":
     """The largest model of a width that trains on a slice, and the command that plans it."""
-    from affinage.pipeline.names import command
+    from affinage.pipeline.models import command
 
     largest, fax = found.largest, found.fax
     yield f"\n{where.name}: {largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"

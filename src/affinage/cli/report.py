@@ -24,7 +24,7 @@ def report(
 
     affinage report quickstart --lang fr --out rapport.html
     """
-    from affinage.pipeline.names import check_complete, incomplete, run_of
+    from affinage.pipeline.models import check_complete, incomplete, run_of
 
     target = find(run, runs)
     folder = run_of(target, runs)

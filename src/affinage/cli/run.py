@@ -62,8 +62,8 @@ def dpo(recipe: RecipeArgument, show: ShowOption = None, *, how: PipelineOptions
 
 
 def _show_examples(rows: Path, count: int, documents: int, how: PipelineOptions) -> None:
-    from affinage.data.sft import show_examples
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tuning_data import show_examples
     from affinage.pipeline.models import made_from
 
     tokenizer = made_from(rows.resolve(), "train-tokenizer")
@@ -129,7 +129,7 @@ def run_pipeline(
     from affinage.stopping import StopSignals, without_readers
 
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
-        from affinage.pipeline.names import command, resolve
+        from affinage.pipeline.models import command, resolve
 
         profile = [] if how.profile is None else [f"runtime.profile={how.profile}"]
         loaded = load(name, [*(how.overrides or ()), *profile], how.runs)
@@ -139,7 +139,7 @@ def run_pipeline(
         from affinage.cli.watch import Watch, show_plan, show_result, warn_of
         from affinage.cluster.processes import init_distributed
         from affinage.pipeline.build import build_steps
-        from affinage.pipeline.preflight import check
+        from affinage.pipeline.plan import check
         from affinage.pipeline.runner import PipelineRunner, Runs
 
         steps = build_steps(loaded, write_report)
@@ -152,7 +152,7 @@ def run_pipeline(
         prepare_process(loaded)
         if how.dry_run:
             plan = runner.plan()
-            check(loaded, [step.name for step in plan if not step.complete])
+            check(loaded, plan)
             show_plan(plan, how.as_json)
             warn_of(loaded, plan)
             return runner.folder
@@ -168,7 +168,7 @@ def run_pipeline(
                 fix = f"Run them: {command('run', name, *words, runs=runs)}"
                 raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
-                check(loaded, waiting)
+                check(loaded, plan)
             warn_of(loaded, plan)
             pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
             if pretrain is not None and tokens is not None and "pretrain" in waiting:
@@ -190,7 +190,7 @@ def run_own_steps(name: str, how: PipelineOptions, section: str, steps: Sequence
         steps: names of steps, of which the recipe has one at least.
         instead: what to do where the recipe of the run does not have the section.
     """
-    from affinage.pipeline.names import check_complete, recorded, resolve, run_of
+    from affinage.pipeline.models import check_complete, recorded, resolve, run_of
 
     target = resolve(name, how.runs)
     if not how.overrides:

@@ -11,8 +11,7 @@ from affinage.cli.output import Table, emit, only_data_on_stdout, screen, table
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
 
 if TYPE_CHECKING:
-    from affinage.pipeline.runner import PipelineRunner, Runs
-    from affinage.pipeline.sweep import Point
+    from affinage.pipeline.runner import PipelineRunner, Point, Runs
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 
@@ -36,10 +35,9 @@ def sweep(
     from affinage.api import prepare_process
     from affinage.cli.watch import Watch
     from affinage.data.atomic import write_json
-    from affinage.pipeline.names import RECIPE, resolve
-    from affinage.pipeline.preflight import check
-    from affinage.pipeline.runner import Runs
-    from affinage.pipeline.sweep import points
+    from affinage.pipeline.models import RECIPE, resolve
+    from affinage.pipeline.plan import check
+    from affinage.pipeline.runner import Runs, points
     from affinage.stopping import StopSignals, without_readers
 
     made = resolve(recipe, runs).run
@@ -53,7 +51,7 @@ def sweep(
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found after days of the others
             try:
-                check(point.loaded, [step.name for step in _runner(point, Runs(runs)).plan() if not step.complete])
+                check(point.loaded, _runner(point, Runs(runs)).plan())
             except UserError as error:
                 place = f"{point.number} of {len(found)}, {_settings(point)}"
                 error.where = f"{place}: {error.where}" if error.where else place
@@ -105,7 +103,7 @@ def _of_point(point: "Point") -> dict[str, Any]:
 
 def _result(point: "Point", runs: Path) -> dict[str, Any]:
     """The losses of a point's last training, and the headline scores of the last model that was evaluated."""
-    from affinage.pipeline.names import EVALUATIONS, TRAININGS
+    from affinage.pipeline.models import EVALUATIONS, TRAININGS
     from affinage.report.evaluations import read_evaluation
     from affinage.results import MANIFEST, TrainingResult, read_result
 

@@ -88,7 +88,7 @@ def show_plan(steps: Sequence["PlannedStep"], as_json: bool) -> None:
 
 def warn_of(loaded: "LoadedRecipe", plan: "Sequence[PlannedStep]") -> None:
     """Print the sources whose version no server gave, and, if anything is to run, settings that look unintended."""
-    from affinage.pipeline.preflight import warnings
+    from affinage.pipeline.build import warnings
 
     for url, why in {url: why for step in plan for url, why in step.unchecked.items()}.items():
         warn(f"cannot check whether {url} has changed: {why}")
@@ -113,7 +113,7 @@ def show_result(
 
 def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield where the results of a run's steps are, and the next command, each with its name."""
-    from affinage.pipeline.names import TRAININGS, command
+    from affinage.pipeline.models import TRAININGS, command
     from affinage.plugins import VARIABLE
 
     folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe

@@ -4,22 +4,21 @@ Files in buckets and on the Hub are read in place, by their own clients.
 """
 
 import base64
-import contextlib
-import fcntl
 import hashlib
 import http.client
 import json
 import netrc
 import os
-import ssl
+import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from filelock import FileLock
 
 from affinage.data.atomic import write_json
 from affinage.errors import TransientError, UserError, first_line
@@ -30,15 +29,17 @@ PAUSE = 1.0  # seconds before the second attempt; doubled each time
 _ATTEMPTS = 4  # in a row that bring nothing
 _TIMEOUT = 30.0  # seconds without a byte
 _VERSION_TIMEOUT = 10.0  # seconds in which a server must give the version of a file
-_CHUNK_BYTES = 1 << 20
-_BROKEN_OFF = (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
+_VERSION_KEYS = ("etag", "ETag", "md5Hash", "blob_id", "generation")  # of file systems' entries, and their times:
+_TIME_KEYS = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 _versions: dict[str, str] = {}  # URL -> the version that the server had when this process asked
 _silent: set[str] = set()  # servers that did not answer this process, which are not asked again
 
 
 class Unreachable(Exception):
-    """Nothing came this time; it may next time."""
+    """Nothing came this time; it may next time. `status` is the server's answer, if any."""
+
+    status = 0
 
 
 def is_web(url: str) -> bool:
@@ -64,17 +65,13 @@ def cached_path(url: str) -> Path:
 def version_of(url: str, *, again: bool = False) -> str:
     """The version of the file that a server, or a bucket, has now: its ETag, else size and time of change.
 
-    Returns "" where the server gives none. It is asked once in a process, unless `again`.
-
-    Raises:
-        Unreachable: it does not answer.
+    Returns "" where the server gives none. It is asked once in a process, unless `again`. Raises Unreachable if it does
+    not answer.
     """
     server = url.split("/", 3)[2] if "://" in url else url
-    if again:
-        _versions.pop(url, None)
-    elif server in _silent:
-        raise Unreachable(f"{server} does not answer")
-    if url not in _versions:
+    if url not in _versions or again:
+        if server in _silent and not again:
+            raise Unreachable("the server did not answer before")
         try:
             _versions[url] = _web_version(url) if is_web(url) else _stored_version(url)
         except Unreachable:
@@ -96,17 +93,11 @@ def forget(url: str) -> None:
 
 
 def _web_version(url: str) -> str:
-    request = _request(url, {"User-Agent": "affinage", "Accept-Encoding": "identity"})
-    request.method = "HEAD"
     try:
-        with urllib.request.urlopen(request, timeout=_VERSION_TIMEOUT) as answer:
+        with _open(url, {}, "HEAD", _VERSION_TIMEOUT) as answer:
             return _version_in(answer.headers)
-    except urllib.error.HTTPError as error:
-        if error.code in (408, 429) or (error.code >= 500 and error.code != 501):
-            raise Unreachable(f"the server answers {error.code} {error.reason}") from None
+    except UserError:
         return ""  # it does not answer such questions
-    except (OSError, *_BROKEN_OFF) as error:
-        raise Unreachable(first_line(error)) from None
 
 
 def _version_in(headers: Any) -> str:
@@ -134,11 +125,9 @@ def _stored_version(url: str) -> str:
 
 
 def _version_of_entry(entry: Any) -> str:
-    known = ("etag", "ETag", "md5Hash", "blob_id", "generation")
-    if mark := next((entry[name] for name in known if entry.get(name)), None):
-        return str(mark)
-    times = ("LastModified", "last_modified", "updated", "mtime", "created")
-    changed = next((entry[name] for name in times if entry.get(name)), None)
+    if version := next((entry[key] for key in _VERSION_KEYS if entry.get(key)), None):
+        return str(version)
+    changed = next((entry[key] for key in _TIME_KEYS if entry.get(key)), None)
     return f"{entry.get('size')} bytes, {changed}" if changed else ""
 
 
@@ -153,20 +142,26 @@ def cached(url: str, sha256: str = "", *, pause: float = PAUSE) -> Path:
     call from several processes at once: one downloads, the others wait. `pause` is the seconds before the second
     attempt. Without `sha256`, a copy of another version than the server has now is downloaded again.
 
-    Raises:
-        UserError: the server has no such file, or sent another one than expected.
-        TransientError: the server cannot be reached.
+    Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
+    the server cannot be reached.
     """
     path = cached_path(url)
-    if not sha256 and _was_replaced(url):
-        path.unlink(missing_ok=True)
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(path.name + ".lock")):
-            if not path.is_file():
-                _download(url, path, sha256, pause)
-    if sha256 and _facts(path).get("sha256") != sha256:
-        _refuse_hash(url, path, sha256, str(_facts(path).get("sha256")))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(path.name + ".lock")):
+        if not path.is_file() or (not sha256 and _was_replaced(url)):
+            part = path.with_name(path.name + ".part")
+            _download(url, path, part, pause)
+            with part.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            write_json(_facts_path(path), _facts(path) | {"sha256": digest})
+            os.replace(part, path)
+        found = _facts(path).get("sha256")
+        if sha256 and found != sha256:
+            path.unlink()
+            raise UserError(
+                f"the file at {url} is not the expected one: its SHA-256 is {found}, not {sha256}",
+                fix="Is `sha256` right? The file is downloaded again the next time.",
+            )
     return path
 
 
@@ -179,110 +174,90 @@ def _was_replaced(url: str) -> bool:
         return False
 
 
-def _download(url: str, path: Path, sha256: str, pause: float) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        _download_all(url, path, part, pause)
-    except OSError as error:
-        raise UserError(
-            f"the download cannot be written: {error.strerror or error}",
-            where=str(part),
-            fix=f"Is the disk full? {CACHE_VARIABLE}=FOLDER keeps downloads elsewhere; the download is resumed.",
-        ) from None
-    with part.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 and digest != sha256:
-        part.unlink()
-        _refuse_hash(url, path, sha256, digest)
-    version = _facts(path).get("version", "")
-    write_json(_facts_path(path), {"url": url, "bytes": part.stat().st_size, "sha256": digest, "version": version})
-    os.replace(part, path)
-
-
-def _download_all(url: str, path: Path, part: Path, pause: float) -> None:
+def _download(url: str, path: Path, part: Path, pause: float) -> None:
     """Download into `part` until it is as long as the server says, with as many attempts as bring anything."""
     idle = 0
     while True:
-        before = part.stat().st_size if part.exists() else 0
+        before = _size(part)
         try:
-            total = _download_more(url, path, part)
-            size = part.stat().st_size
-            if size == total or (total is None and size):
-                return
-            if total is None:
-                raise Unreachable("the server sent nothing")
-            if size > total:
-                part.unlink()
-                raise Unreachable(f"{size} bytes came of a file of {total}")
-            reason = f"the connection ended after {size} of {total} bytes"
+            return _download_more(url, path, part)
         except Unreachable as error:
-            reason = str(error)
-        now = part.stat().st_size if part.exists() else 0
-        idle = 0 if now > before else idle + 1
-        if idle >= _ATTEMPTS:
-            kept = f"; {now / 1e6:.1f} MB are kept, the next run resumes there" if now else ""
-            raise TransientError(
-                f"cannot download {url}: {reason}{kept}",
-                fix="Is there a network? A copy on this machine can be the source's `path`, or in data.mirror.",
-            )
+            now = _size(part)
+            idle = 0 if now > before else idle + 1
+            if idle >= _ATTEMPTS:
+                kept = f"; {now / 1e6:.1f} MB are kept, the next run resumes there" if now else ""
+                raise TransientError(
+                    f"cannot download {url}: {error}{kept}",
+                    fix="Is there a network? A copy on this machine can be the source's `path`, or in data.mirror.",
+                ) from None
         if idle:
             time.sleep(pause * 2 ** (idle - 1))
 
 
-def _download_more(url: str, path: Path, part: Path) -> int | None:
-    """Append what is missing to `part`; returns the bytes of the whole file, if the server gives them."""
-    start = part.stat().st_size if part.exists() else 0
-    mark = _facts(path).get("mark") if start else None
-    headers = {"User-Agent": "affinage", "Accept-Encoding": "identity"}
-    if start and mark:  # without a mark the rest may be of another file
-        headers |= {"Range": f"bytes={start}-", "If-Range": mark}
+def _download_more(url: str, path: Path, part: Path) -> None:
+    """Append what is missing to `part`. Raises Unreachable where it is not all of it; what came stays."""
+    start = _size(part)
+    facts = _facts(path) if start else {}
+    # Without a mark the rest may be of another file.
+    headers = {"Range": f"bytes={start}-", "If-Range": facts["mark"]} if start and facts.get("mark") else {}
     try:
-        with urllib.request.urlopen(_request(url, headers), timeout=_TIMEOUT) as answer:
-            if answer.status != 206:
-                start = 0
-            mark = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-            version = _version_in(answer.headers) if answer.status != 206 else _facts(path).get("version", "")
-            write_json(_facts_path(path), {"url": url, "mark": mark, "version": version})
-            length = answer.headers.get("Content-Length")
-            _append(answer, part, start)
-            return start + int(length) if length is not None else None
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # the part is as long as the file, or longer: the file is another one now
+        answer = _open(url, headers)
+    except Unreachable as error:
+        if error.status == 416:  # the part is as long as the file, or longer: the file is another one now
             part.unlink(missing_ok=True)
-            raise Unreachable("the file changed on the server") from None
-        if error.code in (408, 429) or error.code >= 500:
-            raise Unreachable(f"the server answers {error.code} {error.reason}") from None
-        raise UserError(
-            f"cannot download {url}: the server answers {error.code} {error.reason}",
-            fix="Is the address right, and are you allowed to read it?",
-        ) from None
-    except urllib.error.URLError as error:
-        raise Unreachable(f"{error.reason}") from None
-    except _BROKEN_OFF as error:
-        raise Unreachable(f"the connection broke: {str(error).strip() or type(error).__name__}") from None
+        raise
+    with answer, part.open("ab") as file:
+        if answer.status != 206:
+            file.truncate(0)
+            mark = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+            facts = {"url": url, "mark": mark, "version": _version_in(answer.headers)}
+        write_json(_facts_path(path), facts)
+        length = answer.headers.get("Content-Length")
+        total = None if length is None else (start if answer.status == 206 else 0) + int(length)
+        try:
+            shutil.copyfileobj(answer, file, 1 << 20)
+        except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
+            raise Unreachable(f"the connection broke: {first_line(error)}") from None
+    if total is not None and (size := _size(part)) != total:
+        if size > total:
+            part.unlink()
+        raise Unreachable(f"the connection ended after {size} of {total} bytes")
+    if not _size(part):
+        raise Unreachable("the server sent nothing")
 
 
-def _request(url: str, headers: dict[str, str]) -> urllib.request.Request:
-    """A request, with the user and password that ~/.netrc (or the file NETRC) has for the server."""
-    request = urllib.request.Request(url, headers=headers)
-    host = request.host.rpartition(":")[0] or request.host
+def _open(url: str, headers: Mapping[str, str], method: str = "GET", timeout: float = _TIMEOUT) -> Any:
+    """The answer of a server, with the user and password that ~/.netrc (or the file NETRC) has for it.
+
+    Raises UserError if the server refuses the request, and Unreachable for everything that may pass.
+    """
+    headers = {"User-Agent": "affinage", "Accept-Encoding": "identity", **headers}
+    request = urllib.request.Request(url, headers=headers, method=method)
     try:
-        known = netrc.netrc(os.environ.get("NETRC") or None).authenticators(host)
+        known = netrc.netrc(os.environ.get("NETRC") or None).authenticators(
+            request.host.rpartition(":")[0] or request.host
+        )
     except (OSError, netrc.NetrcParseError):
         known = None
     if known is not None:
         credentials = base64.b64encode(f"{known[0]}:{known[2]}".encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {credentials}")  # for no server that it redirects to
-    return request
+    try:
+        return urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        what = f"the server answers {error.code} {error.reason}"
+        if error.code not in (408, 416, 429) and (error.code < 500 or error.code == 501):
+            fix = "Is the address right, and are you allowed to read it?"
+            raise UserError(f"cannot download {url}: {what}", fix=fix) from None
+        unreachable = Unreachable(what)
+        unreachable.status = error.code
+        raise unreachable from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(first_line(error)) from None
 
 
-def _append(answer: Any, part: Path, start: int) -> None:
-    """Write what comes to `part` from byte `start` on; what came before a failure stays."""
-    with part.open("r+b" if part.exists() else "wb") as file:
-        file.seek(start)
-        file.truncate()
-        while chunk := answer.read(_CHUNK_BYTES):
-            file.write(chunk)
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _facts_path(path: Path) -> Path:
@@ -290,22 +265,8 @@ def _facts_path(path: Path) -> Path:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What is known about a download: its URL, size, hash and version."""
+    """What is known about a download: its URL, version and hash."""
     try:
         return dict(json.loads(_facts_path(path).read_text()))
     except (OSError, ValueError):
         return {}
-
-
-def _refuse_hash(url: str, path: Path, expected: str, found: str) -> None:
-    raise UserError(
-        f"the file at {url} is not the expected one: its SHA-256 is {found}, not {expected}",
-        fix=f"Is `sha256` right? If so, delete {path.parent} and try again.",
-    )
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

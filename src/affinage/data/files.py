@@ -79,7 +79,7 @@ def kind_of(name: str, *, code: bool = False) -> str:
     found = next((kind for kind, suffixes in _KINDS.items() if bare.endswith(suffixes)), "")
     if found == "table" and compression_of(name):
         found = ""
-    return "text" if code and (not found or found == "dump") and not bare.endswith(_NO_CODE) else found
+    return "text" if code and found in ("", "dump") and not bare.endswith(_NO_CODE) else found
 
 
 # ---- opening ----
@@ -89,41 +89,41 @@ class _Decompressed(io.RawIOBase):
     """The decompressed bytes of all members or frames of a file; of a damaged file all that come before the damage."""
 
     def __init__(self, raw: IO[bytes], compression: str) -> None:
-        self._raw, self._new = raw, _DECOMPRESSORS[compression]
-        self._member: Any = None
-        self._compressed = b""
-        self._ready = memoryview(b"")
-        self._given = 0  # bytes
+        self._chunks, self._ready, self._read = self._decompress(raw, _DECOMPRESSORS[compression]), b"", 0
+
+    @staticmethod
+    def _decompress(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+        member, compressed = None, b""
+        while compressed or (compressed := raw.read(CHUNK_BYTES)):
+            if member is None:
+                compressed = compressed.lstrip(b"\0")  # padding between members, as tapes and some tools leave it
+                if not compressed:
+                    continue
+                member = new()
+            piece, compressed = compressed[:_PIECE_BYTES], compressed[_PIECE_BYTES:]
+            yield member.decompress(piece, *([CHUNK_BYTES] if hasattr(member, "needs_input") else []))
+            while not member.eof and not getattr(member, "needs_input", True):  # bz2's and lzma's hold the rest back
+                yield member.decompress(b"", CHUNK_BYTES)
+            if member.eof:
+                compressed, member = member.unused_data + compressed, None
+        if member is not None:
+            raise EOFError("the compressed data has no end")
 
     def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:  # FastWARC asks for it
-        return self._given
+    def tell(self) -> int:  # for FastWARC
+        return self._read
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            piece = b""
-            if self._member is None or getattr(self._member, "needs_input", True):
-                if not self._compressed:
-                    self._compressed = self._raw.read(CHUNK_BYTES)
-                piece, self._compressed = self._compressed[:_PIECE_BYTES], self._compressed[_PIECE_BYTES:]
-                if self._member is None:
-                    piece = piece.lstrip(b"\0")  # padding between members, as tapes and some tools leave it
-                if not piece:
-                    if self._compressed:
-                        continue
-                    if self._member is not None:
-                        raise EOFError("the compressed data has no end")
-                    return 0
-            self._member = self._member or self._new()
-            bounded = hasattr(self._member, "needs_input")  # bz2's and lzma's can hold the rest back
-            self._ready = memoryview(self._member.decompress(piece, *([CHUNK_BYTES] if bounded else [])))
-            if self._member.eof:
-                self._compressed, self._member = self._member.unused_data + self._compressed, None
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._ready = chunk
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        self._given += size
+        self._read += size
         return size
 
 
@@ -146,16 +146,10 @@ def reports_damage() -> Iterator[None]:
         yield
     except EOFError:
         raise DamagedFile("the file is cut off: its compressed data has no end") from None
-    except (zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException) as error:
+    except (zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException, OSError) as error:
         if is_transient(error):
             raise
-        raise DamagedFile(f"the file is damaged: {error}") from None
-    except FileNotFoundError:
-        raise DamagedFile("the file is not there (any more)") from None
-    except OSError as error:
-        if is_transient(error):
-            raise
-        raise DamagedFile(f"the file cannot be read: {error}") from None
+        raise DamagedFile(f"the file is damaged or cannot be read: {error}") from None
 
 
 # ---- finding ----
@@ -175,14 +169,22 @@ def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile]
     except Exception as error:  # OSError, and each library's own
         if refused := refusal_of(url, error, where):
             raise refused from None
-        kind = TransientError if is_transient(error) else UserError
-        raise kind(
+        raise (TransientError if is_transient(error) else UserError)(
             f"cannot reach {url!r}: {first_line(error)}",
             where=where,
             fix="Is there a network, and are you allowed to read it? A copy can be named in data.mirror.",
         ) from None
+    if not files and unreadable:
+        found = ", ".join(unreadable[:3])
+        what = f"no file of a kind that can be read in {url!r}; found {found}"
+        raise UserError(what, where=where, fix=f"affinage reads {READABLE}.")
     if not files:
-        _refuse(url, where, unreadable)
+        raise UserError(
+            f"no such file or folder, or nothing in it: {url!r}",
+            where=where,
+            fix="Put it there, or name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]'. "
+            "Relative paths start from `data.root` if it is set, else from the working directory.",
+        )
     if source.sha256 and len(files) > 1:
         raise UserError(f"`sha256` is of one file, and {len(files)} are in {url!r}", where=where)
     return files, unreadable
@@ -193,32 +195,38 @@ def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]
         return [_web_file(url, source)], []
     filesystem, path = url_to_fs(url)
     # The literal path comes first: file names may contain the characters of a glob.
-    there = _is_there(filesystem, path, url) if is_url(url) else filesystem.exists(path)
-    if not there and fsspec.core.has_magic(path):
+    info = _info(filesystem, path, url)
+    if info is None and fsspec.core.has_magic(path):
+        base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
         matches = filesystem.glob(path, detail=True)
-        base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         # A link to a file has a type of its own, and is as good as the file.
         found = {file: info for file, info in matches.items() if info["type"] == "file" or filesystem.isfile(file)}
-    elif filesystem.isdir(path):
+    elif info is not None and filesystem.isdir(path):
         base = path.rstrip("/")
         found = _all_in(filesystem, base)
-    elif there:
-        base = path.rstrip("/").rpartition("/")[0]
-        found = {path: filesystem.info(path)}
     else:
-        return [], []
-    return _sort_out(filesystem, base, found, source)
+        base, found = path.rstrip("/").rpartition("/")[0], {} if info is None else {path: info}
+    files: list[SourceFile] = []
+    unreadable: list[str] = []
+    for path in sorted(found):
+        name = printable(path.removeprefix(base).lstrip("/"))
+        if any(part.startswith(".") for part in PurePosixPath(name).parts):
+            continue
+        if kind_of(name, code=source.kind == "code"):
+            files.append(SourceFile(filesystem.unstrip_protocol(path), name, int(found[path].get("size") or 0)))
+        else:
+            unreadable.append(name)
+    return files, unreadable
 
 
-def _is_there(filesystem: Any, path: str, url: str) -> bool:
-    """Whether there is such a file or folder. `exists` of fsspec also returns False where it could not ask."""
+def _info(filesystem: Any, path: str, url: str) -> dict[str, Any] | None:
+    """What is known of a file or folder; None where there is none. (`exists` is false also where it could not ask.)"""
     try:
-        filesystem.info(path)
+        return dict(filesystem.info(path))
     except FileNotFoundError as error:
-        if refusal_of(url, error):
+        if is_url(url) and refusal_of(url, error):
             raise
-        return False
-    return True
+        return None
 
 
 def _all_in(filesystem: Any, folder: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -235,40 +243,10 @@ def _all_in(filesystem: Any, folder: str, above: tuple[str, ...] = ()) -> dict[s
 
 def _web_file(url: str, source: SourceSettings) -> SourceFile:
     """The file at a web address; what is in the cache needs no network."""
-    name = PurePosixPath(url.split("?", 1)[0]).name
-    if source.download and (copy := cached_path(url)).is_file():
-        return SourceFile(url, name, copy.stat().st_size, True, source.sha256)
-    filesystem, path = url_to_fs(url)
-    size = int(filesystem.info(path).get("size") or 0)  # raises FileNotFoundError where there is none
+    name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
+    if source.download and copy.is_file():
+        size = copy.stat().st_size
+    else:
+        filesystem, path = url_to_fs(url)
+        size = int(filesystem.info(path).get("size") or 0)  # raises FileNotFoundError where there is none
     return SourceFile(url, name, size, source.download, source.sha256)
-
-
-def _sort_out(
-    filesystem: Any, base: str, found: dict[str, Any], source: SourceSettings
-) -> tuple[list[SourceFile], list[str]]:
-    files: list[SourceFile] = []
-    unreadable: list[str] = []
-    for path in sorted(found):
-        name = printable(path.removeprefix(base).lstrip("/"))
-        if any(part.startswith(".") for part in PurePosixPath(name).parts):
-            continue
-        if kind_of(name, code=source.kind == "code"):
-            files.append(SourceFile(filesystem.unstrip_protocol(path), name, int(found[path].get("size") or 0)))
-        else:
-            unreadable.append(name)
-    return files, unreadable
-
-
-def _refuse(url: str, where: str, unreadable: list[str]) -> None:
-    if unreadable:
-        raise UserError(
-            f"no file of a kind that can be read in {url!r}; found {', '.join(unreadable[:3])}",
-            where=where,
-            fix=f"affinage reads {READABLE}.",
-        )
-    raise UserError(
-        f"no such file or folder, or nothing in it: {url!r}",
-        where=where,
-        fix="Put it there, or name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]'. "
-        "Relative paths start from `data.root` if it is set, else from the working directory.",
-    )

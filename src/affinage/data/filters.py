@@ -1,5 +1,6 @@
 """Step `filter`: texts are normalized, and documents that break a rule of the recipe are removed and counted."""
 
+import bisect
 import contextlib
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from affinage.data.datatrove_filters import DatatroveFilters
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
 from affinage.data.language import known_languages, language_among
-from affinage.data.repair import Repaired, repair
+from affinage.data.repair import repair
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.data.stats import Stats
 from affinage.errors import UserError
@@ -44,15 +45,8 @@ class _Task:
 class _Result:
     stats: Stats = field(default_factory=Stats)
     counts: Counter[str] = field(default_factory=Counter)  # texts that were `repaired` or `formatted`, ...
-    scores: dict[str, list[list[int]]] = field(default_factory=dict)  # see `add_score`
-
-    def add_score(self, source: str, language: str, score: float, bytes: int) -> None:
-        """Count [documents, bytes] of all, then of what each of `GRID` keeps, by "source\\nlanguage"."""
-        rows = self.scores.setdefault(f"{source}\n{language}", [[0, 0] for _ in range(1 + len(GRID))])
-        for row, threshold in zip(rows, (0.0, *GRID), strict=True):
-            if score >= threshold:
-                row[0] += 1
-                row[1] += bytes
+    # By "source\nlanguage": [documents, bytes] with a score below the first of GRID, ..., from the last of it on.
+    scores: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def merge(self, other: dict[str, Any]) -> None:
         """Add the result of another task, as JSON."""
@@ -65,11 +59,11 @@ class _Result:
     def thresholds(self) -> dict[str, Any]:
         """What other thresholds of language id would keep, by source and language."""
         costs = []
-        for key, ((documents, bytes), *rows) in sorted(self.scores.items()):
-            source, language = key.split("\n")
-            documents_kept, bytes_kept = (list(column) for column in zip(*rows, strict=True))
-            costs.append({"source": source, "language": language, "documents": documents, "bytes": bytes})
-            costs[-1] |= {"documents_kept": documents_kept, "bytes_kept": bytes_kept}
+        for key, rows in sorted(self.scores.items()):
+            (documents, *documents_kept), (bytes, *bytes_kept) = np.cumsum(rows[::-1], axis=0)[::-1].T.tolist()
+            names = dict(zip(("source", "language"), key.split("\n")))
+            kept = {"documents_kept": documents_kept, "bytes_kept": bytes_kept}
+            costs.append(names | {"documents": documents, "bytes": bytes} | kept)
         return {"grid": GRID, "costs": costs}
 
 
@@ -86,11 +80,11 @@ def filter_documents(
 
     First texts are repaired, formatted, and long documents split, if the settings say so. Then the rules, in this
     order: `too short`, `too long` (characters), `not enough letters` (letters and digits among the characters that are
-    neither space nor combining mark); those of datatrove, if any are named; then language id: `other language` than the
-    source declares or the recipe has, or `language unclear` for one below the threshold. A document is counted for the
-    first rule it breaks. Source code has rules of its own instead of those for letters, of datatrove and for language
-    (`code: ...`). The summary also counts `repaired` and `formatted` texts and `split` documents, and has `thresholds`:
-    what other thresholds of language id would keep. An interrupted call resumes with the missing files.
+    neither space nor combining mark); language id: `other language` than the source declares or the recipe has, or
+    `language unclear` for one below the threshold; then the rules of datatrove, if any are named. A document is counted
+    for the first rule it breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language
+    and of datatrove. The summary also counts `repaired` and `formatted` texts and `split` documents, and has
+    `thresholds`: what other thresholds of language id would keep. An interrupted call resumes with the missing files.
 
     Raises UserError for a language that lid.176 does not know, a threshold for a source that is not there, filters that
     are not installed, and when no document is left.
@@ -154,35 +148,38 @@ def _filter_file(task: _Task) -> dict[str, Any]:
 
 
 def _filter_batch(batch: pa.RecordBatch, task: _Task, datatrove: DatatroveFilters, result: _Result) -> pa.RecordBatch:
-    settings = task.settings
-    repaired = repair(batch.column("text"))
-    result.counts["repaired"] += pc.sum(pc.not_equal(repaired.text, batch.column("text"))).as_py() or 0
+    settings, before = task.settings, batch.column("text")
+    repaired = repair(before)
+    result.counts["repaired"] += pc.sum(pc.not_equal(repaired.text, before)).as_py() or 0
     if datatrove.has_formatters:
         formatted = pa.array([datatrove.format(text) for text in repaired.text.to_pylist()], pa.string())
         result.counts["formatted"] += pc.sum(pc.not_equal(formatted, repaired.text)).as_py() or 0
         repaired = repair(formatted)
     batch = _with(batch, "text", repaired.text)
-    if settings.long_documents == "split":
-        batch, repaired = _split_long(batch, repaired, settings.max_characters, result)
-    code = pc.equal(batch.column("language"), CODE_LANGUAGE).to_numpy(zero_copy_only=False).astype(bool)
-    verdicts = _cheap_rules(repaired, settings, code)
-    languages, scores = batch.column("language").to_pylist(), batch.column("language_score").to_pylist()
-    sources, texts = batch.column("source").to_pylist(), batch.column("text")
-    for row in range(batch.num_rows):
-        if row in verdicts:
-            continue
-        text, verdict = texts[row].as_py(), None
-        if code[row]:
-            verdict = _code_rules(text)
+    if settings.long_documents == "split" and (repaired.characters > settings.max_characters).any():
+        batch = _split_long(batch, settings.max_characters, result)
+        repaired = repair(batch.column("text"))
+    share = repaired.alphanumeric / np.maximum(repaired.counted, 1)
+    rows, verdicts = batch.to_pylist(), {}
+    for number, (row, characters) in enumerate(zip(rows, repaired.characters.tolist())):
+        code = row["language"] == CODE_LANGUAGE
+        verdict: Verdict | None = None
+        if characters < settings.min_characters:
+            verdict = "too short", f"{characters} characters"
+        elif characters > settings.max_characters:
+            verdict = "too long", f"{characters} characters"
+        elif code:
+            verdict = _code_rules(row["text"])
+        elif share[number] < settings.min_alnum_ratio or not repaired.counted[number]:
+            verdict = "not enough letters", f"{share[number]:.2f} of its characters"
         else:
-            stated = (languages[row], scores[row])
-            languages[row], scores[row], verdict = _identify(text, *stated, sources[row], task, result)
+            row["language"], row["language_score"], verdict = _identify(row, task, result)
             if verdict is None and settings.datatrove:
-                verdict = datatrove.removes(text, languages[row])
+                verdict = datatrove.removes(row["text"], row["language"])
         if verdict is not None:
-            verdicts[row] = verdict
-    batch = _with(batch, "language", pa.array(languages, pa.string()))
-    batch = _with(batch, "language_score", pa.array(scores, pa.float32()))
+            verdicts[number] = verdict
+    for column in ("language", "language_score"):
+        batch = _with(batch, column, pa.array([row[column] for row in rows], batch.schema.field(column).type))
     return result.stats.remove_rows(batch, verdicts)
 
 
@@ -190,75 +187,54 @@ def _with(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.RecordBatc
     return batch.set_column(batch.schema.get_field_index(column), column, values)
 
 
-def _cheap_rules(texts: Repaired, settings: FilterSettings, code: np.ndarray) -> dict[int, Verdict]:
-    """Rows that break a rule which needs nothing but counts."""
-    verdicts: dict[int, Verdict] = {}
-    share = texts.alphanumeric / np.maximum(texts.counted, 1)
-    for row in np.flatnonzero(~code & ((share < settings.min_alnum_ratio) | (texts.counted == 0))).tolist():
-        verdicts[row] = ("not enough letters", f"{share[row]:.2f} of its characters")
-    for row in np.flatnonzero(texts.characters > settings.max_characters).tolist():
-        verdicts[row] = ("too long", f"{texts.characters[row]} characters")
-    for row in np.flatnonzero(texts.characters < settings.min_characters).tolist():
-        verdicts[row] = ("too short", f"{texts.characters[row]} characters")
-    return verdicts
-
-
 def _code_rules(text: str) -> Verdict | None:
     """The first rule that a source file breaks; None if it is hand-written code by all of them."""
     lines = text.split("\n")
     longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
+    share = sum(map(str.isalnum, text)) / max(1, len(text))
     if longest > _CODE_MAX_LINE:
         return "code: a long line", f"{longest} characters"
     if mean > _CODE_MAX_MEAN_LINE:
         return "code: long lines", f"{mean:.0f} characters on average"
-    share = sum(map(str.isalnum, text)) / max(1, len(text))
-    if share < _CODE_MIN_ALNUM:
-        return "code: not enough letters", f"{share:.2f} of its characters"
-    return None
+    return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
 
 
-def _identify(
-    text: str, stated: str, score: float | None, source: str, task: _Task, result: _Result
-) -> tuple[str, float | None, Verdict | None]:
+def _identify(row: dict[str, Any], task: _Task, result: _Result) -> tuple[str, float | None, Verdict | None]:
     """The language of a document, its score, and the rule that it breaks, if any.
 
     A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
     source declares. What another source declares must be found, what a record claims is not believed.
     """
-    settings, ours = task.settings, task.languages
-    declared = "" if stated.endswith("?") else stated
-    stated = stated.removesuffix("?")
-    if declared and ours and declared not in ours:
-        return declared, score, ("other language", f"{declared}, as its source says")
-    if score is not None or not ours or settings.threshold_of(source, stated) == 0:
-        other = bool(stated and ours and stated not in ours)
-        return stated, score, ("other language", f"{stated}, as its source says") if other else None
-    found, score, detail = language_among(text, ours, mixed=settings.mixed_languages)
-    if found and (found not in ours or (declared and found != declared and not settings.mixed_languages)):
+    settings, ours, mixed = task.settings, task.languages, task.settings.mixed_languages
+    stated, score = row["language"].removesuffix("?"), row["language_score"]
+    declared = stated if stated == row["language"] else ""
+    taken = score is not None or not ours or settings.threshold_of(row["source"], stated) == 0
+    if ours and (stated if taken else declared) and stated not in ours:
+        return stated, score, ("other language", f"{stated}, as its source says")
+    if taken:
+        return stated, score, None
+    found, score, detail = language_among(row["text"], ours, mixed=mixed)
+    if found and (found not in ours or (declared not in ("", found) and not mixed)):
         return declared or found, score, ("other language", detail)
     language = declared or found
     if language:
-        result.add_score(source, language, score, len(text.encode()))
-    if not language or score < settings.threshold_of(source, language):
-        return language, score, ("language unclear", detail)
-    return language, score, None
+        scores = result.scores.setdefault(f"{row['source']}\n{language}", [[0, 0] for _ in range(1 + len(GRID))])
+        counts = scores[bisect.bisect_right(GRID, score)]
+        counts[0] += 1
+        counts[1] += len(row["text"].encode())
+    clear = language and score >= settings.threshold_of(row["source"], language)
+    return language, score, None if clear else ("language unclear", detail)
 
 
-def _split_long(
-    batch: pa.RecordBatch, repaired: Repaired, limit: int, result: _Result
-) -> tuple[pa.RecordBatch, Repaired]:
+def _split_long(batch: pa.RecordBatch, limit: int, result: _Result) -> pa.RecordBatch:
     """Replace documents of more than `limit` characters by chunks, which keep the document's id and are numbered."""
-    long = repaired.characters > limit
-    if not long.any():
-        return batch, repaired
     rows: list[dict[str, Any]] = []
-    for row, too_long in zip(batch.to_pylist(), long):
-        chunks = split_text(row["text"], limit) if too_long else [row["text"]]
-        result.counts["split"] += bool(too_long)
-        result.counts["chunks"] += len(chunks) if too_long else 0
+    for row in batch.to_pylist():
+        chunks = split_text(row["text"], limit)
+        if len(chunks) > 1:
+            result.counts.update({"split": 1, "chunks": len(chunks)})
         rows += [row | {"chunk": k, "text": chunk} for k, chunk in enumerate(chunks)]
-    batch = pa.RecordBatch.from_pylist(rows, schema=batch.schema)
-    return batch, repair(batch.column("text"))
+    return pa.RecordBatch.from_pylist(rows, schema=batch.schema)
 
 
 def split_text(text: str, limit: int) -> list[str]:

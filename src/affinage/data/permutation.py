@@ -6,7 +6,6 @@ import numpy as np
 from jaxtyping import Integer
 
 _ROUNDS = 8
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def permuted(
@@ -19,32 +18,25 @@ def permuted(
     because numpy's generators may give other numbers in another version, and a run must not.
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    keys = [
-        np.frombuffer(hashlib.blake2b(repr((at, *purpose)).encode(), digest_size=8).digest(), "<u8")[0]
-        for at in range(_ROUNDS)
-    ]
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    names = [repr((at, *purpose)).encode() for at in range(_ROUNDS)]
+    keys = [np.frombuffer(hashlib.blake2b(name, digest_size=8).digest(), "<u8")[0] for name in names]
     places = np.asarray(indices).astype(np.uint64)
     outside = np.ones(len(places), bool)
     while outside.any():
-        places[outside] = _network(places[outside], half, keys, inverse)
+        left, right = places[outside] >> shift, places[outside] & mask
+        for key in reversed(keys) if inverse else keys:
+            if inverse:
+                left, right = right ^ (_mixed(left, key) & mask), left
+            else:
+                left, right = right, left ^ (_mixed(right, key) & mask)
+        places[outside] = left << shift | right
         outside = places >= np.uint64(size)
     return places.astype(np.int64)
 
 
-def _network(values: np.ndarray, half: int, keys: list[np.uint64], inverse: bool) -> np.ndarray:
-    """One pass through all rounds, forward or back, over numbers of 2 * `half` bits."""
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = values >> shift, values & mask
-    for key in reversed(keys) if inverse else keys:
-        if inverse:
-            left, right = right ^ (_mixed(left, key) & mask), left
-        else:
-            left, right = right, left ^ (_mixed(right, key) & mask)
-    return left << shift | right
-
-
 def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    state = values + key  # arrays of uint64 wrap around silently, which is what the hash means
-    state = (state ^ (state >> np.uint64(30))) * _MULTIPLIERS[0]
-    state = (state ^ (state >> np.uint64(27))) * _MULTIPLIERS[1]
+    state = values + key  # arrays of uint64 wrap around silently, as the hash requires
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Reads the records of one file, whatever its kind and compression, and says which of them cannot be used."""
+"""Reads the records of one file, whatever its kind and compression; those that cannot be used come with the reason."""
 
 import codecs
 import io
@@ -23,7 +23,6 @@ BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is 
 _FIELD = re.compile(r"\{([^{}]+)\}")
 _CHARSET = re.compile(rb"character set encoding:\s*([\w.-]+)", re.IGNORECASE)  # in the header of a Gutenberg book
 _HEADER_BYTES = 8_000
-_MISSING: Any = object()
 
 
 @dataclass(frozen=True)
@@ -87,24 +86,31 @@ def as_kind(found: Records, settings: SourceSettings) -> Records:
 # ---- records of objects and rows ----
 
 
-def needed_columns(settings: SourceSettings) -> set[str]:
-    """The top-level keys or columns that may be read for a record of this source."""
+def needed_columns(settings: SourceSettings, names: list[str]) -> list[str]:
+    """Those of the columns of a table that may be read for a record of this source.
+
+    Raises ValueError if the column of text is not among them.
+    """
+    if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
+        raise ValueError(f"it has no column {settings.text_key!r}; it has {', '.join(names)}")
     keys = ["source", "language", "lang", "licence", "license", "metadata", *settings.filter]
     for key in (settings.text_key, settings.id_key, settings.url_key, settings.license_key):
         keys += _FIELD.findall(key) or [key]
-    return {part for key in keys for part in (key, key.split(".", 1)[0])}
+    needed = {part for key in keys for part in (key, key.split(".", 1)[0])}
+    return [name for name in names if name in needed]
 
 
 def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
     for key, wanted in settings.filter.items():
-        value = _in_words(_look_up(fields, key))
+        value = _word(fields, key)
         if value not in ((wanted,) if isinstance(wanted, str) else wanted):
             return BadRecord(place, NOT_ASKED_FOR, f"{key} is {value!r}")
-    text = _look_up(fields, settings.text_key)
-    if text is _MISSING:
+    found = _look_up(fields, settings.text_key)
+    if not found:
         there = encodable(", ".join(map(str, fields)))
         return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {there}")
+    text = found[0]
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8-sig")
@@ -117,44 +123,43 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
         return BadRecord(place, "empty", f"{settings.text_key!r} is empty")
     whole = encodable(text)
     return Record(
-        id=_first(fields, [settings.id_key]) or place,
+        id=_word(fields, settings.id_key) or place,
         text=whole,
-        source=_first(fields, ["source"]),
-        language=_first(fields, ["language", "lang"]),
+        source=_word(fields, "source"),
+        language=_word(fields, "language") or _word(fields, "lang"),
         url=_filled_in(fields, settings.url_key),
-        license=_first(fields, [settings.license_key] if settings.license_key else ["licence", "license"]),
+        license=_word(fields, settings.license_key or "licence") or _word(fields, settings.license_key or "license"),
         replaced=whole != text,
     )
 
 
-def _look_up(fields: Mapping[str, Any], key: str) -> Any:
-    """The value of a key; `a.b` is the key of that name, or else the key b within a."""
+def _look_up(fields: Any, key: str) -> list[Any]:
+    """The value of a key, in a list, or nothing; `a.b` is the key of that name, or else the key b within a."""
+    if not isinstance(fields, Mapping):
+        return []
     if key in fields:
-        return fields[key]
+        return [fields[key]]
     outer, dot, inner = key.partition(".")
-    within = fields.get(outer) if dot else None
-    return _look_up(within, inner) if isinstance(within, Mapping) else _MISSING
+    return _look_up(fields.get(outer), inner) if dot else []
 
 
-def _in_words(value: Any) -> str:
+def _word(fields: Mapping[str, Any], key: str) -> str:
     """A word or whole number as text without control characters, a list of words joined; "" for anything else."""
-    if isinstance(value, list):
-        return ", ".join(filter(None, map(_in_words, value)))
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return ""
-    return plain(encodable(str(value)))
-
-
-def _first(fields: Mapping[str, Any], keys: list[str]) -> str:
-    return next(filter(None, (_in_words(_look_up(fields, key)) for key in keys)), "")
+    values = _look_up(fields, key)
+    words = values[0] if values and isinstance(values[0], list) else values
+    return ", ".join(
+        plain(encodable(str(word)))
+        for word in words
+        if isinstance(word, str | int) and not isinstance(word, bool) and word != ""
+    )
 
 
 def _filled_in(fields: Mapping[str, Any], pattern: str) -> str:
     """The value of a key, or a pattern with the values of its keys; "" if one of them has none."""
     keys = _FIELD.findall(pattern)
+    values = {key: _word(fields, key) for key in keys or [pattern]}
     if not keys:
-        return _in_words(_look_up(fields, pattern))
-    values = {key: _in_words(_look_up(fields, key)) for key in keys}
+        return values[pattern]
     return _FIELD.sub(lambda match: values[match[1]], pattern) if all(values.values()) else ""
 
 
@@ -170,17 +175,14 @@ def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
     limit = MAX_RECORD_BYTES
     with open_plain(file) as stream:
         content = stream.read(limit + 1)
+    utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    stated = _CHARSET.search(content[:_HEADER_BYTES]) if settings.kind == "gutenberg" else None
     if len(content) > limit:
         yield BadRecord(file.name, "too large", f"over {limit / 1e6:.0f} MB in one text file; split it")
         return
-    if content.startswith(b"%PDF"):
-        yield BadRecord(file.name, "binary", "this is a PDF, not text")
+    if content.startswith(b"%PDF") or (b"\0" in content and not utf16):
+        yield BadRecord(file.name, "binary", "this is a PDF or has NUL bytes, and is not text")
         return
-    utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if not utf16 and b"\0" in content:
-        yield BadRecord(file.name, "binary", f"a NUL byte at {content.index(0)}: this is not text")
-        return
-    stated = _CHARSET.search(content[:_HEADER_BYTES]) if settings.kind == "gutenberg" else None
     try:
         text = content.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -235,14 +237,14 @@ def _skip_line(lines: io.BufferedReader) -> int:
 
 
 def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | BadRecord:
+    glimpse = line[:140].decode("utf-8", "replace")
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return _not_utf8(place, error)
     except (ValueError, RecursionError) as error:
-        return BadRecord(place, "not JSON", of_a_line(error), line[:140].decode("utf-8", "replace"))
+        return BadRecord(place, "not JSON", of_a_line(error), glimpse)
     if not isinstance(fields, dict):
-        glimpse = line[:140].decode("utf-8", "replace")
         return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
     return record_of(fields, place, settings)
 
@@ -250,16 +252,19 @@ def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | B
 def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
     with open_stored(file) as raw:
         table = pq.ParquetFile(raw)
-        names = table.schema_arrow.names
-        if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
-            raise UserError(
-                f"the table has no column {settings.text_key!r}; it has {', '.join(names)}",
-                where=file.url.removeprefix("file://"),
-                fix="Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}].",
-            )
-        columns = [name for name in names if name in needed_columns(settings)]
-        for first, group in _row_groups(table, file):
-            number = first
+        try:
+            columns = needed_columns(settings, table.schema_arrow.names)
+        except ValueError as error:
+            fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
+            raise UserError(str(error), where=file.url.removeprefix("file://"), fix=fix) from None
+        number = 0
+        for group in range(table.num_row_groups):
+            facts = table.metadata.row_group(group)
+            chunks = [facts.column(k) for k in range(facts.num_columns)]
+            begins = min((one.dictionary_page_offset or one.data_page_offset for one in chunks), default=0)
+            if file.stop is not None and not file.start <= begins < file.stop:
+                number += facts.num_rows
+                continue
             for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
                 for row in rows_of_batch(batch):
                     number += 1
@@ -268,18 +273,6 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
                         yield _not_utf8(place, row)
                     else:
                         yield record_of(row, place, settings)
-
-
-def _row_groups(table: pq.ParquetFile, file: SourceFile) -> Iterator[tuple[int, int]]:
-    """(rows before it, number) of every row group that begins in the part of the file."""
-    first = 0
-    for group in range(table.num_row_groups):
-        facts = table.metadata.row_group(group)
-        columns = [facts.column(k) for k in range(facts.num_columns)]
-        begins = min((one.dictionary_page_offset or one.data_page_offset for one in columns), default=0)
-        if file.stop is None or file.start <= begins < file.stop:
-            yield first, group
-        first += facts.num_rows
 
 
 def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:

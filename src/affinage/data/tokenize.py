@@ -1,8 +1,8 @@
 """Documents to shards of packed tokens: `<s> text </s>` in a shuffled order, packed into rows of one length.
 
-Source code is `<s><|code|> text <|endcode|></s>`. A shard is a task: it takes consecutive documents of one source and
+Source code is `<s><|code|> text <|endcode|></s>`. A shard is a task: it takes consecutive row groups of one source and
 language, encodes them, shuffles them by a hash of the seed and their ids, packs them as the recipe says, and writes its
-files. So shards are written side by side, memory is that of a shard, and a run that was killed resumes with the shards
+files. So shards are written in parallel, memory is that of a shard, and a run that was killed resumes with the shards
 that are missing. A held-out row that continues a document begins with the last token of the row before it, so that
 every token of the held-out text is predicted exactly once and bits per byte are exact.
 """
@@ -11,10 +11,11 @@ import itertools
 import math
 import shutil
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +25,22 @@ import pyarrow.parquet as pq
 
 from affinage.config.data import PackingSettings
 from affinage.data.documents import document_files, row_groups
-from affinage.data.executor import LOCAL, Executor, clear_completions
+from affinage.data.executor import LOCAL, Executor
 from affinage.data.order import document_keys
-from affinage.data.packing import end_to_end, whole_where_they_fit
-from affinage.data.token_shards import BYTES, Documents, file_safe, write_facts, write_shard
+from affinage.data.packing import best_fit, concatenate
+from affinage.data.token_shards import Document, file_safe, write_facts, write_shard
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 
 UNDETERMINED = "und"  # ISO 639 for a language that is not known
-SHARD_BYTES = 512_000_000  # of text: the most that a shard holds, whatever `packing.num_shards` says
+SHARD_BYTES = 256_000_000  # of text: the most that a shard holds, whatever `packing.num_shards` says
 _BATCH = 4_000_000  # characters encoded at once
 _COUNTS = ("rows", "tokens", "documents", "bytes")
 
 
 def group_name(source: str, language: str) -> str:
-    """Return how the rows of a source in a language are called, as folder and in mixtures."""
+    """Return the name of the rows of a source in a language, as folder and in mixtures."""
     return f"{file_safe(source)}.{file_safe(language)}"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Documents [first, last) of those that a row group of a file has of one source and language."""
-
-    path: Path
-    row_group: int
-    first: int
-    last: int
 
 
 @dataclass(frozen=True)
@@ -61,10 +52,9 @@ class ShardTask:
     language: str
     shard: int
     shards: int
-    pieces: tuple[Piece, ...]
+    row_groups: tuple[tuple[Path, int], ...]  # with documents of the source and language: files and numbers
     tokenizer: Path
-    seq_len: int
-    strategy: str
+    settings: PackingSettings
     seed: int
     held_out: bool
     url: str
@@ -85,32 +75,39 @@ def tokenize(
 
     With `settings.output_path`, the tokens to train on go to `<path>/<name of folder>/train/...` instead.
     `folder` may hold what a killed call with the same arguments left: that is not written again.
-    Returns counts of all, by language, by source and by group, and the share of padding.
+    Returns counts of all, by language, by source and by group, and the share of padding. Characters that the tokenizer
+    cannot spell are counted as `unspelled`, with a warning.
     Raises UserError if there is no text to train on.
     """
     started = time.monotonic()
     url = f"{settings.output_path.rstrip('/')}/{folder.name}" if settings.output_path else ""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    unspelled = 0
     for part in ("train", "validation"):
         files = document_files(split_folder / part)
         stored = 2 * sum(path.stat().st_size for path in files)
-        share = partial(_progress, progress, f"indexing {part}")
-        index = executor.map(index_file, files, folder / "index" / part, threads=True, bytes=stored, progress=share)
-        tasks = _plan(
-            part, index, files, tokenizer, folder, settings, seed, f"{url}/{part}" if url and part == "train" else ""
-        )
+        index = executor.map(index_file, files, threads=True, bytes=stored)
+        tasks = [
+            ShardTask(
+                folder / part / group_name(*name), *name, shard, len(runs), groups_of, tokenizer.folder, settings, seed,
+                part == "validation", f"{url}/{part}/{group_name(*name)}" if url and part == "train" else "", total,
+            )
+            for name, runs, total in _plan(files, index, settings.num_shards if part == "train" else 1)
+            for shard, groups_of in enumerate(runs)
+        ]  # fmt: skip
         if part == "train" and not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
-        _remove_others(folder / part, {task.folder.name for task in tasks})
-        share = partial(_progress, progress, f"tokenizing {part}")
-        shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, progress=share)
-        found[part] = _finish(tasks, shards, tokenizer, settings)
-    for part in ("train", "validation"):
-        for stage in ("index", "shards"):
-            clear_completions(folder / stage / part)
-    for stage in ("index", "shards"):
-        shutil.rmtree(folder / stage, ignore_errors=True)
-    train, validation = found["train"], found["validation"]
+        for stale in {*(folder / part).glob("*")} - {task.folder for task in tasks}:
+            shutil.rmtree(stale)
+        shown = lambda share, part=part: progress(f"tokenizing {part} {share:.0%}")  # noqa: E731
+        shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, progress=shown)
+        groups[part] = _finish(tasks, shards, tokenizer)
+        unspelled += sum(shard["unspelled"] for shard in shards)
+    shutil.rmtree(folder / "shards")
+    train, validation = groups["train"], groups["validation"]
+    if unspelled:
+        what = f"the tokenizer cannot spell {unspelled:,} characters of the text: the model will not learn them"
+        warnings.warn(what, UserWarned, stacklevel=2)
     total = _total(train.values())
     slots = total["rows"] * settings.seq_len
     return {
@@ -122,6 +119,7 @@ def tokenize(
         "packing": settings.strategy,
         "padding": (slots - total["tokens"]) / slots,
         "cut": sum(of["cut"] for of in train.values()),
+        "unspelled": unspelled,
         "dtype": np.dtype(tokenizer.dtype).name,
         "context": settings.seq_len,
         "shards": sum(len(of["files"]) for of in train.values()),
@@ -130,95 +128,54 @@ def tokenize(
     }
 
 
-def _progress(progress: Callable[[str], None], what: str, share: float) -> None:
-    progress(f"{what} {share:.0%}")
+# ---- planning ----
 
 
-def index_file(path: Path) -> list[list[tuple[str, str, int, float]]]:
-    """Return, of every row group of a file, its sources and languages with their documents and about their bytes."""
+def index_file(path: Path) -> list[list[tuple[str, str, float]]]:
+    """Return, of every row group of a file, its sources and languages with about the bytes of their texts."""
     found, metadata = [], pq.read_metadata(path)
     column = metadata.schema.names.index("text")
     for group in row_groups(path):
-        names = _groups(group.read(["source", "language"]))
         share = metadata.row_group(group.index).column(column).total_uncompressed_size / group.rows
-        found.append([(*name, len(rows), len(rows) * share) for name, rows in names])
+        names = _rows_by_group(group.read(["source", "language"]))
+        found.append([(*name, len(rows) * share) for name, rows in names.items()])
     return found
 
 
-def _groups(batch: pa.RecordBatch) -> list[tuple[tuple[str, str], np.ndarray]]:
-    """The sources and languages of a batch, in order, and the rows of each."""
-    names = list(zip(batch.column("source").to_pylist(), batch.column("language").to_pylist(), strict=True))
+def _rows_by_group(batch: pa.RecordBatch) -> dict[tuple[str, str], list[int]]:
+    """Return the rows of each source and language of a batch."""
     found: dict[tuple[str, str], list[int]] = {}
-    for row, (source, language) in enumerate(names):
+    for row, (source, language) in enumerate(zip(*(batch.column(name).to_pylist() for name in ("source", "language")))):
         found.setdefault((source or "", language or UNDETERMINED), []).append(row)
-    return [(name, np.array(rows)) for name, rows in found.items()]
+    return found
 
 
 def _plan(
-    part: str,
-    index: Sequence[Any],
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    folder: Path,
-    settings: PackingSettings,
-    seed: int,
-    url: str,
-) -> list[ShardTask]:
-    """The shards of one part of the split: consecutive documents of about equal bytes."""
-    pieces: dict[tuple[str, str], list[tuple[Path, int, int, float]]] = {}
-    for path, row_groups_of in zip(files, index, strict=True):
-        for number, groups in enumerate(row_groups_of):
-            for source, language, documents, size in groups:
-                pieces.setdefault((source, language), []).append((path, number, documents, size))
-    totals = {name: sum(size for *_, size in of) for name, of in sorted(pieces.items())}
-    wanted = _shares(list(totals.values()), settings.num_shards if part == "train" else 1)
-    tasks = []
-    for (name, total), share in zip(totals.items(), wanted, strict=True):
-        documents = sum(documents for *_, documents, _ in pieces[name])
-        count = min(max(share, math.ceil(total / SHARD_BYTES)), documents)
-        group = group_name(*name)
-        for shard, chosen in enumerate(_cut(pieces[name], count)):
-            task = ShardTask(
-                folder / part / group, *name, shard, count, chosen, tokenizer.folder, settings.seq_len,
-                settings.strategy, seed, part == "validation", f"{url}/{group}" if url else "", sum(totals.values()),
-            )  # fmt: skip
-            tasks.append(task)
-    return tasks
+    files: Sequence[Path], index: Sequence[Any], shards: int
+) -> list[tuple[tuple[str, str], list[tuple[tuple[Path, int], ...]], float]]:
+    """Return of every source and language its shards, row groups of about equal bytes in sequence; and all bytes.
 
-
-def _cut(pieces: Sequence[tuple[Path, int, int, float]], count: int) -> list[tuple[Piece, ...]]:
-    """Cut documents in `count` runs of nearly equal bytes, none of them empty."""
-    ends = np.cumsum([0, *(documents for _, _, documents, _ in pieces)])
-    sizes = np.cumsum([0.0, *(size for *_, size in pieces)])
-    at = np.arange(1, count)
-    edges = np.interp(at * sizes[-1] / count, sizes, ends).round().astype(np.int64)
-    edges = np.clip(np.maximum.accumulate(edges - at) + at, at, ends[-1] - count + at)
-    runs = []
-    for first, last in itertools.pairwise([0, *edges.tolist(), int(ends[-1])]):
-        low, high = np.searchsorted(ends, [first, last - 1], side="right") - 1
-        run = []
-        for n in range(low, high + 1):
-            start, end = int(ends[n]), int(ends[n + 1])
-            run.append(Piece(pieces[n][0], pieces[n][1], max(first, start) - start, min(last, end) - start))
-        runs.append(tuple(run))
-    return runs
-
-
-def _shares(sizes: Sequence[float], shards: int) -> list[int]:
-    """`shards` divided over groups in proportion to their sizes, by largest remainder, at least one for each."""
-    if not sizes:
-        return []
-    exact = np.array(sizes) * shards / max(sum(sizes), 1)
+    The number of shards is divided in proportion to bytes, by largest remainder, with at least one for each.
+    """
+    parts: dict[tuple[str, str], list[tuple[tuple[Path, int], float]]] = {}
+    for path, groups_of_file in zip(files, index, strict=True):
+        for number, groups in enumerate(groups_of_file):
+            for source, language, size in groups:
+                parts.setdefault((source, language), []).append(((path, number), size))
+    sizes = {name: sum(size for _, size in parts[name]) for name in sorted(parts)}
+    exact = np.array([*sizes.values()]) * shards / max(sum(sizes.values()), 1)
     counts = np.maximum(1, np.floor(exact).astype(int))
-    for number in np.argsort(counts - exact, kind="stable")[: max(0, shards - counts.sum())]:
-        counts[number] += 1
-    return counts.tolist()
+    counts[np.argsort(counts - exact, kind="stable")[: max(0, shards - counts.sum())]] += 1
+    found = []
+    for (name, size), share in zip(sizes.items(), counts.tolist(), strict=True):
+        count = max(share, math.ceil(size / SHARD_BYTES))
+        middles = np.cumsum([part for _, part in parts[name]]) - [part / 2 for _, part in parts[name]]
+        runs = itertools.groupby(zip((middles * count // max(size, 1.0)).tolist(), parts[name]), lambda each: each[0])
+        found.append((name, [tuple(place for _, (place, _) in run) for _, run in runs], sum(sizes.values())))
+    return found
 
 
-def _remove_others(folder: Path, names: set[str]) -> None:
-    for stale in folder.glob("*"):
-        if stale.name not in names:
-            shutil.rmtree(stale)
+# ---- a shard ----
 
 
 @lru_cache(maxsize=1)
@@ -229,101 +186,73 @@ def _loaded(folder: Path) -> Tokenizer:
 def write_documents(task: ShardTask) -> dict[str, Any]:
     """Write one shard; return what `write_shard` counts, its documents, bytes of text, and documents that were cut."""
     tokenizer = _loaded(task.tokenizer)
-    documents = Documents(tokenizer.dtype)
-    before, after = tokenizer.frame(task.language)
+    before, after = (np.array(ids, tokenizer.dtype) for ids in tokenizer.frame(task.language))
+    documents: list[Document] = []
     counts: Counter[str] = Counter()
-    for piece in task.pieces:
-        batch = row_groups(piece.path)[piece.row_group].read(["id", "source", "language", "url", "text"])
-        rows = dict(_groups(batch))[task.source, task.language][piece.first : piece.last]
-        batch = batch.take(pa.array(rows))
-        keys = document_keys(batch, task.seed, "rows").tolist()
-        names = list(zip(batch.column("id").to_pylist(), batch.column("source").to_pylist(),
-                         [url or "" for url in batch.column("url").to_pylist()], strict=True))  # fmt: skip
-        texts = batch.column("text").to_pylist()
-        for chosen in _slices(texts):
-            flat, ends = tokenizer.encode_flat(texts[chosen], of=task.bytes)
-            lengths = np.diff(ends, prepend=0)
-            framed, text_at = _framed(flat, lengths, before, after)
-            byte_lengths = None
-            if task.held_out:
-                byte_lengths = np.zeros(len(framed), BYTES)
-                byte_lengths[text_at] = _byte_lengths(tokenizer, texts[chosen], flat, ends, first=bool(before))
-            documents.add(
-                framed, (lengths + len(before) + len(after)).tolist(), names[chosen], keys[chosen],
-                byte_lengths=byte_lengths,
-            )  # fmt: skip
-            counts["bytes"] += sum(len(text.encode()) for text in texts[chosen])
-    lengths = documents.shuffled_lengths
-    if not task.held_out and task.strategy == "best_fit":
-        layout = whole_where_they_fit(lengths, task.seq_len)
+    for path, number in task.row_groups:
+        batch = row_groups(path)[number].read(["id", "source", "language", "url", "text"])
+        batch = batch.take(pa.array(_rows_by_group(batch)[task.source, task.language]))
+        keys = iter(document_keys(batch, task.seed, "rows").tolist())
+        names = iter(zip(*(batch.column(name).to_pylist() for name in ("id", "source", "url")), strict=True))
+        for texts in _batches(batch.column("text").to_pylist()):
+            flat, ends = tokenizer.encode_flat(texts, of=task.bytes)
+            for text, ids in zip(texts, np.split(flat, ends[:-1]), strict=True):
+                lengths = None
+                if task.held_out:
+                    of_text = tokenizer.byte_lengths(text, ids)
+                    if not len(before):  # nothing comes before the first token that could predict it
+                        of_text[:1] = 0
+                    lengths = np.pad(of_text.astype(np.uint32), (len(before), len(after)))
+                (id, source, url), tokens = next(names), np.concatenate([before, ids, after])
+                documents.append(Document(id, source, url or "", next(keys), tokens, lengths))
+                counts["bytes"] += len(text.encode())
+                counts["unspelled"] += tokenizer.unspelled(text)
+    documents.sort(key=lambda document: document.key)
+    lengths = np.array([len(document.tokens) for document in documents])
+    if task.held_out or task.settings.strategy == "concat":
+        layout = concatenate(lengths, task.settings.seq_len, int(task.held_out))
     else:
-        layout = end_to_end(lengths, task.seq_len, int(task.held_out))
-    pad = tokenizer.marks.pad
-    found = write_shard(task.folder, task.shard, task.shards, documents, layout, task.seq_len, pad=pad, url=task.url)
-    counts["cut"] = int(np.count_nonzero(layout.cut[lengths <= task.seq_len]))
+        layout = best_fit(lengths, task.settings.seq_len)
+    found = write_shard(
+        task.folder, task.shard, task.shards, documents, layout, task.settings.seq_len, pad=tokenizer.marks.pad,
+        url=task.url,
+    )  # fmt: skip
+    counts["cut"] = int(np.count_nonzero(layout.cut[lengths <= task.settings.seq_len]))
     counts["tokens"] = int(lengths.sum())  # the token that a held-out row repeats counts once
-    return found | {"documents": len(documents), **counts}
+    return found | {"documents": len(documents), "unspelled": counts["unspelled"], **counts}
 
 
-def _framed(
-    flat: np.ndarray, lengths: np.ndarray, before: Sequence[int], after: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Documents end to end with ids put around each, and where the ids of their texts are in that."""
-    frame = len(before) + len(after)
-    starts = np.cumsum(lengths + frame) - lengths - frame
-    framed = np.empty(len(flat) + frame * len(lengths), flat.dtype)
-    for at, token in enumerate(before):
-        framed[starts + at] = token
-    for at, token in enumerate(after):
-        framed[starts + len(before) + lengths + at] = token
-    text_at = np.arange(len(flat)) + np.repeat(np.arange(len(lengths)) * frame + len(before), lengths)
-    framed[text_at] = flat
-    return framed, text_at
-
-
-def _byte_lengths(
-    tokenizer: Tokenizer, texts: Sequence[str], flat: np.ndarray, ends: np.ndarray, *, first: bool
-) -> np.ndarray:
-    """UTF-8 bytes of every token; not `first`: nothing comes before the first one of a text that could predict it."""
-    found = []
-    for text, ids in zip(texts, np.split(flat, ends[:-1]), strict=True):
-        of_text = tokenizer.byte_lengths(text, ids)
-        if not first:
-            of_text = np.concatenate([np.zeros(min(1, len(of_text)), of_text.dtype), of_text[1:]])
-        found.append(of_text)
-    return np.concatenate(found)
-
-
-def _slices(texts: Sequence[str]) -> list[slice]:
-    """Slices of `texts` with a bounded number of characters in each."""
-    found, start, size = [], 0, 0
-    for i, text in enumerate(texts):
+def _batches(texts: Sequence[str]) -> Iterable[Sequence[str]]:
+    """Return the texts in batches of a bounded number of characters."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
         size += len(text)
-        if size >= _BATCH or i + 1 == len(texts):
-            found.append(slice(start, i + 1))
-            start, size = i + 1, 0
-    return found
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _finish(
-    tasks: Sequence[ShardTask], shards: Sequence[dict[str, Any]], tokenizer: Tokenizer, settings: PackingSettings
+    tasks: Sequence[ShardTask], shards: Sequence[dict[str, Any]], tokenizer: Tokenizer
 ) -> dict[str, dict[str, Any]]:
     """Write shards.json of every group; return what they hold by the groups' names."""
-    groups: dict[str, list[tuple[ShardTask, dict[str, Any]]]] = {}
-    for task, counted in zip(tasks, shards, strict=True):
-        groups.setdefault(task.folder.name, []).append((task, counted))
     found = {}
-    for name, members in groups.items():
-        task = members[0][0]
-        facts: dict[str, Any] = {"source": task.source, "language": task.language, "seq_len": settings.seq_len}
-        facts |= {key: sum(counted[key] for _, counted in members) for key in (*_COUNTS, "cut")}
+    for folder, members in itertools.groupby(zip(tasks, shards, strict=True), lambda member: member[0].folder):
+        counted = [shard for _, shard in members]
+        task = next(task for task in tasks if task.folder == folder)
+        facts: dict[str, Any] = {"source": task.source, "language": task.language, "seq_len": task.settings.seq_len}
+        facts |= {key: sum(shard[key] for shard in counted) for key in (*_COUNTS, "cut")}
         facts |= {"overlap": int(task.held_out), "dtype": np.dtype(tokenizer.dtype).name, "url": task.url}
-        facts["files"] = {name: file for _, counted in members for name, file in counted["files"].items()}
-        found[name] = write_facts(task.folder, facts, tokenizer.marks)
+        facts["files"] = {name: file for shard in counted for name, file in shard["files"].items()}
+        found[folder.name] = write_facts(folder, facts, tokenizer.marks)
     return found
 
 
-def _total(groups: Any) -> dict[str, int]:
+def _total(groups: Iterable[dict[str, Any]]) -> dict[str, int]:
     counted = list(groups)
     return {key: sum(facts[key] for facts in counted) for key in _COUNTS}
 

@@ -7,11 +7,12 @@ them is renamed to a spelling that no text has (`_renamed`). What a chat templat
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 
 from affinage.data.atomic import write_atomically, write_json
+from affinage.data.chat import ChatTemplate, TurnForm, opens, turn_form
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.foreign_json import encodable, read_object
 from affinage.data.special_tokens import (
@@ -35,9 +37,6 @@ from affinage.data.special_tokens import (
     frame,
 )
 from affinage.errors import UserError
-
-if TYPE_CHECKING:
-    from affinage.data.chat import ChatTemplate
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -63,13 +62,14 @@ class Tokenizer:
     the tokenizer itself puts before a text, the text, and its end-of-text token.
     """
 
-    template: "ChatTemplate | None" = None  # what conversations are written in; None: ChatML
+    template: ChatTemplate | None = None  # in which conversations are written; None: ChatML
+    _grown = False  # whether tokens were added to what the folder holds
 
     def __init__(self, folder: Path | str) -> None:
         """Read the tokenizer in a folder. Raises UserError if there is none."""
         self.folder = Path(folder)
         if not (self.folder / FILE).is_file():
-            fix = "a tokenizer's folder holds tokenizer.json; transformers makes it of others' files:\n"
+            fix = "A tokenizer's folder holds tokenizer.json; transformers makes it of others' files:\n"
             fix += "  AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             raise UserError("there is no tokenizer here", where=str(self.folder), fix=fix)
         self._config: dict[str, Any] = {}
@@ -77,7 +77,6 @@ class Tokenizer:
             if (self.folder / name).is_file():
                 named = read_object(self.folder / name)
                 self._config |= {key: value for key, value in named.items() if value is not None}
-        self._grown: dict[str, Any] | None = None  # the content of tokenizer.json with tokens added to it
         self._build(read_object(self.folder / FILE))
 
     @classmethod
@@ -93,55 +92,69 @@ class Tokenizer:
             ids = dict(vocab) if isinstance(vocab, dict) else {piece: at for at, (piece, _) in enumerate(vocab)}
             ids |= {content: token["id"] for content, token in added.items()}
             controls = {
-                content: ids[content]
+                content: token
                 for content, token in added.items()
                 if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
             }
-            self._special = frozenset(ids[content] for content in controls if added[content]["special"])
-            self.controls: dict[str, int] = dict(sorted(controls.items(), key=lambda each: each[1]))
+            self.controls = {content: ids[content] for content in sorted(controls, key=ids.__getitem__)}
+            self._special = frozenset(ids[content] for content, token in controls.items() if token["special"])
             self._pieces = {id_: piece for piece, id_ in ids.items()}
             self.vocabulary = 1 + max(ids.values())
             self.fixed_ids = [self._pieces.get(at) for at in range(10)] == list(FIXED_PIECES)
             self.kind = "hub" if not self.fixed_ids else "bpe" if model.get("byte_fallback") else "char"
             self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
-            self._finder = FastTokenizer.from_str(json.dumps(_finder(state, self.controls)))
             self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+            # Where a normalizer decides what spells a token, the library finds them; otherwise looking up is faster.
+            normalized = state.get("normalizer") and any(token["normalized"] for token in controls.values())
+            finds = normalized or any(token["single_word"] for token in controls.values())
+            finder = _finder(state, list(controls.values())) if finds else None
+            self._finder = None if finder is None else FastTokenizer.from_str(json.dumps(finder))
+            self._found = dict(enumerate((ids[content] for content in controls), 1))  # ids by those of the finder
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"this is not a tokenizer: {error}", where=str(self.folder / FILE)) from error
-        self._found = dict(enumerate(self.controls.values(), 1))  # ids by those of the finder
+        self._lengths: dict[str, list[int]] = {}  # of control tokens by their first character, the longest first
+        for content in sorted(controls, key=len, reverse=True):
+            lengths = self._lengths.setdefault(content[0], [])
+            lengths += [len(content)] if len(content) not in lengths else []
+        self._first = re.compile("|".join(map(re.escape, self._lengths)) or "(?!)")
         pieces = {piece.replace(_SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
         self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
+        self._state = state
+        self._forget(
+            "marks", "piece_bytes", "opening", "stops", "conversation_marks", "turn_form", "_spells_everything"
+        )
+
+    def _forget(self, *cached: str) -> None:
+        for name in cached:
+            self.__dict__.pop(name, None)
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
         for name in _COPIED:
             if (self.folder / name).is_file():
                 write_atomically(folder / name, (self.folder / name).read_bytes())
-        if self._grown is not None:
-            write_json(folder / FILE, self._grown)
+        if self._grown:
+            write_json(folder / FILE, self._state)
         if self._configured_stops and not (folder / _GENERATION).exists():
             write_json(folder / _GENERATION, {"eos_token_id": list(self._configured_stops)})
 
     def add_chat_tokens(self) -> tuple[int, ...]:
         """Give the vocabulary those of ChatML's two tokens that it lacks, after its last id; return their ids."""
-        state = read_object(self.folder / FILE)
         lacking = [CONTROL_PIECES[at] for at in (IM_START, IM_END) if CONTROL_PIECES[at] not in self.controls]
         if len(self._pieces) < self.vocabulary and lacking:
             raise UserError("its ids have gaps, so none can be added", where=str(self.folder / FILE))
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         added = [{"id": self.vocabulary + at, "content": piece, **flags} for at, piece in enumerate(lacking)]
-        if added:
-            self._grown = state | {"added_tokens": [*state.get("added_tokens", ()), *added]}
-            for name in ("marks", "piece_bytes", "opening"):
-                self.__dict__.pop(name, None)
-            self._build(self._grown)
+        self._grown = bool(added)
+        self._build(self._state | {"added_tokens": [*self._state.get("added_tokens", ()), *added]})
         return tuple(self.controls[piece] for piece in lacking)
 
     def use_template(self, source: str | None) -> None:
         """Write conversations in this Jinja template; in ChatML if None. Raises UserError if it is not one."""
-        from affinage.data.chat import ChatTemplate
-
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+        self._forget("stops", "conversation_marks", "turn_form")
+
+    # ---- special ids ----
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -170,8 +183,6 @@ class Tokenizer:
 
         Its bos_token also where only a chat template of ours says so: tokenizer.json does not, as `encode` adds none.
         """
-        from affinage.data.chat import opens
-
         if self.fixed_ids:
             return (BOS,)
         plain = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
@@ -203,25 +214,24 @@ class Tokenizer:
     @cached_property
     def _configured_stops(self) -> tuple[int, ...]:
         """The eos_token_id, one or several, that the model's own files name."""
-        for name in (_GENERATION, "config.json"):
-            if self.fixed_ids or not (self.folder / name).is_file():
-                continue
-            named = read_object(self.folder / name).get("eos_token_id")
-            found = [id_ for id_ in (named if isinstance(named, list) else [named]) if type(id_) is int]
-            if found:
-                return tuple(id_ for id_ in found if 0 <= id_ < self.vocabulary)
+        for name in () if self.fixed_ids else (_GENERATION, "config.json"):
+            if (self.folder / name).is_file():
+                named = read_object(self.folder / name).get("eos_token_id")
+                found = [id_ for id_ in (named if isinstance(named, list) else [named]) if type(id_) is int]
+                if found:
+                    return tuple(id_ for id_ in found if 0 <= id_ < self.vocabulary)
         return ()
 
-    @property
+    @cached_property
     def stops(self) -> tuple[int, ...]:
         """Ids that end what a model says: ends of texts, of messages, and those that the model's files name."""
         own = (EOS, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self._id_of(CONTROL_PIECES[IM_END]))
-        ends = () if self.template is None else self.template.ends(self)
+        ends = () if self.template is None else self.template.end_of_answers(self)
         return tuple(dict.fromkeys(id_ for id_ in (*own, *self._configured_stops, *ends) if id_ is not None))
 
     @cached_property
     def marks(self) -> Marks:
-        """What rows of its ids are read by.
+        """The ids by which rows of documents are read.
 
         A chat model's eos_token may end messages, not documents; then its <|endoftext|> does, or its pad_token.
         """
@@ -235,6 +245,16 @@ class Tokenizer:
             raise UserError("this tokenizer has no token that ends a document", where=str(self.folder / CONFIG))
         begin = self.opening[0] if self.opening and self.opening[0] != end else None
         return Marks(begin, end, end if self.pad in (None, begin) else int(self.pad or 0))
+
+    @cached_property
+    def conversation_marks(self) -> Marks:
+        """The ids by which rows of conversations are read. Raises UserError if none can stand between them."""
+        return self.marks if self.template is None else self.template.boundary_ids(self)
+
+    @cached_property
+    def turn_form(self) -> TurnForm | None:
+        """How the template writes an answer."""
+        return None if self.template is None else turn_form(self.template, self)
 
     def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and after the text of a document; affinage's own put a pair around source code, too."""
@@ -257,6 +277,8 @@ class Tokenizer:
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
         """The smallest unsigned type that holds every id."""
         return np.uint16 if self.vocabulary < 2**16 else np.uint32
+
+    # ---- text to ids ----
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of raw text: nothing is put before it, and text that spells a control token stays text.
@@ -284,53 +306,69 @@ class Tokenizer:
         ends = np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
         return np.fromiter(chain.from_iterable(encoded), self.dtype, int(ends[-1]) if len(ends) else 0), ends
 
-    def encode_message(self, role: str, content: str) -> tuple[list[int], int]:
-        """Return the ids of `{role}\\n{content}`, and how many of them are not the content's."""
-        encoded = self._fast.encode(_plain(f"{role}\n{content}"), add_special_tokens=False)
-        return encoded.ids, sum(end <= len(role) + 1 for _, end in encoded.offsets)
-
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """Where the library would find control tokens in a text: (id, first character, end) of each."""
-        found = self._finder.encode(text, add_special_tokens=False)
-        return [(self._found[at], *span) for at, span in zip(found.ids, found.offsets, strict=True) if at]
+        """Return where control tokens are spelled in a text: (id, first character, end) of each."""
+        if self._finder is not None:
+            encoded = self._finder.encode(text, add_special_tokens=False)
+            return [(self._found[at], *span) for at, span in zip(encoded.ids, encoded.offsets, strict=True) if at]
+        spans, end = [], 0
+        for match in self._first.finditer(text):
+            start = match.start()
+            for length in self._lengths[match[0]] if start >= end else ():
+                piece = text[start : start + length]
+                if piece in self.controls:
+                    end = start + len(piece)
+                    spans.append((self.controls[piece], start, end))
+                    break
+        return spans
 
-    def guard(self, text: str, *, assistant: bool = False) -> str:
-        """Return what a message says with a guard in whatever spells a control token; see `encode_rendered`.
+    def guard(self, text: str, *, tags: bool = False) -> str:
+        """Return the text of a message with a guard in whatever spells a control token; see `encode_rendered`.
 
-        Tags such as <think>, where they are no special tokens, are structure in what an `assistant` says.
+        With `tags`, tags such as <think> are structure, where they are no special tokens.
         """
         text, at, parts = _plain(text), 0, []
         for id_, start, _ in self.control_spans(text):
-            if assistant and id_ not in self._special and _TAG.fullmatch(self._pieces[id_]):
-                continue
-            parts += [text[at : start + 1], _GUARD]
-            at = start + 1
+            if not (tags and id_ not in self._special and _TAG.fullmatch(self._pieces[id_])):
+                parts += [text[at : start + 1], _GUARD]
+                at = start + 1
         return "".join([*parts, text[at:]])
 
     def unguard(self, text: str) -> str:
         """Return a text without the guards of `guard`."""
         return text.replace(_GUARD, "")
 
-    def encode_rendered(self, text: str) -> tuple[list[int], Int64[np.ndarray, "tokens 2"]]:
-        """Return the ids of what a chat template made, as transformers has them, and the characters of each.
+    def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
+        """Return the ids of what a chat template wrote, as transformers has them, and which lie in spans of characters.
 
-        What spells a control token is that token, unless `guard` has put a guard into it.
+        What spells a control token is that token, unless `guard` has put a guard into it. A token that lies in a span
+        only in part counts.
         """
         text = encodable(text).replace(_MARK, REPLACEMENT)
-        parts: list[str] = []
-        places: list[int] = []  # in `text`, of the characters of what is encoded
-        at, is_guarded = 0, _GUARD in text
-        for id_, start, end in [*self.control_spans(text), (-1, len(text), len(text))]:
-            between = range(at, start)
-            places += [place for place in between if text[place] != _GUARD] if is_guarded else between
-            parts.append(text[at:start].replace(_GUARD, ""))
-            if id_ >= 0:
-                parts.append(_name(id_))
-                places += [start] * len(parts[-1])
+        edits = [(start, end, _name(id_)) for id_, start, end in self.control_spans(text)]
+        if _GUARD in text:
+            edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
+        parts, at, growth = [], 0, [0]
+        for start, end, name in edits:
+            parts += [text[at:start], name]
             at = end
-        encoded = self._fast.encode("".join(parts), add_special_tokens=False)
-        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-        return encoded.ids, np.array([*places, len(text)])[offsets]
+            growth.append(growth[-1] + len(name) - (end - start))
+        named, starts = "".join([*parts, text[at:]]), [start for start, *_ in edits]
+        encoded = self._fast.encode(named, add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        trained = [False] * len(ids)
+        for span in spans:
+            begin, stop = (place + growth[bisect_left(starts, place)] for place in span)
+            found = map(encoded.char_to_token, range(begin, len(named)))
+            first = next((token for token in found if token is not None), len(ids))
+            found = map(encoded.char_to_token, range(stop, len(named)))
+            end = next((token for token in found if token is not None), len(ids))
+            while end < len(ids) and encoded.token_to_chars(end)[0] < stop:
+                end += 1
+            trained[first:end] = [True] * (end - first)
+        return ids, trained
+
+    # ---- ids to text ----
 
     def id_to_piece(self, token: int) -> str:
         """Return how the vocabulary spells one id; a space may be U+2581, a byte <0x41>."""
@@ -342,12 +380,11 @@ class Tokenizer:
         controls, alphabet = set(self.controls.values()), frozenset(pre_tokenizers.ByteLevel.alphabet())
         found = np.zeros(self.vocabulary, np.int64)
         for token, piece in self._pieces.items():
-            if token in controls:
-                continue
-            if self._byte_level and alphabet.issuperset(piece):  # which spells every byte as a character
-                found[token] = len(piece)
-            else:
-                found[token] = 1 if _BYTE.fullmatch(piece) else len(piece.replace(_SPACE, " ").encode())
+            if token not in controls:
+                # Byte-level pieces spell every byte as a character.
+                is_bytes = self._byte_level and alphabet.issuperset(piece)
+                plain = len(piece) if is_bytes else len(piece.replace(_SPACE, " ").encode())
+                found[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
         return found
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
@@ -362,6 +399,23 @@ class Tokenizer:
         ends[-1:] = [len(text)] if ends else []
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
         return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
+
+    @cached_property
+    def _spells_everything(self) -> bool:
+        """Whether every byte has an id."""
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if self._byte_level else [f"<0x{n:02X}>" for n in range(256)]
+        return set(alphabet) <= set(self._pieces.values())
+
+    def unspelled(self, text: str) -> int:
+        """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
+        if self._spells_everything:
+            return 0
+        text, unknown = _plain(text), UNK if self.fixed_ids else self._named("unk_token")
+        encoded = self._fast.encode(text, add_special_tokens=False)
+        spelled = np.array(list(map(str.isspace, text)), bool)
+        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            spelled[start:stop] |= token != unknown
+        return int(np.count_nonzero(~spelled))
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.
@@ -443,11 +497,9 @@ def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
     return state | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
 
 
-def _finder(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
-    """A tokenizer.json that finds control tokens, ids from 1 on, and nothing else."""
-    known = {token["content"]: token for token in state.get("added_tokens", ())}
-    exact = {"lstrip": False, "rstrip": False}
-    added = [known[content] | exact | {"id": at} for at, content in enumerate(controls, 1)]
+def _finder(state: dict[str, Any], controls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a tokenizer.json that finds control tokens, with ids from 1 on, and nothing else."""
+    added = [token | {"lstrip": False, "rstrip": False, "id": at} for at, token in enumerate(controls, 1)]
     parts = dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder"))
     model = {"type": "WordLevel", "vocab": {_MARK: 0}, "unk_token": _MARK}
     return {"version": "1.0", **parts, "normalizer": state.get("normalizer"), "added_tokens": added, "model": model}

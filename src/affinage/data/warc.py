@@ -2,7 +2,7 @@
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import zstandard
@@ -18,11 +18,6 @@ from affinage.data.readers import BadRecord, Record
 
 _HTML = ("text/html", "application/xhtml+xml")
 _READ = WarcRecordType.response | WarcRecordType.conversion
-_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
-
-
-class _UnknownCoding(Exception):
-    """A compression that is not read here. `str()` of it is its name."""
 
 
 def read_warc(file: SourceFile, settings: SourceSettings) -> Iterator[Record | BadRecord]:
@@ -50,25 +45,31 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
     html = entry.record_type == WarcRecordType.response
     if html:
         kind = (entry.http_content_type or "").lower()
-        if not entry.is_http or entry.http_headers is None or entry.http_headers.status_code != 200:
-            status = entry.http_headers.status_code if entry.http_headers is not None else "none"
+        status = None if entry.http_headers is None else entry.http_headers.status_code
+        if not entry.is_http or status != 200:
             return BadRecord(id, "not found", f"status {status} of {url}")
         if not kind.startswith(_HTML):
             return BadRecord(id, "not HTML", f"{kind or 'no content type'} of {url}")
     content = entry.reader.read(limit + 1)
     if len(content) <= limit < entry.content_length or len(content) < min(entry.content_length, limit):
         raise DamagedFile(f"the file is cut off in the record of {url}")
-    if html:
+    # Many archives hold bodies that were decoded already, under the header of before: a body that is not coded as the
+    # header says is taken as it is. FastWARC's own decoding ends the whole archive there.
+    headers = (
+        [(entry.http_headers.get(name) or "") for name in ("Content-Encoding", "Transfer-Encoding")] if html else []
+    )
+    codings = [coding.strip().lower() for header in headers for coding in header.split(",") if coding.strip()]
+    for coding in reversed(codings):
         try:
-            content = _decoded_body(content, entry.http_headers, limit + 1)
-        except _UnknownCoding as coding:
+            content = _decode(content, coding, limit + 1)
+        except LookupError:
             return BadRecord(id, "unknown compression", f"{coding} of {url}")
+        except (ValueError, zlib.error, zstandard.ZstdError):
+            continue
     if len(content) > limit:
         return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
     text = _text_of_page(content, entry.http_charset or "") if html else content.decode("utf-8", "replace")
-    if not text.strip():
-        return BadRecord(id, "empty", f"no text in {url}")
-    return Record(id, encodable(text), url=url)
+    return Record(id, encodable(text), url=url) if text.strip() else BadRecord(id, "empty", f"no text in {url}")
 
 
 def _text_of_page(content: bytes, charset: str) -> str:
@@ -77,51 +78,27 @@ def _text_of_page(content: bytes, charset: str) -> str:
     The page is in the charset that its header states, or else in the one it looks like: many state what is no charset.
     """
     html = content.decode("utf-8", "replace")
-    for encoding in (charset, detect_encoding(content)):
+    for encoding in filter(None, (charset, detect_encoding(content))):
         with contextlib.suppress(LookupError, ValueError):
-            if encoding:
-                html = str(bytes_to_str(content, encoding, errors="replace"))
-                break
+            html = str(bytes_to_str(content, encoding, errors="replace"))
+            break
     return str(extract_plain_text(html, main_content=True, alt_texts=False, list_bullets=False))
 
 
-def _decoded_body(content: bytes, headers: Mapping[str, str], limit: int) -> bytes:
-    """The body of an answer without its transfer and content codings, at most `limit` bytes of it.
-
-    Many archives hold bodies that were decoded already, under the header of before: a body that is not coded as the
-    header says is taken as it is. FastWARC's own decoding ends the whole archive there.
-    """
-    codings = [
-        [coding for each in (headers.get(name) or "").lower().split(",") if (coding := each.strip())]
-        for name in ("Content-Encoding", "Transfer-Encoding")
-    ]
-    for coding in reversed([coding for both in codings for coding in both]):
-        try:
-            content = _decode(content, coding, limit)
-        except (ValueError, zlib.error, zstandard.ZstdError):
-            continue
-    return content
-
-
 def _decode(content: bytes, coding: str, limit: int) -> bytes:
+    """At most `limit` bytes of a body without one coding. Raises LookupError for a coding that is not read."""
     match coding:
-        case "identity" | "none":
-            return content
-        case "chunked":
-            return _joined(content)
-        case "gzip" | "x-gzip":
-            return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(content, limit)
-        case "deflate":
-            try:
-                return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(content, limit)
-            except zlib.error:  # without the header that it should have
-                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, limit)
+        case "gzip" | "x-gzip" | "deflate":
+            raw = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
+            return zlib.decompressobj(-zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32).decompress(content, limit)
         case "zstd":
             with zstandard.ZstdDecompressor().stream_reader(content) as stream:
                 return stream.read(limit)
-    if content.lstrip()[:1] == b"<":
+        case "chunked":
+            return _joined(content)
+    if coding in ("identity", "none") or content.lstrip()[:1] == b"<":
         return content
-    raise _UnknownCoding(coding)
+    raise LookupError(coding)
 
 
 def _joined(content: bytes) -> bytes:

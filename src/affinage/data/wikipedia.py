@@ -22,9 +22,7 @@ from affinage.data.wikitext import wikitext_to_text
 
 LICENSE = "cc-by-sa-4.0"
 _STREAM = re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59")  # how a bzip2 stream begins: 10 bytes, at a whole byte
-_STREAM_BYTES = 10
 _HEAD_BYTES = 1_000_000
-_TAIL_BYTES = 100
 _PAGE_BYTES = 16_000_000  # MediaWiki itself takes no article over 2 MB
 _DROPPED_NAMESPACES = ("6", "14")  # of files and categories: links to them are no text
 _LANGUAGE = re.compile(r'<mediawiki[^>]*\bxml:lang="([\w-]+)"')
@@ -44,25 +42,19 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
 
     Ids are the page ids; what is no article is left out without being counted.
     """
-    site = _site(file)
-    content = _streams(file) if compression_of(file.name) == ".bz2" else _whole(file)
-    ends = file.stop is None or file.stop == file.bytes
-    for page in _pages(content, file.name, ends):
-        if isinstance(page, BadRecord):
-            yield page
-        elif (article := _article(page, site, file.name)) is not None:
-            yield article
-
-
-def _site(file: SourceFile) -> _Site:
-    """What the head of the dump says about the wiki."""
     with open_plain(file) as stream:
         head = stream.read(_HEAD_BYTES).decode("utf-8", "replace")
     language, base = _LANGUAGE.search(head), _BASE.search(head)
     if "<mediawiki" not in head or base is None:
         raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
     names = {name.lower() for key, name in _NAMESPACE.findall(head) if key in _DROPPED_NAMESPACES}
-    return _Site(language[1] if language else "", unescape(base[1]), frozenset({"file", "image", "category", *names}))
+    dropped = frozenset({"file", "image", "category", *names})
+    site = _Site(language[1] if language else "", unescape(base[1]), dropped)
+    content = _streams(file) if compression_of(file.name) == ".bz2" else _whole(file)
+    for page in _pages(content, file):
+        found = page if isinstance(page, BadRecord) else _article(page, site, file.name)
+        if found is not None:
+            yield found
 
 
 def _whole(file: SourceFile) -> Iterator[bytes]:
@@ -95,43 +87,32 @@ def _next_stream(raw: IO[bytes], start: int, stop: int) -> int | None:
         window += chunk
         if found := _STREAM.search(window):
             return start + found.start() if start + found.start() < stop else None
-        passed = max(0, len(window) - _STREAM_BYTES + 1)
-        start, window = start + passed, window[passed:]
+        start, window = start + max(0, len(window) - 9), window[-9:]
     return None
 
 
-def _pages(content: Iterator[bytes], name: str, ends: bool) -> Iterator[bytes | BadRecord]:
+def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes | BadRecord]:
     """The `<page>` elements, one by one; one over the limit is skipped without being held.
 
-    Where the dump `ends` in this content, its end must be there.
+    Raises DamagedFile where the end of the dump should be in this content, and is not.
     """
-    tail = b""
-    limit, buffer, skipping, number = min(_PAGE_BYTES, readers.MAX_RECORD_BYTES), b"", False, 0
+    limit = min(_PAGE_BYTES, readers.MAX_RECORD_BYTES)
+    buffer, tail, number, skipping = b"", b"", 0, False
     for chunk in content:
         buffer += chunk
-        tail = (tail + chunk[-_TAIL_BYTES:])[-_TAIL_BYTES:]
-        while True:
-            if skipping:
-                end = buffer.find(b"</page>")
-                buffer = buffer[end:] if end >= 0 else buffer[-6:]
-                if end < 0:
-                    break
-                skipping = False
-            start = buffer.find(b"<page>")
-            end = buffer.find(b"</page>", max(start, 0))
-            if start < 0:
-                buffer = buffer[-6:]
-                break
-            if end < 0:
-                if len(buffer) - start > limit:
-                    yield BadRecord(f"{name}#{number + 1}", "too large", f"a page over {limit / 1e6:.0f} MB")
-                    number, skipping = number + 1, True
-                    continue
-                break
-            number += 1
-            yield buffer[start : end + 7]
-            buffer = buffer[end + 7 :]
-    if ends and tail and b"</mediawiki>" not in tail:
+        tail = (tail + chunk[-100:])[-100:]
+        *pages, buffer = buffer.split(b"</page>")
+        for page in pages:
+            number += not skipping
+            if not skipping and (start := page.find(b"<page>")) >= 0:
+                yield page[start:] + b"</page>"
+            skipping = False
+        if skipping or b"<page>" not in buffer:
+            buffer = buffer[-7:]
+        elif len(buffer) > limit:
+            number, skipping = number + 1, True
+            yield BadRecord(f"{file.name}#{number}", "too large", f"a page over {limit / 1e6:.0f} MB")
+    if file.stop in (None, file.bytes) and tail and b"</mediawiki>" not in tail:
         raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
 
 

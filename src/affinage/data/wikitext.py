@@ -1,7 +1,7 @@
 """Wikitext to plain text: what a reader of the article reads, without tables, references, pictures and boxes."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import mwparserfromhell
 from mwparserfromhell import nodes
@@ -27,61 +27,31 @@ _INTERLANGUAGE = re.compile(r"^[a-z]{2,3}(-[a-z]+)?$")
 _CENTURY = re.compile(r"^(-?[ivxlc]+)(er|re|e|ème)? (siècle|millénaire)( av\. j\.-c\.)?$", re.IGNORECASE)
 
 
-def _arguments(*wanted: int, joined: str = " ") -> Callable[[list[str]], str]:
-    """Template text: these of its unnamed arguments."""
-    return lambda given: joined.join(given[i] for i in wanted if i < len(given) and given[i])
-
-
-def _all(given: list[str]) -> str:
-    return " ".join(filter(None, given))
-
-
-def _century(given: list[str]) -> str:
-    return f"{_numeral(given[0])} siècle" if given and given[0] else ""
-
-
-def _centuries(given: list[str]) -> str:
-    """`{{s2|XVIII|XIX}}`: the eighteenth and the nineteenth."""
-    numbers = [_numeral(each) for each in given if each.upper().strip("IVXLC") == "" and each]
-    return f"{' et '.join(numbers)} siècle{'s' if len(numbers) > 1 else ''}" if numbers else ""
-
-
-def _numeral(roman: str) -> str:
-    return f"{roman.upper()}{'er' if roman.lower() == 'i' else 'e'}"
-
-
-def _sign(sign: str) -> Callable[[list[str]], str]:
-    """Template text: a sign, whatever the arguments are."""
-    return lambda _: sign
-
-
-def _before(sign: str) -> Callable[[list[str]], str]:
-    """Template text: a sign, and all arguments after it."""
-    return lambda given: " ".join([sign, *filter(None, given)])
-
-
-# Templates that stand for words in a sentence; without them its meaning would be lost. Of others see `_template`.
-_TEMPLATES: dict[str, Callable[[list[str]], str]] = {
-    **dict.fromkeys(("lang", "langue"), _arguments(1)),
-    **dict.fromkeys(
-        "nowrap nobr nobreak citation « small abbr abréviation ill lien quote exp sup ind sub".split(),
-        _arguments(0),
-    ),
-    **dict.fromkeys("date date- unité formatnum nb heure nombre nombre- mesure".split(), _all),
-    **dict.fromkeys(("date de naissance", "date de décès", "unité/2"), _all),
-    **dict.fromkeys(("convert", "cvt"), _arguments(0, 1)),
-    **dict.fromkeys(("frac", "fraction", "sfrac"), lambda given: "/".join(filter(None, given))),
-    **dict.fromkeys(("s", "s-", "siècle"), _century),
-    **dict.fromkeys(("s2", "sp", "s2-"), _centuries),
-    **{sign: _sign(sign) for sign in "er re e ème nd nde 1er 1re 2e".split()},
-    **dict.fromkeys(("circa", "c."), _before("c.")),
-    **dict.fromkeys(("no", "numéro", "n°"), _before("nº")),
-    "o": _before("º"),
-    "as of": _before("as of"),
-    **dict.fromkeys(("snd", "spnd", "ndash", "–"), lambda _: " – "),
-    "!": lambda _: "|",
+# Templates that stand for words in a sentence, by the words: {0} is the first argument without a name, {all} all of
+# them. Without these the meaning of the sentence would be lost. Of other templates see `_template`.
+_TEMPLATES = {
+    name: words
+    for words, names in {
+        "{0}": "nowrap, nobr, nobreak, citation, «, small, abbr, abréviation, ill, lien, quote, exp, sup, ind, sub",
+        "{1}": "lang, langue",
+        "{0} {1}": "convert, cvt",
+        "{all}": "date, date-, unité, formatnum, nb, heure, nombre, nombre-, mesure, date de naissance, "
+        "date de décès, unité/2",
+        "c. {all}": "circa, c.",
+        "nº {all}": "no, numéro, n°",
+        "º {all}": "o",
+        "as of {all}": "as of",
+        "M. {all}": "m.",
+        "Mme {all}": "mme",
+        "Mlle {all}": "mlle",
+        "Dr {all}": "dr",
+        "Me {all}": "me",
+        " – ": "snd, spnd, ndash, –",
+        "|": "!",
+        **{sign: sign for sign in "er re e ème nd nde 1er 1re 2e".split()},
+    }.items()
+    for name in names.split(", ")
 }
-_TITLES = {"m.": "M.", "mme": "Mme", "mlle": "Mlle", "dr": "Dr", "me": "Me"}
 _INLINE_CHARACTERS = 80  # an argument of an unknown template in a sentence that is no longer stands for words
 
 
@@ -142,22 +112,34 @@ def _template(node: nodes.Template, dropped: frozenset[str], *, inline: bool) ->
     others are boxes, references and notices.
     """
     name = str(node.name).strip()
-    if century := _CENTURY.match(name):
-        return f"{century[1].upper()}{century[2] or 'e'} {century[3].lower()}{(century[4] or '').lower()}"
-    named = any(each.showkey for each in node.params)
     arguments = [_render(each.value, dropped).strip() for each in node.params if not each.showkey]
     function, colon, argument = name.partition(":")
+    if century := _CENTURY.match(name):
+        return f"{century[1].upper()}{century[2] or 'e'} {century[3].lower()}{(century[4] or '').lower()}"
     if colon and function.lower() in ("formatnum", "lc", "uc", "ucfirst", "lcfirst"):
         return argument.strip()
-    if name.lower() in _TITLES:
-        return _before(_TITLES[name.lower()])(arguments)
-    if (shown := _TEMPLATES.get(name.lower().replace("_", " "))) is not None:
-        return shown(arguments)
-    if name.lower().startswith("lang-"):
-        return arguments[0] if arguments else ""
-    if inline and not named and 1 <= len(arguments) <= 2 and max(map(len, arguments)) <= _INLINE_CHARACTERS:
-        return _all(arguments)
-    return ""
+    name = name.lower().replace("_", " ")
+    present = [each for each in arguments if each]
+    if name in ("s", "s-", "siècle"):
+        return _centuries(present[:1])
+    if name in ("s2", "sp", "s2-"):
+        return _centuries([each for each in present if not each.upper().strip("IVXLC")])
+    if name in ("frac", "fraction", "sfrac"):
+        return "/".join(present)
+    if words := _TEMPLATES.get(name) or ("{0}" if name.startswith("lang-") else ""):
+        values = dict(enumerate(arguments)) | {"all": " ".join(present)}
+        filled = re.sub(
+            r"\{(\w+)\}", lambda match: values.get(int(match[1]) if match[1].isdigit() else "all", ""), words
+        )
+        return filled if words == filled else filled.strip()
+    short = 1 <= len(arguments) <= 2 and max(map(len, arguments)) <= _INLINE_CHARACTERS
+    return " ".join(present) if inline and short and len(arguments) == len(node.params) else ""
+
+
+def _centuries(numerals: list[str]) -> str:
+    """`{{s2|XVIII|XIX}}`: the eighteenth and the nineteenth."""
+    numbers = [f"{roman.upper()}{'er' if roman.lower() == 'i' else 'e'}" for roman in numerals]
+    return f"{' et '.join(numbers)} siècle{'s' if len(numbers) > 1 else ''}" if numbers else ""
 
 
 def _tag(node: nodes.Tag, dropped: frozenset[str]) -> str:

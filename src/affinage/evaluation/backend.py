@@ -1,5 +1,6 @@
 """affinage's models as lm-evaluation-harness sees them."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,21 +15,20 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.cluster.processes import Processes
 from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
-from affinage.evaluation.batch_size import shorter_rows_that_fit
-from affinage.evaluation.scoring import Scorer
+from affinage.evaluation.scoring import Scorer, shorter_rows_that_fit
 from affinage.generation.engine import Generation, generate
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import SamplingParams
 
-# Seconds that one host may take longer than another to fetch a task's data and to write its questions. Waited for here,
-# where it is known what for: inside a program of all hosts who is early would seem to stand still.
+# Seconds that one host may take longer than another to fetch a task's data and to write its questions. They wait here:
+# inside a program of all hosts, the earlier one would seem to hang.
 _APART = 3600.0
-_TEXTS_AT_ONCE = 2048  # that are encoded: what a tokenizer keeps of each meanwhile is far more than its ids
+_TEXTS_AT_ONCE = 2048  # that are encoded together
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A text the model was asked to continue, and its continuation."""
+    """A text that the model continued, and its continuation."""
 
     prompt: str
     generation: Generation
@@ -37,16 +37,16 @@ class Answer:
 class JaxLM(TemplateLM):
     """Scores and generates for the harness.
 
-    Every text begins with <s>, as every document did in training; the `hf` backend does the same when it is given
-    `add_bos_token=True`. In a raw text nothing is taken for a control token; in a text that `apply_chat_template` made,
-    the template's control tokens are, and those that a message spells are not.
+    Every text begins with <s>, as every document did in training; the `hf` backend does the same with
+    `add_bos_token=True`. Raw text never becomes a control token; in a text that `apply_chat_template` made, the
+    template's control tokens are, and those that a message spells are not.
     """
 
     def __init__(
         self,
         model: LoadedModel,
         *,
-        batch: int = 64,  # rows of the model's context that memory holds at once, however many shorter ones those are
+        batch: int = 64,  # rows of the model's context that memory holds at once
         max_new_tokens: int = 64,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -54,19 +54,16 @@ class JaxLM(TemplateLM):
         self.model = model
         self.answers: list[Answer] = []  # everything generated so far
         self.requests = 0  # continuations scored and texts generated so far
-        self._max_new_tokens = max_new_tokens
-        self._progress = progress
-        self._scorer = Scorer(model, batch=batch)
-        self._batch = batch
-        self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
         self.seconds = 0.0  # spent on scoring and generating
+        self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
+        self._max_new_tokens, self._progress, self._batch = max_new_tokens, progress, batch
+        self._scorer = Scorer(model, batch=batch)
         self._encoded: dict[str, list[int]] = {}  # see `_encoded_ahead`
-        self._longer: set[tuple[str, ...]] = set()  # see `was_longer`
+        self._truncated: set[tuple[str, ...]] = set()  # see `was_truncated`
         own, tokenizer = model.tokenizer.template, model.tokenizer
         source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
         named = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
         self._template = ChatTemplate(source, named if own is None else own.special_tokens)
-        self._controls = tokenizer.controls
 
     @property
     def eot_token_id(self) -> int:
@@ -84,44 +81,39 @@ class JaxLM(TemplateLM):
         return self.model.context
 
     @property
-    def max_gen_toks(self) -> int:
-        """How many tokens are generated where a task does not say."""
-        return self._max_new_tokens
-
-    @property
     def tokenizer_name(self) -> str:
         """Names the tokenizer in the harness's cache of requests."""
         return f"affinage-{self.model.name}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text, for the harness's records."""
+        """Return the template's text, for the harness's records."""
         return self._template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation in the chat template; without a generation prompt its last message is left open."""
+        """Return the conversation in the chat template; without a generation prompt its last message is left open."""
         self.in_chat_template = True
         own = self.model.tokenizer.template is not None
-        told = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
-        messages = guarded(told, self.model.tokenizer)
+        history = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
+        messages = guarded(history, self.model.tokenizer)
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         last = str(messages[-1]["content"])
-        for written in (last, last.strip()):  # some templates strip what is said
+        for written in (last, last.strip()):  # some templates strip messages
             if written in text:
                 return text[: text.rindex(written) + len(written)]
-        return self._template.render(messages[:-1], add_generation_prompt=True) + last  # and some change it
+        return self._template.render(messages[:-1], add_generation_prompt=True) + last  # and some change them
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text, with <s> before them unless `add_special_tokens` is False or the template has put it there."""
+        """Return the ids of a text, after <s> unless `add_special_tokens` is False or the template has put it there."""
         tokenizer = self.model.tokenizer
         if self.in_chat_template:
             ids = tokenizer.encode_rendered(string)[0]
+            if tokenizer.template is not None:
+                return ids  # its beginning is the template's business
         else:
-            known = self._encoded.get(string)
-            ids = tokenizer.encode(string) if known is None else known
-        if self.in_chat_template and tokenizer.template is not None:
-            return ids  # what a text begins with is the template's business
+            found = self._encoded.get(string)
+            ids = tokenizer.encode(string) if found is None else found
         opening = list(tokenizer.opening)
         return ids if add_special_tokens is False or ids[: len(opening)] == opening else [*opening, *ids]
 
@@ -132,22 +124,17 @@ class JaxLM(TemplateLM):
         return before, scored
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For every (context, continuation): log-probability of the continuation, and whether it is greedy."""
+        """Return for every (context, continuation) the continuation's log-probability, and whether it is greedy."""
         with self._encoded_ahead(request.args for request in requests):
             results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return results
 
     @contextmanager
     def _encoded_ahead(self, pairs: Iterable[tuple[str, str]]) -> Iterator[None]:
-        """While entered, `tok_encode` looks up what the harness will ask of (context, continuation) pairs.
-
-        It asks for a context as often as it has continuations, and for one text after the other.
-        """
-        # A continuation begins with the spaces that its context ends with.
-        asked = (
-            text for before, after in pairs for text in ((before + after, before.rstrip()) if before else (after,))
-        )
-        texts = [] if self.in_chat_template else list(dict.fromkeys(asked))
+        """While entered, `tok_encode` looks up the texts of (context, continuation) pairs, encoded in batches."""
+        # The harness moves the spaces that a context ends with into the continuation.
+        needed = ((before + after, before.rstrip()) if before else (after,) for before, after in pairs)
+        texts = [] if self.in_chat_template else list(dict.fromkeys(text for some in needed for text in some))
         try:
             for start in range(0, len(texts), _TEXTS_AT_ONCE):
                 some = texts[start : start + _TEXTS_AT_ONCE]
@@ -160,8 +147,7 @@ class JaxLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        lengths = (len(context) + len(continuation) for context, continuation in pairs)
-        self._longer |= {one[0] for one, length in zip(requests, lengths, strict=True) if length > self.max_length + 1}
+        self._truncated |= {one for one, before, after in requests if len(before) + len(after) > self.max_length + 1}
 
         def keep(index: int, answer: tuple[float, bool]) -> None:
             self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
@@ -169,83 +155,80 @@ class JaxLM(TemplateLM):
         return self._score(pairs, "continuations", keep)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Log-probability of every text, in disjoint windows of the model's context, the first one after <s>."""
-        totals = self.rolling([request.args[0] for request in requests])
+        """Return the log-probability of every text, in disjoint windows of the context, the first one after <s>."""
+        totals = self._rolling([request.args[0] for request in requests])
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def rolling(self, texts: Sequence[str], *, ended: bool = False) -> list[float]:
-        """Log-probability of every text, given the <s> before it; with `ended`, also that of the </s> after it."""
+    def bits_per_byte(self, texts: Sequence[str]) -> float:
+        """Return the bits that the model needs per UTF-8 byte of the texts, the ends of texts included."""
+        total = sum(len(text.encode("utf-8")) for text in texts)
+        if total == 0:
+            raise ValueError("there is no text to score")
+        return -sum(self._rolling(texts, (self.eot_token_id,))) / math.log(2) / total
+
+    def _rolling(self, texts: Sequence[str], end: Sequence[int] = ()) -> list[float]:
         owners: list[int] = []
         windows: list[tuple[list[int], list[int]]] = []
         for index, text in enumerate(texts):
-            tokens = self.model.tokenizer.encode(text)
             for window in get_rolling_token_windows(
-                token_list=[*tokens, self.eot_token_id] if ended else tokens,
+                token_list=[*self.model.tokenizer.encode(text), *end],
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             ):
                 owners.append(index)
                 windows.append(make_disjoint_window(window))
-        self._longer |= {(texts[index],) for index, pieces in Counter(owners).items() if pieces > 1}
+        self._truncated |= {(texts[index],) for index, pieces in Counter(owners).items() if pieces > 1}
         totals = [0.0] * len(texts)
         for index, (value, _) in zip(owners, self._score(windows, "windows of text"), strict=True):
             totals[index] += value
         return totals
 
-    def was_longer(self, arguments: Sequence[Any]) -> bool:
-        """Whether a request of these arguments did not fit the context: it was cut from the left, or is in pieces."""
-        return tuple(one for one in arguments if isinstance(one, str)) in self._longer
+    def was_truncated(self, arguments: Sequence[Any]) -> bool:
+        """Return whether a request of these arguments did not fit the context: it was cut, or scored in pieces."""
+        return tuple(one for one in arguments if isinstance(one, str)) in self._truncated
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """The text that follows every context, up to a stop string, <|im_end|>, </s> or the length a task asks for."""
-        grouped: dict[str, tuple[SamplingParams, list[int]]] = {}
+        """Return the text after every context, up to a stop string, <|im_end|>, </s> or the length of the task."""
+        grouped: dict[SamplingParams, list[int]] = {}
         for index, request in enumerate(requests):
-            wanted = self._request(request.args[1])
-            grouped.setdefault(repr(wanted), (wanted, []))[1].append(index)
-        texts = [""] * len(requests)
+            grouped.setdefault(self._params(request.args[1]), []).append(index)
         done: dict[int, Answer] = {}
-        started = time.monotonic()
-        for wanted, indices in grouped.values():
-            room = self.max_length - wanted.max_new_tokens
-            prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
-            self._longer |= {(requests[i].args[0],) for i, ids in zip(indices, prompts, strict=True) if len(ids) > room}
-            prompts = [ids[-room:] for ids in prompts]
-            prompts = [ids or [self.prefix_token_id] for ids in prompts]
+        with self._timed(len(requests)):
+            for params, indices in grouped.items():
+                room = self.max_length - params.max_new_tokens
+                prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
+                pairs = zip(indices, prompts, strict=True)
+                self._truncated |= {(requests[index].args[0],) for index, ids in pairs if len(ids) > room}
+                prompts = [ids[-room:] or [self.prefix_token_id] for ids in prompts]
 
-            def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
-                request = requests[indices[place]]
-                texts[indices[place]] = generation.text
-                done[indices[place]] = Answer(self.model.tokenizer.unguard(request.args[0]), generation)
-                self.cache_hook.add_partial("generate_until", request.args, generation.text)
-                self._progress(f"generated {len(done):,} of {len(requests):,} texts")
+                def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
+                    request = requests[indices[place]]
+                    done[indices[place]] = Answer(self.model.tokenizer.unguard(request.args[0]), generation)
+                    self.cache_hook.add_partial("generate_until", request.args, generation.text)
+                    self._progress(f"generated {len(done):,} of {len(requests):,} texts")
 
-            Processes.at_work().barrier("the questions of a task", seconds=_APART)
-            longest = max(map(len, prompts)) + wanted.max_new_tokens
-            batch = shorter_rows_that_fit(self._batch, longest, self.model)
-            generate(self.model, prompts, wanted, keep, max_num_seqs=batch)
-            self.requests += len(indices)
-        self.answers += [done[index] for index in sorted(done)]
-        self.seconds += time.monotonic() - started
-        return texts
+                longest = max(map(len, prompts)) + params.max_new_tokens
+                batch = shorter_rows_that_fit(self._batch, longest, self.model)
+                generate(self.model, prompts, params, keep, max_num_seqs=batch)
+        self.answers += [done[index] for index in range(len(requests))]
+        return [done[index].generation.text for index in range(len(requests))]
 
-    def _request(self, settings: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
         """The harness's generation settings as ours."""
-        kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
-        until = handle_stop_sequences(kwargs.get("until"), eos=None)
-        sampled = kwargs.get("do_sample", False)
+        kwargs = normalize_gen_kwargs(dict(settings), self._max_new_tokens)
         # The end of a document or a turn always ends a generation, so its spelling need not be looked for.
-        strings = tuple(stop for stop in until if stop and stop not in self._controls)
+        until = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=None) if stop]
         return SamplingParams(
             max_new_tokens=min(int(kwargs["max_gen_toks"]), self.max_length // 2),  # half is left for the prompt
-            temperature=float(kwargs.get("temperature", 1.0)) if sampled else 0.0,
+            temperature=float(kwargs.get("temperature", 1.0)) if kwargs.get("do_sample", False) else 0.0,
             top_k=int(kwargs.get("top_k") or 0),
             top_p=float(kwargs.get("top_p", 1.0)),
             min_p=float(kwargs.get("min_p") or 0.0),
             repetition_penalty=float(kwargs.get("repetition_penalty", 1.0)),
-            stop=strings,
+            stop=tuple(stop for stop in until if stop not in self.model.tokenizer.controls),
         )
 
     def _score(
@@ -254,8 +237,7 @@ class JaxLM(TemplateLM):
         what: str,
         answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
     ) -> list[tuple[float, bool]]:
-        Processes.at_work().barrier("the questions of a task", seconds=_APART)
-        started, scored = time.monotonic(), 0
+        scored = 0
 
         def count(index: int, answer: tuple[float, bool]) -> None:
             nonlocal scored
@@ -264,7 +246,14 @@ class JaxLM(TemplateLM):
             if scored % 16 == 0 or scored == len(pairs):
                 self._progress(f"scored {scored:,} of {len(pairs):,} {what}")
 
-        results = self._scorer.score(pairs, count)
-        self.requests += len(pairs)
+        with self._timed(len(pairs)):
+            return self._scorer.score(pairs, count)
+
+    @contextmanager
+    def _timed(self, requests: int) -> Iterator[None]:
+        """Wait for the other hosts, then count requests and seconds."""
+        Processes.at_work().barrier("the questions of a task", seconds=_APART)
+        started = time.monotonic()
+        yield
+        self.requests += requests
         self.seconds += time.monotonic() - started
-        return results

@@ -1,4 +1,4 @@
-"""Two models on the same items: the difference of their scores, and how sure it is."""
+"""Two models on the same items: the difference of their scores, and how certain it is."""
 
 import json
 import math
@@ -9,26 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from scipy import stats
 
 from affinage.errors import UserError
-from affinage.evaluation.item_lines import BITS_PER_BYTE, BYTES, LOG_LIKELIHOOD, label, scores_of
-from affinage.evaluation.result_folder import ITEMS, read_results
+from affinage.evaluation.results import BITS_PER_BYTE, BYTES, ITEMS, LOG_LIKELIHOOD, label, read_results, scores_of
 
-# Lines by the item's hash; equal ones are told apart by their order.
+# Lines by the item's hash; equal items are told apart by their order.
 _Items = dict[tuple[str, int], dict[str, Any]]
 _ALPHA = 0.05  # a smaller p is a real difference
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Score of `b` minus score of `a`, over the items that both have answered.
+    """Score of `b` minus score of `a`, over the items that both have.
 
-    The interval is Student's of the mean of paired differences, 95 %, whose standard error is the sample standard
-    deviation of the differences over the square root of their number. Of whole texts it is that of their bits per
-    byte, to which each adds by its length. `p` is how often models that are alike would differ as much: by the exact
-    sign test where all differences are of one size, as of right and wrong answers (McNemar's), else by the t test.
+    The 95 % interval is Student's of the mean of paired differences. For whole texts it is that of their bits per byte,
+    to which each contributes by its length. `p` is the probability of such a difference between equal models: by the
+    exact sign test if all differences are of one size, as of right and wrong answers (McNemar's), else by the t test.
     """
 
     task: str
@@ -54,177 +51,122 @@ class Difference:
         return self.difference == 0 and self.stderr == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return asdict(self) | {"is_real": self.is_real}
 
 
 @dataclass(frozen=True)
 class Unlike:
-    """A task that was not asked alike of both, so that what differs is not the models alone."""
+    """A task that was not the same for both, so that more than the models differs."""
 
     task: str
     questions: int  # items in common whose prompt or right answer differs
     versions: tuple[str, str] | None  # of the task, if they differ
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return asdict(self)
 
 
 class Answers:
-    """What a folder of results has on single items, for as many comparisons as there are: every file is read once."""
+    """What a folder of results has on single items; every file is read once."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is one that an evaluation wrote, with `items/TASK.jsonl`. Raises UserError if it has no results."""
         self.folder = folder
         self._files = {file.stem: file for file in sorted((folder / ITEMS).glob("*.jsonl"))}
         self._read: dict[str, dict[str | None, _Items]] = {}
-        if not self._files:
+        self.tasks = list(self._files)
+        if not self.tasks:
             raise UserError("holds no results of an evaluation", where=str(folder), fix="Run `affinage eval` first.")
-
-    @property
-    def tasks(self) -> list[str]:
-        """The tasks that were answered."""
-        return list(self._files)
 
     @cached_property
     def versions(self) -> Mapping[str, Any]:
-        """Of the tasks, as far as the results tell them."""
+        """The versions of the tasks, as far as the results have them."""
         return {task: entry.get("version") for task, entry in read_results(self.folder).get("tasks", {}).items()}
 
     def of(self, task: str) -> Mapping[str | None, _Items]:
-        """The items of a task by the filter of their answers, None where the lines name none.
-
-        Raises UserError if the file is damaged.
-        """
-        if task not in self._read:
-            self._read[task] = _by_filter(self._files[task])
-        return self._read[task]
+        """Return the items of a task by the filter of their answers. Raises UserError if the file is damaged."""
+        if task in self._read:
+            return self._read[task]
+        found: dict[str | None, _Items] = {}
+        try:
+            for line in self._files[task].read_text(encoding="utf-8").splitlines():
+                item = json.loads(line)
+                items, count = found.setdefault(item.get("filter"), {}), 0
+                while (item["hash"], count) in items:
+                    count += 1
+                items[item["hash"], count] = item
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fix = "Evaluate the model again."
+            raise UserError("these answers are damaged", where=str(self._files[task]), fix=fix) from error
+        self._read[task] = found
+        return found
 
 
 def compare(a: Answers, b: Answers) -> list[Difference]:
-    """The differences of all metrics of all tasks that two folders of results have in common.
+    """Return the differences of all metrics of all tasks that two folders of results have in common.
 
-    Where answers were read by several filters, each is compared by itself: they are of the same items.
-    Raises UserError if they have no item in common, or no score of any; items are the same if their hashes are.
+    Answers of several filters are compared filter by filter. Items are the same if their hashes are. Raises UserError
+    if the two have no item with a score in common.
     """
-    differences = [
-        one for task, filtered, ours, theirs in _in_common(a, b) for one in _of_task(task, filtered, ours, theirs)
-    ]
+    differences = [one for common in _in_common(a, b) for one in _of_task(*common)]
     if not differences:
-        if shared := {task: n for task, _, ours, theirs in _in_common(a, b) if (n := len(ours.keys() & theirs.keys()))}:
-            told = ", ".join(f"{items} of {task}" for task, items in shared.items())
-            raise UserError(
-                f"these two have items in common ({told}), but not two of them have a score that can be compared",
-                where=f"{a.folder}, {b.folder}",
-                fix="Judge both again where another version has judged them, on more items, or on another task.",
-            )
-        raise UserError(
-            "these two have no item of a benchmark in common",
-            where=f"{a.folder}, {b.folder}",
-            fix=f"Evaluate both on the same task and data; they have {', '.join(a.tasks)}, and {', '.join(b.tasks)}.",
-        )
+        what = "these two have no benchmark with at least two items in common that both have a score of"
+        fix = f"Evaluate both on the same task and data; they have {', '.join(a.tasks)}, and {', '.join(b.tasks)}."
+        raise UserError(what, where=f"{a.folder}, {b.folder}", fix=fix)
     return differences
 
 
 def unlike(a: Answers, b: Answers) -> list[Unlike]:
-    """The tasks in common whose prompts, right answers or versions differ, as far as the results tell them."""
+    """Return the tasks in common whose prompts, right answers or versions differ, as far as the results have them."""
     found: dict[str, Unlike] = {}
     for task, _, ours, theirs in _in_common(a, b):
-        questions = sum(_asked_otherwise(ours[key], theirs[key]) for key in ours if key in theirs)
-        old, new = a.versions.get(task), b.versions.get(task)
-        changed = None if old == new or None in (old, new) else (str(old), str(new))
-        if (questions or changed) and task not in found:
-            found[task] = Unlike(task, questions, changed)
+        questions = sum(_question(ours[key]) != _question(theirs[key]) for key in ours.keys() & theirs.keys())
+        versions = a.versions.get(task), b.versions.get(task)
+        changed = None if None in versions or versions[0] == versions[1] else (str(versions[0]), str(versions[1]))
+        if questions or changed:
+            found.setdefault(task, Unlike(task, questions, changed))
     return list(found.values())
 
 
-def _asked_otherwise(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    return any(ours[key] != theirs[key] for key in ("prompt_hash", "target_hash") if key in ours and key in theirs)
+def _question(line: Mapping[str, Any]) -> tuple[Any, Any]:
+    return line.get("prompt_hash"), line.get("target_hash")
 
 
 def _in_common(a: Answers, b: Answers) -> Iterator[tuple[str, str | None, _Items, _Items]]:
     """(task, filter, items of a, items of b) of every task and filter that both folders have."""
     for task in a.tasks:
-        if task not in b.tasks:
+        if task in b.tasks:
+            mine, others = a.of(task), b.of(task)
+            yield from ((task, filtered, mine[filtered], others[filtered]) for filtered in mine if filtered in others)
+
+
+def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> Iterator[Difference]:
+    keys = [key for key in ours if key in theirs]
+    pairs = [(scores_of(ours[key]), scores_of(theirs[key]), ours[key].get(BYTES)) for key in keys]
+    for metric in dict.fromkeys(name for first, _, _ in pairs for name in first):
+        scored = [(one[metric], other.get(metric), size) for one, other, size in pairs if one.get(metric) is not None]
+        scored = [entry for entry in scored if entry[1] is not None]
+        if len(scored) < 2:
             continue
-        mine, others = a.of(task), b.of(task)
-        if len(mine) == len(others) == 1 and (None in mine or None in others):  # of a version that did not name it
-            (first,), (second,) = mine, others
-            yield task, first or second, mine[first], others[second]
-            continue
-        for filtered in mine:
-            if filtered in others:
-                yield task, filtered, mine[filtered], others[filtered]
-
-
-def _by_filter(file: Path) -> dict[str | None, _Items]:
-    found: dict[str | None, _Items] = {}
-    try:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            item = json.loads(line)
-            items, count = found.setdefault(item.get("filter"), {}), 0
-            while (item["hash"], count) in items:
-                count += 1
-            items[item["hash"], count] = item
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fix = "Evaluate the model again: the answers in this file are computed again."
-        raise UserError("these answers are damaged", where=str(file), fix=fix) from error
-    return found
-
-
-def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> list[Difference]:
-    both = [(ours[key], theirs[key]) for key in ours if key in theirs]
-    common = [(scores_of(mine), scores_of(other)) for mine, other in both]
-    sizes = [mine.get(BYTES) for mine, _ in both]
-    differences = []
-    for metric in dict.fromkeys(name for first, _ in common for name in first):
-        pairs = [(first.get(metric), second.get(metric)) for first, second in common]
-        known = [place for place, pair in enumerate(pairs) if None not in pair]
-        if len(known) < 2:
-            continue
-        values = np.array([pairs[place] for place in known], np.float64)
-        weights = np.ones(len(known))
-        if metric == LOG_LIKELIHOOD and all(sizes[place] for place in known):  # of whole texts, of which each counts
+        values, weights = np.array([entry[:2] for entry in scored], np.float64), np.ones(len(scored))
+        if metric == LOG_LIKELIHOOD and all(size for *_, size in scored):  # of whole texts
             metric, values = BITS_PER_BYTE, -values / math.log(2)
-            weights = np.array([sizes[place] for place in known], np.float64)
-        first, second = values.sum(axis=0) / weights.sum()
+            weights = np.array([size for *_, size in scored], np.float64)
+        a, b = (float(score) for score in values.sum(axis=0) / weights.sum())
         apart = values[:, 1] - values[:, 0]
-        mean, error = _ratio(apart, weights)
+        # By linearization, a mean's standard error if all weigh one: Cochran, Sampling Techniques (1977), section 6.3.
+        spread = (apart - (b - a) * weights).std(ddof=1)
+        error = float(spread * math.sqrt(len(values)) / weights.sum())
         reach = float(stats.t.ppf(1 - _ALPHA / 2, len(values) - 1)) * error
-        differences.append(
-            Difference(
-                task=task,
-                metric=label(metric, filtered),
-                items=len(values),
-                unmatched=len(ours) + len(theirs) - 2 * len(common),
-                a=float(first),
-                b=float(second),
-                difference=mean,
-                stderr=error,
-                low=mean - reach,
-                high=mean + reach,
-                p=_chance(apart, mean, error),
-            )
-        )
-    return differences
-
-
-def _chance(apart: Float[np.ndarray, " items"], mean: float, error: float) -> float:
-    """The two-sided p of no difference."""
-    changed = apart[apart != 0]
-    if not len(changed):
-        return 1.0
-    if np.ptp(np.abs(changed)) < 1e-12:
-        return float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
-    return float(2 * stats.t.sf(abs(mean / error), len(apart) - 1))
-
-
-def _ratio(values: Float[np.ndarray, " items"], weights: Float[np.ndarray, " items"]) -> tuple[float, float]:
-    """The sum of values over that of weights, and its standard error by linearisation: a mean's where all weigh one.
-
-    Cochran, Sampling Techniques (1977), section 6.3, the ratio estimator.
-    """
-    ratio = values.sum() / weights.sum()
-    apart = values - ratio * weights
-    return float(ratio), float(apart.std(ddof=1) * math.sqrt(len(values)) / weights.sum())
+        changed = apart[apart != 0]
+        if not len(changed):
+            p = 1.0
+        elif np.ptp(np.abs(changed)) < 1e-12:
+            p = float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
+        else:
+            p = float(2 * stats.t.sf(abs((b - a) / error), len(apart) - 1))
+        unmatched, name = len(ours) + len(theirs) - 2 * len(pairs), label(metric, filtered)
+        low, high = b - a - reach, b - a + reach
+        yield Difference(task, name, len(values), unmatched, a, b, b - a, error, low, high, p)

@@ -1,7 +1,5 @@
-"""lm-evaluation-harness by its public interface: its tasks loaded, prompts rendered in a sandbox, answers kept."""
+"""lm-evaluation-harness by its public interface: tasks are loaded and checked, templates sandboxed, answers cached."""
 
-import ast
-import contextlib
 import dataclasses
 import io
 import json
@@ -13,7 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import Any
 
-# Read when the library `evaluate` is imported, which fetches programs of others to compute metrics, and runs them.
+# Read when the library `evaluate` is imported, which otherwise downloads programs to compute metrics, and runs them.
 os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
 
 import datasets
@@ -34,14 +32,32 @@ from affinage.cluster.processes import Processes
 from affinage.data.hub_answers import is_of_the_network, limit_requests
 from affinage.errors import UserError, did_you_mean, first_line
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, POCKET_TASKS
+from affinage.evaluation.tasks import is_offline
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
-_SHARED_AT_ONCE = 1000  # answers in a message to the other hosts
+_BROADCAST = 1000  # answers in a message to the other hosts
 _PATIENCE = 5.0  # seconds, for the Hub to answer at all
 _LOGGERS = ("lm_eval", "datasets", "evaluate", "fsspec", "filelock", "urllib3", "huggingface_hub")
 _OFFLINE = "items on this machine"  # the group that overrides the data of the harness's own tasks
+# `use_prompt` and `unsafe_code` run code of others.
 _KEYS = {one.name for one in dataclasses.fields(TaskConfig)} - {"use_prompt", "unsafe_code", "custom_dataset"}
-_TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The harness's Jinja environment, in which templates reach no object of Python and are compiled once."""
+
+    def __init__(self) -> None:
+        super().__init__(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        self.filters |= lm_eval.utils.env.filters
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def from_string(self, source: Any, *args: Any, **kwargs: Any) -> jinja2.Template:
+        if source not in self._compiled:
+            self._compiled[source] = super().from_string(source, *args, **kwargs)
+        return self._compiled[source]
+
+
+lm_eval.utils.env = _Sandbox()
 
 
 @contextmanager
@@ -64,56 +80,52 @@ def quiet() -> Iterator[None]:
         yield
 
 
+# ---- tasks ----
+
+
 def load_tasks(
     tasks: Sequence[Mapping[str, Any] | str], num_fewshot: int | None = None, shots_of: Mapping[str, int] | None = None
 ) -> dict[str, Task]:
-    """The harness's tasks by name, ready to be evaluated: configurations of task files, benchmarks, or names.
+    """Return the harness's tasks by name, ready to be evaluated: configurations of task files, benchmarks, or names.
 
-    `num_fewshot` replaces a task's own number, unless that is set to 0; where it is None, `shots_of` does by the task's
+    `num_fewshot` replaces a task's own number, unless that is set to 0; if it is None, `shots_of` does by the task's
     name. No example before a question is the item asked. Raises UserError for a name that the harness does not have,
     and for whatever is wrong with a task or its data.
     """
     random.seed(0)  # tasks may shuffle as they are loaded; these are the harness's own seeds
     np.random.seed(1234)
     loaded: dict[str, Task] = {}
-    named = [task for task in tasks if isinstance(task, str)]
-    offline = [str(task["task"]) for task in tasks if not isinstance(task, str) and is_offline(task)]
-    manager = _manager([*named, *offline])
+    manager = task_manager([str(task if isinstance(task, str) else task["task"]) for task in tasks if _is_theirs(task)])
     for task in tasks:
         name = task if isinstance(task, str) else str(task["task"])
-        where = name if isinstance(task, str) or "where" not in task else str(task["where"])
-        with _told_of(name, where):
-            if isinstance(task, str):
-                found = manager.load([task])["tasks"]
-            elif is_offline(task):
-                found = manager.load([{"group": _OFFLINE, "task": [_without_place(task)]}])["tasks"]
-            else:
-                found = manager.load([_in_sandbox(task)])["tasks"]
+        with _mistakes_in(name, name if isinstance(task, str) else str(task.get("where", name))):
+            spec: Any = task
+            if not isinstance(task, str):
+                spec = {key: value for key, value in task.items() if key != "where"}
+                if is_offline(task):
+                    spec = {"group": _OFFLINE, "task": [spec]}
+                else:
+                    _check_keys(spec)
+            found = manager.load([spec])["tasks"]
             for one in found.values():
-                _prepare(one, num_fewshot if num_fewshot is not None else (shots_of or {}).get(one.task_name))
-                if not isinstance(task, str) and not is_offline(task):
+                if isinstance(one, ConfigurableTask):
+                    _prepare(one, num_fewshot if num_fewshot is not None else (shots_of or {}).get(one.task_name))
+                if not _is_theirs(task):
                     _check_items(one)
         loaded |= found
     return loaded
 
 
-def _without_place(task: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in task.items() if key != "where"}
+def _is_theirs(task: Mapping[str, Any] | str) -> bool:
+    """Whether the definition is the harness's."""
+    return isinstance(task, str) or is_offline(task)
 
 
-def is_offline(task: Mapping[str, Any]) -> bool:
-    """Whether it is a benchmark of the harness over a file of items on this machine."""
-    return "benchmark" in (task.get("dataset_kwargs") or {})
+def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager:
+    """Return the harness's index of no more tasks than these names need; to index all 13,000 files takes seconds.
 
-
-def check_known(names: Sequence[str], where: str) -> None:
-    """Raise UserError for a name that neither we nor the harness have; reading its 13,000 files takes seconds."""
-    with quiet():
-        _manager(names, where)
-
-
-def _manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager:
-    """The harness's index of tasks, of no more of its files than these names need."""
+    Raises UserError for a name that neither we nor the harness have.
+    """
     if all(name in BENCHMARKS for name in names):
         folders = sorted({str((DEFINITIONS / BENCHMARKS[name].definition).parent) for name in names})
         return TaskManager(include_path=folders, include_defaults=False)
@@ -127,8 +139,8 @@ def _manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager
 
 
 @contextmanager
-def _told_of(name: str, where: str) -> Iterator[None]:
-    """Whatever the harness raises becomes one message that names the task; what is wrong with a network does not."""
+def _mistakes_in(name: str, where: str) -> Iterator[None]:
+    """Whatever the harness raises becomes one message that names the task, except for errors of network and machine."""
     try:
         yield
     except UserError as error:
@@ -140,73 +152,24 @@ def _told_of(name: str, where: str) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ModuleNotFoundError):
             cause = cause.__cause__ or cause.__context__
-        fix = "Mend the task file, or leave the task out."
-        if isinstance(cause, ModuleNotFoundError) and cause.name:
-            fix = f"Install what it needs: pip install {cause.name.partition('.')[0]}; or leave the task out."
+        needed = f"Install what it needs: pip install {str(cause.name).partition('.')[0]}" if cause else "Mend it"
         what = f"the task `{name}` cannot be used: {type(error).__name__}: {first_line(error)}"
-        raise UserError(what, where=where, fix=fix) from error
+        raise UserError(what, where=where, fix=f"{needed}, or leave the task out.") from error
 
 
-# ---- task files of others ----
-
-
-class Template:
-    """A Jinja template of a task, compiled once and rendered in a sandbox; the harness calls it with an item."""
-
-    _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    _ENVIRONMENT.filters |= lm_eval.utils.env.filters
-
-    def __init__(self, source: str, field: str, *, choices: bool) -> None:
-        self._source, self._field, self._choices = source, field, choices
-        self._template = self._ENVIRONMENT.from_string(source)
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> "Template":
-        return self  # the harness copies configurations
-
-    def __call__(self, item: Mapping[str, Any]) -> Any:
-        """What the harness would make of the template."""
-        if self._source in item:
-            return item[self._source]
-        text = self._template.render(**item)
-        if self._field == "doc_to_choice":
-            return ast.literal_eval(text)
-        if text.isdigit() and self._choices:
-            return int(text)
-        if self._field == "doc_to_target" and text.startswith("[") and text.endswith("]"):
-            with contextlib.suppress(SyntaxError, ValueError):
-                return ast.literal_eval(text)
-        return text
-
-
-def _in_sandbox(task: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a task file, whose templates can reach nothing and whose metrics are the harness's.
-
-    Raises UserError for keys and metrics that the harness does not have, and for templates that it would render itself.
-    """
-    config = _without_place(task)
-    for key in config.keys() - _KEYS - {"custom_dataset", "group"}:
+def _check_keys(task: Mapping[str, Any]) -> None:
+    """Raise UserError for keys and metrics of a task file that the harness does not have."""
+    for key in task.keys() - _KEYS - {"custom_dataset", "group"}:
         raise UserError(f"a task has no `{key}`", fix=did_you_mean(key, sorted(_KEYS)) or "Leave it out.")
-    for metric in config.get("metric_list") or ():
+    for metric in task.get("metric_list") or ():
         name = metric.get("metric") if isinstance(metric, Mapping) else metric
         if not isinstance(metric, Mapping) or name not in metric_registry or metric.get("hf_evaluate"):
             fix = did_you_mean(str(name), sorted(metric_registry)) or f"There are {', '.join(sorted(metric_registry))}."
             raise UserError(f"the harness computes no metric `{name}`", fix=fix)
-    for field in ("description", "gen_prefix", "doc_to_decontamination_query", "doc_to_image", "doc_to_audio"):
-        if "{" in str(config.get(field) or ""):
-            fix = "Write it as plain text, or in doc_to_text."
-            raise UserError(f"`{field}` has a template, which is not rendered here", fix=fix)
-    choices = config.get("doc_to_choice") is not None
-    for section in (config, config.get("fewshot_config") or {}):
-        for field in _TEMPLATES:
-            if isinstance(section.get(field), str):
-                section[field] = Template(section[field], field, choices=choices)
-    return config
 
 
-def _prepare(task: Task, num_fewshot: int | None) -> None:
-    """Set the number of examples, keep the item asked out of them, and compile the templates once."""
-    if not isinstance(task, ConfigurableTask):
-        return
+def _prepare(task: ConfigurableTask, num_fewshot: int | None) -> None:
+    """Set the number of examples, and keep the item asked out of them."""
     config, examples = task.config, task.fewshot_cfg
     if config.num_fewshot is None or (num_fewshot is not None and config.num_fewshot != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -217,71 +180,65 @@ def _prepare(task: Task, num_fewshot: int | None) -> None:
     if examples.samples is None and shown == evaluated:
         task.set_config(key="test_split", value=evaluated)
         examples.split = evaluated
-    for field in _TEMPLATES:
-        for section in (config, examples):
-            if isinstance(source := getattr(section, field), str):
-                setattr(section, field, Template(source, field, choices=config.doc_to_choice is not None))
-    shots = config.num_fewshot or 0
-    if shots:
+    if shots := config.num_fewshot:
         pool = len(list(task.fewshot_docs() or ())) if examples.samples is None else shots
         if shots > pool - (examples.split == evaluated):
-            fix = "Ask for fewer with --num-fewshot, or give the task more items in `fewshot_split`."
+            fix = "Request fewer with --num-fewshot, or give the task more items in `fewshot_split`."
             raise UserError(f"{shots} examples cannot be shown of the {pool} items that there are", fix=fix)
 
 
 def _check_items(task: Task) -> None:
-    """Raise UserError for the first item that cannot be scored: an empty question, a right answer that is not there."""
-
-    def wrong(number: int, what: str) -> UserError:
-        return UserError(f"item {number} {what}", fix="Mend the item, or what the task file makes of it.")
-
+    """Raise UserError for the first item that cannot be scored."""
     if task.config.num_fewshot:
-        shown = task.fewshot_cfg
         for example in task.fewshot_docs() or ():
-            task.doc_to_text(example, shown.doc_to_text)
-            task.doc_to_target(example, shown.doc_to_target)
+            task.doc_to_text(example, task.fewshot_cfg.doc_to_text)
+            task.doc_to_target(example, task.fewshot_cfg.doc_to_target)
     for number, item in enumerate(task.eval_docs, 1):
+        wrong = ""
         try:
             question, answer = task.doc_to_text(item), task.doc_to_target(item)
             choices = task.doc_to_choice(item) if task.config.doc_to_choice is not None else None
+            for template in filter(None, (task.config.description, task.config.gen_prefix)):
+                lm_eval.utils.apply_template(template, item)
         except Exception as error:  # of its templates
-            raise wrong(number, f"does not fit the templates: {first_line(error)}") from error
-        if question is None or answer is None or question == "None" or answer in ("None", []):
-            raise wrong(number, "has no question" if question in (None, "None") else "has no right answer")
-        if task.OUTPUT_TYPE != "multiple_choice":
-            continue
-        if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
-            raise wrong(number, f"has no list of choices but {choices!r}")
+            question, answer, choices, wrong = "", "", [], f"does not fit the templates: {first_line(error)}"
         right = question if isinstance(question, int) else answer
-        for one in right if isinstance(right, list) else [right]:
-            if not (isinstance(one, int) and 0 <= one < len(choices)) and one not in choices:
-                raise wrong(number, f"says that {one!r} is right, of {len(choices)} choices")
+        if question in (None, "None"):
+            wrong = "has no question"
+        elif answer is None or answer in ("None", []):
+            wrong = "has no right answer"
+        elif task.OUTPUT_TYPE == "multiple_choice" and not wrong:
+            if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+                wrong = f"has no list of choices but {choices!r}"
+            else:
+                listed = right if isinstance(right, list) else [right]
+                absent = [r for r in listed if not (isinstance(r, int) and 0 <= r < len(choices)) and r not in choices]
+                wrong = f"names {absent[0]!r} as right, of {len(choices)} choices" if absent else ""
+        if wrong:
+            raise UserError(f"item {number} {wrong}", fix="Mend the item, or what the task file makes of it.")
 
 
 # ---- answers over a kill ----
 
 
 def cached(lm: LM, path: Path, model: str) -> CachingLM:
-    """The backend with lm-evaluation-harness's own cache of answers in a file, of one model only.
+    """Return the backend with lm-evaluation-harness's own cache of answers in a file, for one model only.
 
-    The file holds JSON, not the pickles that the harness would write. Of hosts that evaluate together the first has the
-    file and shares what is in it: all of them must ask the devices the same questions.
+    The file holds JSON, not the pickles that the harness would write. When hosts evaluate together, the first one has
+    the file and broadcasts its content: all of them must send the same questions to the devices.
     """
     processes = Processes.at_work()
     path = path if processes.first else path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file():
-        with path.open("rb") as file:
-            known_form = file.read(6) == b"SQLite"
-        if not known_form:
-            path.unlink()  # of another version
+    if path.is_file() and path.read_bytes()[:6] != b"SQLite":
+        path.unlink()  # of another version
     answers = SqliteDict(str(path), encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
     if answers.get("model") != model:
         answers.clear()
         answers["model"] = model
     known = list(answers.items()) if processes.count > 1 and processes.first else []
-    for start in range(0, processes.broadcast("how many answers are known", len(known), seconds=None), _SHARED_AT_ONCE):
-        answers.update(processes.broadcast("known answers", known[start : start + _SHARED_AT_ONCE], seconds=None))
+    for start in range(0, processes.broadcast("how many answers are known", len(known), seconds=None), _BROADCAST):
+        answers.update(processes.broadcast("known answers", known[start : start + _BROADCAST], seconds=None))
     answers.commit(blocking=True)
     caching = CachingLM(lm, str(path))
     caching.dbdict.close()
@@ -295,25 +252,20 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
 
 @contextmanager
 def reachable_data(named: Sequence[str]) -> Iterator[None]:
-    """While entered, the data of the tasks `named` are fetched from the Hub; UserError where it does not answer."""
+    """While entered, the data of the tasks `named` are fetched from the Hub; UserError if it does not answer."""
     limit_requests()
     endpoint = huggingface_hub.constants.ENDPOINT
-    fix = "Check the network, set HF_HUB_OFFLINE=1 to use what was fetched before, or give a folder: --data-dir."
-    if named and not huggingface_hub.constants.HF_HUB_OFFLINE and not _answers(endpoint):
-        raise UserError(f"the items of {', '.join(named)} cannot be fetched: {endpoint} does not answer", fix=fix)
+    what = f"the items of {', '.join(named)} cannot be fetched from {endpoint}"
+    fix = "Check the network, set HF_HUB_OFFLINE=1 to use what was fetched before, or name a folder: --data-dir."
+    if named and not huggingface_hub.constants.HF_HUB_OFFLINE:
+        try:
+            huggingface_hub.get_session().head(endpoint, timeout=_PATIENCE)
+        except Exception as error:  # whatever a network, a proxy or a name server can come up with
+            raise UserError(f"{what}, which does not answer", fix=fix) from error
     try:
         yield
     except Exception as error:
         of_a_library = isinstance(error, OSError) and error.errno is None  # an error of a file here has a number
         if not named or isinstance(error, UserError) or not (of_a_library or is_of_the_network(error)):
             raise
-        what = f"the items of {', '.join(named)} cannot be fetched from {endpoint}: {first_line(error)}"
-        raise UserError(what, fix=fix) from error
-
-
-def _answers(endpoint: str) -> bool:
-    try:
-        huggingface_hub.get_session().head(endpoint, timeout=_PATIENCE)
-    except Exception:  # whatever a network, a proxy or a name server can come up with
-        return False
-    return True
+        raise UserError(f"{what}: {first_line(error)}", fix=fix) from error

@@ -1,5 +1,6 @@
-"""Log-probabilities of continuations. Only scalars leave the device."""
+"""Log-probabilities of continuations, of which only scalars leave the device; and how many rows its memory holds."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from affinage.cluster.processes import Processes
 from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
 from affinage.evaluation.batching import Batch, Pair, PrefixGroup, Row, batches, find_groups, group_requests, in_pieces
@@ -17,13 +19,18 @@ from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
 from affinage.model.parameter import Tree
 from affinage.parallel import MeshLayout
+from affinage.planning.auto_remat import present
+from affinage.planning.trace import peak_memory
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
-# What a compilation costs, in floating point operations that the machine could have done meanwhile.
+# The cost of a compilation, in floating point operations that the machine could do meanwhile.
 _COMPILE_FLOPS = {"cpu": 5e10}
 _COMPILE_FLOPS_ACCELERATOR = 1e15
 # Tokens at once, whatever memory holds: more of them leave the caches of processors, which costs up to a third.
-_MOST_TOKENS = {"cpu": 1536}
+_MAX_TOKENS = {"cpu": 1536}
+MAX_ROWS = 64  # for each device that rows are split over
+MEMORY_SHARE = 0.45  # of the memory beside the weights: XLA keeps up to twice the estimate on processors
+_TRACED = 8  # rows that are planned; memory grows in proportion
 
 Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
 Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # positions, segments, parents
@@ -63,24 +70,23 @@ def _log_probabilities(
     logits_at_once: int,
 ) -> Scores:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
-    count, vocabulary = targets.size, kernel.shape[0]
-    block = max(1, min(count, logits_at_once // vocabulary))
-    blocks = -(-count // block)
-    padding = blocks * block - count
-    rows = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(blocks, block, -1)
-    wanted = jnp.pad(targets.reshape(count), (0, padding)).reshape(blocks, block)
+    vocabulary = kernel.shape[0]
+    block = max(1, min(targets.size, logits_at_once // vocabulary))
+    blocks = -(-targets.size // block)
+    padding = blocks * block - targets.size
+    rows = jnp.pad(hidden.reshape(targets.size, -1), ((0, padding), (0, 0))).reshape(blocks, block, -1)
+    wanted = jnp.pad(targets.reshape(-1), (0, padding)).reshape(blocks, block)
 
     def one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         x, target = inputs
         logits = multiply_out(x, kernel, softcap)
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
         wanted = jnp.take_along_axis(logits, target[:, None], axis=1)
-        # The first of the largest, as argmax says; which costs CPUs almost as much as the product.
+        # The first of the largest, as argmax, which costs CPUs almost as much as the product, would find it.
         less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary)[None] >= target[:, None]))
-        return wanted[:, 0] - normaliser, jnp.all(less_likely, axis=-1)
+        return wanted[:, 0] - jax.nn.logsumexp(logits, axis=-1), jnp.all(less_likely, axis=-1)
 
     values, best = one((rows[0], wanted[0])) if blocks == 1 else jax.lax.map(one, (rows, wanted))
-    value, is_best = (a.reshape(-1)[:count].reshape(targets.shape) for a in (values, best))
+    value, is_best = (a.reshape(-1)[: targets.size].reshape(targets.shape) for a in (values, best))
     return value, is_best
 
 
@@ -95,12 +101,12 @@ class Scorer:
         share: bool = True,
         logits_at_once: int = LOGITS_AT_ONCE,
     ) -> None:
-        """A scorer of one model.
+        """Make a scorer of one model.
 
         Args:
             model: with its weights and tokenizer.
-            batch: rows of the model's context that memory holds at once, however many shorter ones those are.
-            share: compute once what continuations share, and several in a row, where all kinds of nodes of it can.
+            batch: rows of the model's context that memory holds at once.
+            share: compute shared prefixes once, and several continuations in a row, if all layers of the model can.
             logits_at_once: elements of the largest block of float32 logits that the device holds.
         """
         self.model = model
@@ -113,11 +119,11 @@ class Scorer:
         pairs: Sequence[Pair],
         answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
     ) -> list[tuple[float, bool]]:
-        """For each (context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
+        """Return for (context ids, continuation ids) the continuation's log-probability, and whether it is greedy.
 
-        Natural logarithms. Pairs longer than the model's context plus one are cut from the left; a continuation that is
-        itself longer than the context is scored in pieces of half of it, each after what comes before. `answered` is
-        called with the index of a pair and its answer as batches are done.
+        Logarithms are natural. Pairs longer than the model's context plus one are cut from the left; a continuation
+        that is itself longer than the context is scored in pieces of half of it, each after what comes before.
+        `answered` is called with the index of a pair and its answer as batches are done.
         """
         pieces, owners = in_pieces(pairs, self.model.context)
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
@@ -144,7 +150,7 @@ class Scorer:
         return results
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[Batch, Scores]]:
-        """Every row in one batch, with the numbers of its batch, which the device may still be computing."""
+        """Every row in one batch, with the scores of the batch, which the device may still be computing."""
         place, model = self.model.place, self.model
         graph = model.graph
         computed = graph.needed_for(graph.logits)
@@ -152,13 +158,14 @@ class Scorer:
         # Scores of attention in a row of twice the context take the memory of four rows.
         most = model.context * (2 if self._batch >= 4 * model.row_multiple else 1)
         groups = find_groups(rows, most) if packed else [PrefixGroup(0, (row,)) for row in rows]
-        tokens = self._batch * model.context
+        tokens, platform = self._batch * model.context, jax.default_backend()
+        flops = _COMPILE_FLOPS.get(platform, _COMPILE_FLOPS_ACCELERATOR)
         for one in batches(
             groups,
-            min(tokens, _MOST_TOKENS.get(jax.default_backend(), tokens)),
+            min(tokens, _MAX_TOKENS.get(platform, tokens)),
             context=model.context,
             most=most,
-            compile_tokens=self._compile_tokens(),
+            compile_tokens=flops / (2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))),
             pad=PAD,
             multiple=model.row_multiple,
             packed=packed,
@@ -166,7 +173,48 @@ class Scorer:
             joined = tuple(map(place, (one.positions, one.segments, one.parents))) if one.joined else None
             yield one, self._score(model.params, *map(place, (one.tokens, one.at, one.targets)), joined)
 
-    def _compile_tokens(self) -> float:
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(self.model.params))
-        flops = _COMPILE_FLOPS.get(jax.default_backend(), _COMPILE_FLOPS_ACCELERATOR)
-        return flops / (2 * parameters)
+
+def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
+    """Return a power of two, at most 64, times the devices that rows are split over; nothing is compiled.
+
+    Rows are as long as the model's context, and every device computes all of its rows by itself. `beside` is the number
+    of bytes of each device that something else than the weights takes. Hosts that work together all call it, and take
+    what fits on each of them.
+    """
+    device = next(iter(jax.tree.leaves(model.params)[0].sharding.addressable_devices))
+    fitting, capacity = MAX_ROWS, present([device]).memory_per_device
+    if capacity:
+        left = capacity - beside - sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
+        fitting = int(MEMORY_SHARE * left // bytes_of_a_row(model, device.platform))
+    # A host knows the memory of its own devices alone.
+    fitting = Processes.at_work().all_min("rows that fit", fitting)
+    return model.row_multiple * (2 ** int(math.log2(min(MAX_ROWS, fitting))) if fitting > 1 else 1)
+
+
+def shorter_rows_that_fit(batch: int, longest: int, model: LoadedModel) -> int:
+    """Return how many rows of at most `longest` tokens take the memory of `batch` rows of the whole context.
+
+    That is a power of two times the devices that rows are split over, 64 of them at most, if it is more than `batch`.
+    """
+    fitting = max(1, batch * model.context // (longest * model.row_multiple))
+    return max(batch, model.row_multiple * min(MAX_ROWS, 2 ** int(math.log2(fitting))))
+
+
+def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
+    """Return the bytes that a forward pass holds at its peak for one row of the context, beside the weights.
+
+    All scores of attention are counted: rows of several texts are computed so.
+    """
+    shape = jax.ShapeDtypeStruct((_TRACED, model.context), jnp.int32)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.params)
+
+    def hidden(params: Any, tokens: Any, positions: Any) -> Any:
+        lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention="xla")
+        return lazy.hidden
+
+    return peak_memory(hidden, params, shape, shape, platform=platform) / _TRACED
+
+
+def bytes_on_a_device(leaf: jax.Array) -> int:
+    """Return the bytes of an array's part on each of its devices."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -291,29 +291,6 @@ class Engine:
         request.detokenizer = Detokenizer(self.model.tokenizer, request.params.stop)
         return request
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        on_done: Callable[[int, Generation], None] = lambda _index, _generation: None,
-    ) -> list[Generation]:
-        """Return what follows each prompt (token ids), in the order of the prompts, which also names random draws.
-
-        `on_done` is called with the index of each prompt and its generation as they end.
-        """
-        results: dict[int, Generation] = {}
-
-        def ended(index: int, _text: str, generation: Generation | Exception | None) -> None:
-            if isinstance(generation, Generation):
-                results[index] = generation
-                on_done(index, generation)
-
-        for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-            self.waiting.append(self.prepare(EngineRequest(prompts[index], params, partial(ended, index), index)))
-        while self.waiting or self.active:
-            self.step()
-        return [results[index] for index in range(len(prompts))]
-
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[str]:
         """Yield pieces of the text that follows a prompt, as they come."""
         pieces: list[str] = []
@@ -455,12 +432,29 @@ def generate(
     *,
     max_num_seqs: int = 16,
 ) -> list[Generation]:
-    """Return what follows each prompt, by an engine that is as large as these prompts need; see `Engine.generate`."""
+    """Return what follows each prompt (token ids), in the order of the prompts, which also names random draws.
+
+    The engine is as large as these prompts need. `on_done` is called with the index of each prompt and its generation
+    as they end. Raises ValueError for a prompt that is empty or leaves no room for a token.
+    """
     if not prompts:
         return []
     length = _bucket(max(map(len, prompts)) + params.max_new_tokens)
     slots = min(max_num_seqs, 1 << (len(prompts) - 1).bit_length())
-    return Engine(model, max_num_seqs=slots, max_model_len=length).generate(prompts, params, on_done)
+    engine = Engine(model, max_num_seqs=slots, max_model_len=length)
+    results: dict[int, Generation] = {}
+
+    def ended(index: int, _text: str, generation: Generation | Exception | None) -> None:
+        if isinstance(generation, Generation):
+            results[index] = generation
+            on_done(index, generation)
+
+    for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
+        request = EngineRequest(prompts[index], params, partial(ended, index), index)
+        engine.waiting.append(engine.prepare(request))
+    while engine.waiting or engine.active:
+        engine.step()
+    return [results[index] for index in range(len(prompts))]
 
 
 def _bucket(tokens: int) -> int:

@@ -16,8 +16,7 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import family_of
-from affinage.hub.tokenizer import write_hf_tokenizer
-from affinage.hub.vocabulary import trimmed
+from affinage.hub.vocabulary import trimmed, write_hf_tokenizer
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -34,53 +33,54 @@ def export(
 ) -> dict[str, Any]:
     """Write `folder`: configuration, weights in safetensors, tokenizer, chat template for chat models, and a card.
 
-    The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes.
-    `max_shard_size` is the most that one weight file holds, in bytes. A vocabulary that is larger than the
-    tokenizer's stays so, unless `trim_vocabulary` leaves the ids above it out. Returns the files with their sizes.
-    Raises UserError for graphs that no architecture of transformers computes.
+    The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes. A
+    weight file holds at most `max_shard_size` bytes. A vocabulary that is larger than the tokenizer's stays so, unless
+    `trim_vocabulary` leaves the ids above it out. Returns the files with their sizes. Raises UserError for graphs that
+    no architecture of transformers computes, and for weights that `dtype` cannot hold.
     """
     if trim_vocabulary:
         model = trimmed(model)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    family = family_of(model.graph)
+    family, tokenizer = family_of(model.graph), model.tokenizer
     config = family.to_config(model.graph, context=model.context)
-    tokenizer = model.tokenizer
     ids = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
-    # Both "dtype" (transformers 5) and "torch_dtype" (4) are read.
+    # Transformers 5 reads "dtype", transformers 4 "torch_dtype".
     write_json(
         partial / "config.json", config | ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
     )
     write_json(partial / "generation_config.json", ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False})
-    tensors = {
-        name: _converted(name, tensor, dtype)
-        for name, tensor in family.to_tensors(jax.device_get(model.params), model.graph).items()
-    }
-    _write_weights(tensors, partial, max_shard_size)
-    write_hf_tokenizer(
-        model.tokenizer, partial, context=model.context, chat=chat, system_prompt=model.system_prompt if chat else ""
-    )
+    tensors = family.to_tensors(jax.device_get(model.params), model.graph)
+    _write_weights({name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size)
+    system_prompt = model.system_prompt if chat else ""
+    write_hf_tokenizer(tokenizer, partial, context=model.context, chat=chat, system_prompt=system_prompt)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""  # others say it in tokenizer.json
+    opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""  # others have it in tokenizer.json
     card = model_card(model.name, facts, parameters=parameters, context=model.context, chat=chat, opening=opening)
     write_atomically(partial / "README.md", card.encode())
-    _replace(partial, folder)
+    # A folder cannot be exchanged in one step, so the old one steps aside first.
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     return {"dtype": dtype, "parameters": parameters, "files": {path.name: path.stat().st_size for path in files}}
 
 
 def _converted(name: str, tensor: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The tensor in the exported dtype. Raises UserError where it holds no finite numbers, before or after."""
+    """The tensor in the exported dtype. Raises UserError if it holds no finite numbers, before or after."""
     with np.errstate(over="ignore"):
         converted = np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
-    if not np.isfinite(converted).all():
-        if np.isfinite(tensor).all():
-            fix = "Export it as bfloat16 or float32."
-            raise UserError(f"the tensor {name} has values that {dtype} cannot hold", where="export.dtype", fix=fix)
-        fix = "Export an earlier checkpoint: MODEL@STEP."
-        raise UserError(f"the tensor {name} holds values that are not finite: the training diverged", fix=fix)
-    return converted
+    if np.isfinite(converted).all():
+        return converted
+    if np.isfinite(tensor).all():
+        fix = "Export it as bfloat16 or float32."
+        raise UserError(f"the tensor {name} has values that {dtype} cannot hold", where="export.dtype", fix=fix)
+    fix = "Export an earlier checkpoint: MODEL@STEP."
+    raise UserError(f"the tensor {name} holds values that are not finite: the training diverged", fix=fix)
 
 
 def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, max_shard_size: int) -> None:
@@ -97,13 +97,3 @@ def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, max_shard_siz
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def _replace(new: Path, folder: Path) -> None:
-    """Put `new` where `folder` is. A folder cannot be exchanged in one step, so the old one steps aside first."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

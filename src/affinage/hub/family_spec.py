@@ -6,9 +6,11 @@ stored. A graph belongs to a family when the config.json written for it describe
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import getitem
 from typing import Any, Self
 
 import numpy as np
@@ -62,21 +64,20 @@ class Decoder:
 
     @classmethod
     def of(cls, graph: Graph) -> Self:
-        """The roles of a graph's nodes. Raises UserError for a graph that is not such a chain."""
+        """Return the roles of a graph's nodes. Raises UserError for a graph that is not such a chain."""
+        chain, name = [], graph.logits
+        while name in graph:
+            chain.insert(0, graph[name])
+            name = graph[name].inputs[0]
         nodes: dict[str, Node] = {}
-        chain = _chain(graph)
         order = iter(_ROLES.items())
         for node in chain:
-            role = next((role for role, kinds in order if isinstance(node.kind, kinds)), None)
-            if role is None:
-                break
-            nodes[role] = node
+            if role := next((role for role, kinds in order if isinstance(node.kind, kinds)), None):
+                nodes[role] = node
         if len(nodes) != len(chain) or any(role not in nodes for role in _ROLES if role not in _OPTIONAL):
             listed = ", ".join(f"{node.name} ({node.kind.kind_name})" for node in chain)
-            raise UserError(
-                f"the model cannot be written for transformers: its nodes are {listed}",
-                fix="A chain of embedding, one repeated transformer_block, norm and unembed can be written.",
-            )
+            fix = "A chain of embedding, one repeated transformer_block, norm and unembed can be written."
+            raise UserError(f"the model cannot be written for transformers: its nodes are {listed}", fix=fix)
         return cls(nodes)
 
     @property
@@ -90,28 +91,18 @@ class Decoder:
         return self.nodes["logits"].kind.shares is not None
 
     def settings(self) -> Settings:
-        """All settings, with the defaults that depend on others filled in."""
+        """Return all settings, with the defaults that depend on others filled in."""
         tree = {role: node.kind.model_dump(mode="json") for role, node in self.nodes.items()}
-        blocks, norm = tree["blocks"], self.nodes["norm"].kind
-        kind = self.nodes["blocks"].kind
+        blocks, kind = tree["blocks"], self.nodes["blocks"].kind
         assert isinstance(kind, TransformerBlock)
         blocks["repeat"] = self.nodes["blocks"].layers
         blocks["attention"]["kv_heads"] = kind.attention.groups_of
         blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
         if kind.norm.kind == "rms":
             blocks["norm"].pop("bias", None)  # an RMS norm has none, whatever is set
-        tree["norm"]["kind"] = norm.kind_name
+        tree["norm"]["kind"] = self.nodes["norm"].kind.kind_name
         tree["logits"]["tied"] = self.tied
         return dict(_flat(tree))
-
-
-def _chain(graph: Graph) -> list[Node]:
-    """Nodes from the tokens to the logits, each found by the first input of the next."""
-    found, name = [], graph.logits
-    while name in graph:
-        found.append(graph[name])
-        name = graph[name].inputs[0]
-    return found[::-1]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -126,21 +117,21 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 class Key:
     """A key of config.json and the settings of the graph that it gives.
 
-    `default` is what transformers takes where the key is absent or null; without one, the key must be there. With
-    `nullable`, null is a value of its own.
+    `default` is transformers' for a key that is absent or null; without one, the key must be there. With `nullable`,
+    null is a value of its own.
     """
 
     def __init__(self, name: str, *paths: str, default: Any = REQUIRED, nullable: bool = False) -> None:
         self.name, self.paths, self.default, self.nullable = name, paths, default, nullable
 
     def read(self, values: Mapping[str, Any], where: str) -> Any:
-        """The value in a config.json, or the default."""
+        """Return the value in a config.json, or the default."""
         value = values.get(self.name)
-        if value is None and not (self.nullable and self.name in values):
-            if self.default is REQUIRED:
-                raise UserError(f"`{self.name}` is missing", where=where, fix="Add it, or export the model again.")
-            return self.default
-        return value
+        if value is not None or (self.nullable and self.name in values):
+            return value
+        if self.default is REQUIRED:
+            raise UserError(f"`{self.name}` is missing", where=where, fix="Add it, or export the model again.")
+        return self.default
 
 
 @dataclass(frozen=True)
@@ -249,15 +240,13 @@ class FamilySpec:
     # ---- tensors ----
 
     def to_tensors(self, params: Tree, graph: Graph) -> dict[str, NDArray[Any]]:
-        """The parameters under transformers' names, in their own dtype."""
+        """Return the parameters under transformers' names, in their own dtype."""
         tensors: dict[str, NDArray[Any]] = {}
         parts: dict[str, dict[int, NDArray[Any]]] = {}
-        for role, path, _, spec in self._stored(graph):
-            array = params[Decoder.of(graph).nodes[role].name]
-            for name in path:
-                array = array[name]
-            for name, index in _places(spec, np.shape(array), role == "blocks" and Decoder.of(graph).repeated):
-                stored = spec.store(np.asarray(array)[index])
+        for path, _, spec, repeated in self._stored(graph):
+            array = np.asarray(reduce(getitem, path, params))
+            for name, index in _places(spec, array.shape, repeated):
+                stored = spec.store(array[index])
                 if spec.part is None:
                     tensors[name] = stored
                 else:
@@ -265,51 +254,46 @@ class FamilySpec:
         return tensors | {name: np.concatenate([some[i] for i in range(3)], axis=-1) for name, some in parts.items()}
 
     def from_tensors(self, tensors: Tensors, graph: Graph) -> Tree:
-        """The graph's parameters in float32. Raises UserError for a tensor that is missing or of another shape."""
-        decoder = Decoder.of(graph)
-        params: Tree = {}
-        for role, path, declared, spec in self._stored(graph):
+        """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
+        tied, params = Decoder.of(graph).tied, dict[str, Any]()
+        for path, declared, spec, repeated in self._stored(graph):
             whole = np.empty(declared.shape, np.float32)
-            for name, index in _places(spec, declared.shape, role == "blocks" and decoder.repeated):
-                whole[index] = spec.load(self._find(tensors, name, decoder.tied), whole[index].shape, name)
-            leaf = params.setdefault(decoder.nodes[role].name, {})
-            for name in path[:-1]:
-                leaf = leaf.setdefault(name, {})
-            leaf[path[-1]] = whole
+            for name, index in _places(spec, declared.shape, repeated):
+                whole[index] = spec.load(self._find(tensors, name, tied), whole[index].shape, name)
+            _put(params, path, whole)
         return params
 
-    def _stored(self, graph: Graph) -> Iterator[tuple[str, tuple[str, ...], Parameter, TensorSpec]]:
-        """Every parameter of a graph: the role of its node, its path in it, its declaration and where it is stored."""
-        for role, node in Decoder.of(graph).nodes.items():
-            for path, declared in _leaves(graph.parameters.get(node.name, {})):
-                yield role, path, declared, self.tensors[".".join((role, *path))]
+    def _stored(self, graph: Graph) -> Iterator[tuple[list[str], Parameter, TensorSpec, bool]]:
+        """Every parameter of a graph: path, declaration, where it is stored, whether its first axis is the layers."""
+        decoder = Decoder.of(graph)
+        for role, node in decoder.nodes.items():
+            for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
+                repeated = role == "blocks" and decoder.repeated
+                yield [node.name, *path.split(".")[1:]], declared, self.tensors[path], repeated
 
     def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
         """A tensor by its name, or in one of the other forms that transformers loads."""
-        without_prefix = name.partition(".")[2]
-        for candidate in (name, without_prefix):
-            if candidate in tensors:
-                return np.asarray(tensors[candidate])
-        if tied and name == self.tensors["embed.embedding"].name and "lm_head.weight" in tensors:
-            return np.asarray(tensors["lm_head.weight"])
-        expert = re.fullmatch(r"(.*)\.block_sparse_moe\.(gate\.weight|experts\.(\d+)\.(w[123])\.weight)", name)
-        if expert:
+        names = [name, name.partition(".")[2]]
+        if tied and name == self.tensors["embed.embedding"].name:
+            names.append("lm_head.weight")
+        if found := next((one for one in names if one in tensors), None):
+            return np.asarray(tensors[found])
+        # Transformers 5 has the weights of all experts in one tensor, gate and up of each one above the other.
+        if expert := re.fullmatch(r"(.*)\.block_sparse_moe\.(gate\.weight|experts\.(\d+)\.(w[123])\.weight)", name):
             layer, _, index, matrix = expert.groups()
             fused = {None: "gate.weight", "w2": "experts.down_proj"}.get(matrix, "experts.gate_up_proj")
-            if (fused := f"{layer}.mlp.{fused}") in tensors:  # transformers 5's own names of the same weights
+            if (fused := f"{layer}.mlp.{fused}") in tensors:
                 whole = np.asarray(tensors[fused])
-                if matrix in (None, "w2"):
-                    return whole if index is None else whole[int(index)]
-                return np.split(whole[int(index)], 2)[0 if matrix == "w1" else 1]
+                if index is None:
+                    return whole
+                return whole[int(index)] if matrix == "w2" else np.split(whole[int(index)], 2)[matrix == "w3"]
         raise UserError(f"the weights have no tensor {name!r}", fix="Download the whole model again.")
 
 
-def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Parameter]]:
-    for name, child in tree.items():
-        if isinstance(child, Parameter):
-            yield (*path, name), child
-        else:
-            yield from _leaves(child, (*path, name))
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
 
 
 def _places(spec: TensorSpec, shape: tuple[int, ...], repeated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -325,13 +309,9 @@ def _places(spec: TensorSpec, shape: tuple[int, ...], repeated: bool) -> Iterato
 
 def _model(settings: Settings) -> dict[str, Any]:
     """The `model:` of a recipe from settings by path."""
-    nodes: dict[str, dict[str, Any]] = {role: {} for role in _ROLES}
+    nodes: dict[str, Any] = {role: {} for role in _ROLES}
     for path, value in settings.items():
-        *parents, last = path.split(".")
-        tree = nodes
-        for name in parents:
-            tree = tree.setdefault(name, {})
-        tree[last] = value
+        _put(nodes, path.split("."), value)
     kinds = {"embed": "embedding", "positions": "learned_positions", "drop": "dropout"}
     kinds |= {"blocks": "transformer_block", "logits": "unembed"}
     before, chain = "tokens", {}
@@ -379,17 +359,16 @@ def _rope_to_config(rope: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> dict[str, Any]:
-    """The graph's settings from either form, or from both where they agree; `theta` holds where neither has one."""
-    forms = []
-    thetas = [values.get("rope_theta")]
+    """The graph's settings from either form, or from both if they agree; `theta` holds if neither has one."""
+    forms, thetas = [], [values.get("rope_theta")]
     for name in ("rope_parameters", "rope_scaling"):
         if values.get(name):
             form = {key: value for key, value in values[name].items() if value is not None}
             thetas.append(form.pop("rope_theta", None))
-            form["rope_type"] = form.pop("rope_type", None) or form.get("type") or "default"
-            form.pop("type", None)
-            if form.pop("partial_rotary_factor", 1.0) != 1.0:
-                raise _refused("partial_rotary_factor", values[name]["partial_rotary_factor"], where)
+            old = form.pop("type", None)
+            form["rope_type"] = form.get("rope_type") or old or "default"
+            if (partial := form.pop("partial_rotary_factor", 1.0)) != 1.0:
+                raise _refused("partial_rotary_factor", partial, where)
             forms.append(form)
     given = sorted({float(one) for one in thetas if one is not None})
     if len(given) > 1:

@@ -22,29 +22,25 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 _DTYPES = ("F16", "BF16", "F32", "F64")  # others belong to quantized weights, or are no weights
 _UNREADABLE = (SafetensorError, TypeError, ValueError, AttributeError, OverflowError)  # all but the first are NumPy's
-# Buffers that old files hold and that follow from the configuration: GPT-2's masks, Llama's frequencies.
+# Buffers in old files that follow from the configuration: GPT-2's masks, Llama's frequencies.
 _BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+_SAME_MODEL = "Take config.json and the weights from the same model; adapters are merged before an import."
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """What a folder of the hub holds, except the tokenizer."""
+    """A model of the hub, without its tokenizer."""
 
     architecture: Architecture
     graph: Graph
     params: Tree  # float32, which holds every dtype of the hub exactly
     weights: "HubWeights"
 
-    def digest(self) -> str:
-        """SHA-256 of the weight files, hexadecimal; reads them once more."""
-        return self.weights.digest()
-
 
 def read_hub_folder(folder: Path) -> HubModel:
     """Read config.json and the weights, in one file or in several with an index.
 
-    Raises:
-        UserError: a family, a configuration value or a tensor that has no place in a graph; it is named.
+    Raises UserError for a family, a configuration value or a tensor that has no place in a graph; it is named.
     """
     config = folder / CONFIG
     if not config.is_file():
@@ -59,24 +55,19 @@ def read_hub_folder(folder: Path) -> HubModel:
     weights = HubWeights(folder)
     try:
         params = FAMILIES[architecture.family].from_tensors(weights, graph)
-        _check_all_read(weights, params, graph)
+        unread = [name for name in weights if name not in weights.names_read and not _BUFFERS.fullmatch(name)]
+        shared = graph[graph.logits].kind.shares
+        if shared is not None and "lm_head.weight" in unread:
+            if not np.array_equal(weights["lm_head.weight"], params[shared]["embedding"]):
+                fix = "Set `tie_word_embeddings` to false if the model was trained that way."
+                raise UserError(f"{CONFIG} ties the unembedding, but lm_head.weight is another matrix", fix=fix)
+            unread.remove("lm_head.weight")
+        if unread:
+            listed = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
+            raise UserError(f"the architecture has no place for the tensors {listed}", fix=_SAME_MODEL)
     except UserError as error:
         raise UserError(error.what, where=error.where or str(folder), fix=error.fix) from error
     return HubModel(architecture, graph, params, weights)
-
-
-def _check_all_read(weights: "HubWeights", params: Tree, graph: Graph) -> None:
-    unread = [name for name in weights if name not in weights.names_read and not _BUFFERS.fullmatch(name)]
-    shared = graph[graph.logits].kind.shares
-    if shared is not None and "lm_head.weight" in unread:
-        if not np.array_equal(weights["lm_head.weight"], params[shared]["embedding"]):
-            fix = "Set `tie_word_embeddings` to false if the model was trained that way."
-            raise UserError(f"{CONFIG} ties the unembedding, but lm_head.weight is another matrix", fix=fix)
-        unread.remove("lm_head.weight")
-    if unread:
-        listed = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
-        fix = "Take config.json and the weights from the same model; adapters are merged before an import."
-        raise UserError(f"the architecture has no place for the tensors {listed}", fix=fix)
 
 
 class HubWeights(Mapping[str, NDArray[Any]]):
@@ -102,8 +93,8 @@ class HubWeights(Mapping[str, NDArray[Any]]):
                 tensor: NDArray[Any] | None = file.get_tensor(name) if dtype in _DTYPES else None
                 finite = tensor is None or bool(np.isfinite(tensor).all())
             except _UNREADABLE as error:  # such as an index that names another file, or a shape of 65 axes
-                fix = "Download the file again."
-                raise UserError(f"the tensor {name!r} cannot be read: {error}", where=str(path), fix=fix) from error
+                what = f"the tensor {name!r} cannot be read: {error}"
+                raise UserError(what, where=str(path), fix="Download the file again.") from error
         if tensor is None:
             fix = "Take a version of the model in float16, bfloat16, float32 or float64."
             raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=str(path), fix=fix)
@@ -122,7 +113,7 @@ class HubWeights(Mapping[str, NDArray[Any]]):
         return len(self._files)
 
     def digest(self) -> str:
-        """SHA-256 of the files, hexadecimal."""
+        """Return the SHA-256 of the files, hexadecimal; reads them once more."""
         digest = hashlib.sha256()
         for name in sorted(set(self._files.values())):
             with open(self._folder / name, "rb") as file:
@@ -131,30 +122,30 @@ class HubWeights(Mapping[str, NDArray[Any]]):
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
-    if (folder / INDEX).is_file():
-        listed = read_object(folder / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-            fix = "Download the index again."
-            raise UserError("it does not say in which file each tensor is", where=str(folder / INDEX), fix=fix)
-        files = set(listed.values())
-        for file in sorted(files):
-            if Path(file).name != file or not (folder / file).is_file():
-                fix = "Download the whole model."
-                raise UserError(f"the index names `{file}`, which is not there", where=str(folder / INDEX), fix=fix)
-        if (folder / WHOLE).is_file() and WHOLE not in files:  # transformers would read that one
-            fix = "Remove the one that does not belong to the model."
-            raise UserError(f"there are both {WHOLE} and an index of other files", where=str(folder), fix=fix)
-        return listed
-    if not (folder / WHOLE).is_file():
+    index, whole = folder / INDEX, folder / WHOLE
+    if not index.is_file() and not whole.is_file():
         fix = "Only safetensors are read: other files of weights can run code when they are loaded."
         raise UserError(f"there is neither {WHOLE} nor {INDEX}", where=str(folder), fix=fix)
-    with _opened(folder / WHOLE) as file:
-        return dict.fromkeys(file.keys(), WHOLE)
+    if not index.is_file():
+        with _opened(whole) as file:
+            return dict.fromkeys(file.keys(), WHOLE)
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        fix = "Download the index again."
+        raise UserError("it does not have the file of each tensor", where=str(index), fix=fix)
+    for file in sorted(set(listed.values())):
+        if Path(file).name != file or not (folder / file).is_file():
+            fix = "Download the whole model."
+            raise UserError(f"the index names `{file}`, which is not there", where=str(index), fix=fix)
+    if whole.is_file() and WHOLE not in listed.values():  # transformers would read that one
+        fix = "Remove the one that does not belong to the model."
+        raise UserError(f"there are both {WHOLE} and an index of other files", where=str(folder), fix=fix)
+    return listed
 
 
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        fix = "Download the file again."
-        raise UserError(f"this is not a whole safetensors file: {error}", where=str(path), fix=fix) from error
+        what = f"this is not a whole safetensors file: {error}"
+        raise UserError(what, where=str(path), fix="Download the file again.") from error

@@ -1,9 +1,14 @@
-"""Is the exported folder the model? transformers itself is compared."""
+"""Is the exported folder the model? It is compared with what transformers computes from it, and llama.cpp."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -21,7 +26,12 @@ from affinage.model.parameter import Tree
 from affinage.parallel import MeshLayout
 
 TOLERANCE = 1e-4  # largest difference between two logits, as a share of the largest logit
+GGUF_TOLERANCE = 1e-2  # llama.cpp's kernels accumulate in another order and partly in float16
 _TOKENS_COMPARED = 512  # of every text, at most: enough to see a wrong rotation or mask
+_GGUF_LOGITS = 8  # texts whose logits are compared; token ids are compared for all
+CONVERTER = "convert_hf_to_gguf.py"
+LLAMA_CPP = "LLAMA_CPP"  # environment variable: a checkout of llama.cpp
+_NO_RELEASE = "Do not release it. Export it again, and if that does not help, report it with the recipe."
 
 TRICKY_TEXTS = (
     "L'été, où naîtra l'œuvre ? « Ça, dit-elle… »",
@@ -48,11 +58,8 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
         import torch  # heavy, and only here
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise UserError(
-            f"verifying an export needs transformers and torch, and {error.name} is not installed",
-            where="export.verify",
-            fix='pip install "affinage[verify]"',
-        ) from error
+        what = f"verifying an export needs transformers and torch, and {error.name} is not installed"
+        raise UserError(what, where="export.verify", fix='pip install "affinage[verify]"') from error
     theirs_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     compared = _compare_tokens(folder, theirs_tokenizer, model, [*texts, *TRICKY_TEXTS])
     conversations = _compare_conversations(folder, theirs_tokenizer, model)
@@ -63,19 +70,15 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[what])):
             raise _disagreement(folder, f"transformers has {what.replace('_', ' ')}: {', '.join(names[:5])}")
+    dtype = DTYPES[json.loads((folder / "config.json").read_text())["dtype"]]
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype).astype(jnp.float32), model.params)
     largest, tokens = 0.0, 0
-    params = _rounded(model.params, json.loads((folder / "config.json").read_text())["dtype"])
     for text in texts:
-        ids = [*model.tokenizer.opening, *model.tokenizer.encode(text)][: min(model.context, _TOKENS_COMPARED)]
+        ids = _ids(model, text)
         tokens += len(ids)
         with torch.no_grad():
             expected = theirs.eval()(torch.tensor([ids])).logits[0].numpy()
-        found = logits_at_highest_precision(model, params, ids)[:, : expected.shape[1]]  # some ids may be left out
-        difference = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
-        largest = max(largest, difference)
-        if not difference <= TOLERANCE:  # not ">": it must also catch NaN
-            what = f"the logits of {text[:60]!r} differ by {difference:.2e} of the largest, not {TOLERANCE:.0e}"
-            raise _disagreement(folder, what)
+        largest = max(largest, _apart(folder, model, params, text, expected, TOLERANCE))
     return {
         "texts": len(texts),
         "tokens": tokens,
@@ -85,13 +88,65 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     }
 
 
-def logits_at_highest_precision(model: LoadedModel, params: Tree, ids: Sequence[int]) -> Float[np.ndarray, "S V"]:
-    """float32 logits of a text on the model's mesh; without TF32 or bf16 passes, which GPUs and TPUs use by default."""
+def verify_gguf(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, Any]:
+    """Convert an exported folder to GGUF by llama.cpp's script, and compare token ids and logits with the model's.
+
+    Returns the number of texts and the largest difference as a share of the largest logit. Raises UserError at the
+    first disagreement, or if the script or llama-cpp-python are missing.
+    """
+    named = os.environ.get(LLAMA_CPP)
+    converter = Path(named) / CONVERTER if named else Path(shutil.which(CONVERTER) or "")
+    if not converter.is_file():
+        fix = f"git clone https://github.com/ggml-org/llama.cpp, and set {LLAMA_CPP} to that folder."
+        raise UserError(f"llama.cpp's {CONVERTER} is not here", where="--verify-gguf", fix=fix)
+    try:
+        import llama_cpp
+    except ImportError as error:
+        fix = "pip install llama-cpp-python"
+        raise UserError("comparing with llama.cpp needs llama-cpp-python", where="--verify-gguf", fix=fix) from error
+    with TemporaryDirectory() as temporary:
+        file = Path(temporary) / "model.gguf"
+        command = [sys.executable, str(converter), str(folder.resolve()), "--outfile", str(file), "--outtype", "f32"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"llama.cpp's converter failed: {last}", where=str(folder), fix=" ".join(command))
+        theirs = llama_cpp.Llama(str(file), n_ctx=model.context, logits_all=True, verbose=False)
+        for text in texts:
+            expected, found = model.tokenizer.encode(text), theirs.tokenize(text.encode(), add_bos=False, special=False)
+            if list(found) != expected:
+                raise _disagreement(folder, f"llama.cpp encodes {text[:60]!r} as {found[:8]}, not {expected[:8]}")
+        largest = 0.0
+        for text in texts[:_GGUF_LOGITS]:
+            theirs.reset()
+            theirs.eval(ids := _ids(model, text))
+            logits = np.array(theirs.scores[: len(ids)])
+            largest = max(largest, _apart(folder, model, model.params, text, logits, GGUF_TOLERANCE))
+    return {"texts": len(texts), "largest_logit_difference": largest}
+
+
+def _ids(model: LoadedModel, text: str) -> list[int]:
+    return [*model.tokenizer.opening, *model.tokenizer.encode(text)][: min(model.context, _TOKENS_COMPARED)]
+
+
+def _apart(
+    folder: Path, model: LoadedModel, params: Tree, text: str, expected: Float[np.ndarray, "S V"], tolerance: float
+) -> float:
+    """The largest difference of a text's logits, as a share of the largest one. Raises UserError if it is too large.
+
+    Ours are float32, on the model's mesh, without TF32 or bf16 passes, which GPUs and TPUs use by default.
+    """
+    ids = _ids(model, text)
     rows = np.zeros((model.row_multiple, min(model.context, _TOKENS_COMPARED)), np.int32)  # one shape for all texts
     rows[:, : len(ids)] = ids
     with jax.default_matmul_precision("highest"):
         logits = _logits(model.graph, params, model.place(rows), model.layout)
-    return model.on_host(logits)[0, : len(ids)]
+    found = model.on_host(logits)[0, : len(ids), : expected.shape[1]]  # some ids may be left out
+    difference = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
+    if not difference <= tolerance:  # not ">": it must also catch NaN
+        what = f"the logits of {text[:60]!r} differ by {difference:.2e} of the largest, not {tolerance:.0e}"
+        raise _disagreement(folder, what)
+    return difference
 
 
 @partial(jax.jit, static_argnames=("graph", "layout"))
@@ -100,19 +155,13 @@ def _logits(graph: Graph, params: Tree, tokens: Int[Array, "B S"], layout: MeshL
     return logits_of(graph, params, tokens, positions, "float32", attention="xla", layout=layout)[0].array()
 
 
-def _rounded(params: Tree, dtype: str) -> Tree:
-    """The weights as the export holds them, in float32, where they are."""
-    rounded: Tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(DTYPES[dtype]).astype(jnp.float32), params)
-    return rounded
-
-
 def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequence[str]) -> int:
     for token, piece in enumerate(CONTROL_PIECES if model.tokenizer.fixed_ids else ()):
         if theirs.convert_tokens_to_ids(piece) != token:
             raise _disagreement(folder, f"{piece} has the id {theirs.convert_tokens_to_ids(piece)}, not {token}")
     for text in texts:
         ours = model.tokenizer.encode(text)
-        # Text that spells a control token is text: transformers must be told so.
+        # In ours, text that spells a control token is text.
         ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         if ids != ours:
             at = next((i for i, (a, b) in enumerate(zip(ours, ids)) if a != b), min(len(ours), len(ids)))
@@ -140,8 +189,8 @@ def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int
             ours = encode_prompt(messages, model.tokenizer, system_prompt)
         except UserError:  # not every template knows system messages
             continue
-        told = messages if own is None else with_system_prompt(messages, system_prompt)
-        text = theirs.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+        whole = messages if own is None else with_system_prompt(messages, system_prompt)
+        text = theirs.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
         if theirs.encode(text, add_special_tokens=False) != ours:
             raise _disagreement(folder, f"the chat template makes other tokens than training did of {messages!r}")
         compared += 1
@@ -149,8 +198,4 @@ def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int
 
 
 def _disagreement(folder: Path, what: str) -> UserError:
-    return UserError(
-        f"the exported folder is not the model: {what}",
-        where=str(folder),
-        fix="do not release it; export it again, and if that does not help, report it with the recipe",
-    )
+    return UserError(f"the exported folder is not the model: {what}", where=str(folder), fix=_NO_RELEASE)

@@ -1,12 +1,19 @@
-"""The number of token ids of a model, which may be more than its tokenizer has."""
+"""The tokenizer's files as transformers loads them, and the number of token ids of a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from affinage.data.atomic import write_json
+from affinage.data.chat import chat_template
+from affinage.data.foreign_json import read_object
+from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
+from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
+from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.family_spec import Decoder
 from affinage.model.graph import Graph, parse
@@ -15,11 +22,48 @@ from affinage.model.parameter import Tree
 Rows = Float[np.ndarray, "V D"]
 
 
-def trimmed(model: LoadedModel) -> LoadedModel:
-    """The model without the ids above its tokenizer's: their rows of the embedding and of the unembedding are left out.
+def write_hf_tokenizer(
+    tokenizer: Tokenizer, folder: Path, *, context: int, chat: bool = True, system_prompt: str = ""
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads.
 
-    What remains of the logits is what it was.
+    `context` is the model's longest input in tokens. A chat model gets the chat template it was trained with, or
+    ChatML's with `system_prompt` as its default, and ends its turns with <|im_end|>; any other ends with </s>. Neither
+    adds <s> by itself, as `encode` does not. Text that spells a control token stays text only with
+    `split_special_tokens=True`.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.write(folder)
+    if not (chat or tokenizer.fixed_ids):
+        return
+    if not tokenizer.fixed_ids and tokenizer.template is None and tokenizer.opening not in ((), (tokenizer.bos,)):
+        what = f"no chat template can begin a text with the ids {list(tokenizer.opening)}"
+        raise UserError(what, where=str(folder), fix="Export the base model.")
+    (folder / TEMPLATE).unlink(missing_ok=True)  # of another export, beside which it would win
+    config = read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if tokenizer.fixed_ids:
+        config = {
+            # LlamaTokenizer would rebuild the tokenizer with a space before the text; this class takes the file as is.
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": CONTROL_PIECES[BOS],
+            "eos_token": CONTROL_PIECES[IM_END if chat else EOS],
+            "pad_token": CONTROL_PIECES[PAD],
+            "unk_token": CONTROL_PIECES[UNK],
+            "additional_special_tokens": [CONTROL_PIECES[i] for i in (CODE, ENDCODE, IM_START, IM_END)],
+            "add_bos_token": False,
+            "add_prefix_space": False,  # llama.cpp would add a space before the text and after every control token
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "model_max_length": context,
+        }
+    if chat:
+        own, opened = tokenizer.template, bool(tokenizer.opening)
+        config["chat_template"] = chat_template(system_prompt, opened=opened) if own is None else own.source
+    write_json(folder / CONFIG, config)
+
+
+def trimmed(model: LoadedModel) -> LoadedModel:
+    """Return the model without the ids above its tokenizer's; what remains of the logits is what it was."""
     size = model.tokenizer.vocabulary
     if size >= model.graph.vocabulary:
         return model
@@ -28,10 +72,10 @@ def trimmed(model: LoadedModel) -> LoadedModel:
 
 
 def with_ids(graph: Graph, params: Tree, ids: Sequence[int]) -> tuple[Graph, Tree]:
-    """The model with rows for new ids, each the mean of those below the first of them.
+    """Return the model with rows for new ids, each the mean of those below the first of them.
 
-    A vocabulary that is padded that far stays as large as it is. So begun, a token that was never seen is no likelier
-    than the others (Hewitt, Initializing new word embeddings, 2021).
+    A vocabulary that is padded that far stays as large as it is. A token that was never seen is then no likelier than
+    the others (Hewitt, Initializing new word embeddings, 2021).
     """
     if not ids:
         return graph, params

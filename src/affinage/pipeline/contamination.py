@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from affinage.config.data import DecontaminateSettings
 from affinage.pipeline.models import made_from
@@ -37,50 +37,40 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         return None
 
     def search(items: "Iterable[BenchmarkItem]") -> "Contamination":
-        from affinage.data.contamination import contamination
+        from affinage.data.contamination import contamination, texts_of_documents, texts_of_rows
         from affinage.data.overlap import ItemIndex
+        from affinage.data.tokenizer import Tokenizer
+
+        def of_chats(chat: Path, tokenizer: Path) -> "Iterable[Any]":
+            return texts_of_rows(chat / "train", Tokenizer.load(tokenizer))
 
         chosen = settings or DecontaminateSettings()
-        index = ItemIndex(items, chosen)
-        found = []
+        index, found = ItemIndex(items, chosen), []
         if split is not None:
-            found.append(_stored(index, [split], partial(_in_documents, split)))
+            found.append(_counted(index, [split], lambda: texts_of_documents(split / "train")))
         if tokenizer is not None:
-            found += [_stored(index, [chat, tokenizer], partial(_in_chats, chat, tokenizer)) for chat in chats]
+            found += [_counted(index, [chat, tokenizer], partial(of_chats, chat, tokenizer)) for chat in chats]
         return contamination(index, found, chosen)
 
     return search
 
 
-def _in_documents(split: Path, index: "ItemIndex") -> "Occurrences":
-    from affinage.data.contamination import count_occurrences, texts_of_documents
-
-    return count_occurrences(texts_of_documents(split / "train"), index)
-
-
-def _in_chats(chats: Path, tokenizer: Path, index: "ItemIndex") -> "Occurrences":
-    from affinage.data.contamination import count_occurrences, texts_of_rows
-    from affinage.data.tokenizer import Tokenizer
-
-    return count_occurrences(texts_of_rows(chats / "train", Tokenizer.load(tokenizer)), index)
-
-
-def _stored(index: "ItemIndex", read: list[Path], search: "Callable[[ItemIndex], Occurrences]") -> "Occurrences":
-    """The counts of a search of the results `read`, from the store if they are there."""
+def _counted(index: "ItemIndex", read: list[Path], texts: Callable[[], Any]) -> "Occurrences":
+    """The counts of a search of texts of the results `read`, from the store if they are there."""
     import numpy as np
 
     from affinage.data.atomic import write_atomically
-    from affinage.data.contamination import Occurrences
+    from affinage.data.contamination import Occurrences, count_occurrences
 
-    requests = [read_request(folder) for folder in read]
+    keys = [request[1] for folder in read if (request := read_request(folder)) is not None]
     words = index.keys.tobytes() + index.lengths.tobytes()
-    key = hashlib.sha256(words + "".join(f"{_VERSION} {request and request[1]}" for request in requests).encode())
-    file = read[0].resolve().parent / f"contamination-{key.hexdigest()[:12]}.npz"
+    digest = hashlib.sha256(words + " ".join([str(_VERSION), *keys]).encode()).hexdigest()
+    file = read[0].resolve().parent / f"contamination-{digest[:12]}.npz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as kept:
-        if None not in requests and kept["with_run"].shape == index.keys.shape:
+        if len(keys) == len(read) and kept["with_run"].shape == index.keys.shape:
             return Occurrences(int(kept["texts"]), kept["with_run"])
-    found = search(index)
-    if None not in requests:
+    found = count_occurrences(texts(), index)
+    if len(keys) == len(read):
         content = io.BytesIO()
         np.savez(content, texts=found.texts, with_run=found.with_run)
         with contextlib.suppress(OSError):  # another user's store, or another process writes the same

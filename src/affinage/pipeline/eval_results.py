@@ -10,8 +10,8 @@ from typing import Any
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS
-from affinage.evaluation.result_folder import STATE, read_results
-from affinage.pipeline.names import (
+from affinage.evaluation.results import STATE, read_results
+from affinage.pipeline.models import (
     COMMAND,
     EVALUATIONS,
     ITEMS,
@@ -22,6 +22,7 @@ from affinage.pipeline.names import (
     command,
     incomplete,
     is_current,
+    is_hub_folder,
     locate,
     planned_trainings,
     recorded,
@@ -45,21 +46,22 @@ class EvalResults:
 
 def eval_results(name: str, runs: Path) -> EvalResults | None:
     """The results of a run, a model or a step; of several for one model, those of it as it is now come first."""
-    kept = results_folder(name, runs)
+    kept, found = results_folder(name, runs), []
     try:
         target = resolve(name, runs)
     except UserError:  # the model is gone, and its results are all there is of it
-        return EvalResults(kept) if _has_items(kept) else None
+        return EvalResults(kept) if (kept / ITEMS).is_dir() else None
     if target.kind == "result":
-        run, step = target.path.parent, target.path.name
-        return EvalResults(target.path, _step_again(run, step)) if _has_items(target.path) else None
-    found = [EvalResults(kept, _kept_again(kept, target, runs))] if _has_items(kept) else []
+        again = _step_again(target.path.parent, target.path.name)
+        return EvalResults(target.path, again) if (target.path / ITEMS).is_dir() else None
+    if (kept / ITEMS).is_dir():
+        found.append(EvalResults(kept, _kept_again(kept, target, runs)))
     run, last = (target.path, "") if target.kind == "run" else (target.path.parent, target.path.name)
     if target.step is None and target.kind in ("run", "model"):
-        steps = [EVALUATIONS[last]] if last in EVALUATIONS else [*reversed(_STEPS)]
-        done = next((one for one in steps if _has_items(run / one)), None)
-        if done is not None:
-            found.append(EvalResults(run / done, _step_again(run, done)))
+        steps = [EVALUATIONS[last]] if last in EVALUATIONS else [EVALUATIONS[name] for name in TRAININGS]
+        found += [EvalResults(run / step, _step_again(run, step)) for step in steps if (run / step / ITEMS).is_dir()][
+            :1
+        ]
     return next((one for one in found if not one.again), found[0] if found else None)
 
 
@@ -68,20 +70,18 @@ def results_folder(name: str, runs: Path) -> Path:
 
     It is called as the run or, of any other model, as its folder, with a hash of the path.
     """
-    word, step = name, ""
     try:
         target = resolve(name, runs)
-        place = target.path
-        step = "" if target.step is None else f"@{target.step}"
+        place, step = target.path, "" if target.step is None else f"@{target.step}"
     except UserError:
         word, at, number = name.partition("@")
         place, step = Path(word), at + number
     place, root = Path(os.path.abspath(place)), Path(os.path.abspath(runs))
     inside = place.is_relative_to(root)
-    path = place.relative_to(root) if inside else place
-    called = re.sub(r"[^A-Za-z0-9._-]+", "-", str(path) if inside else path.name)
-    if called != str(path):
-        called = f"{called}-{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    path = str(place.relative_to(root) if inside else place)
+    called = re.sub(r"[^A-Za-z0-9._-]+", "-", path if inside else place.name)
+    if called != path:
+        called = f"{called}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}"
     return runs / "evaluations" / f"{called}{step}"
 
 
@@ -112,18 +112,15 @@ def training_of(target: Target) -> dict[str, Any]:
     """
     from affinage.checkpoint.store import complete_steps
 
-    folder, step = target.path, target.step
-    is_hub = not (folder / MODEL).is_file()
+    folder, step, is_hub = target.path, target.step, is_hub_folder(target.path)
     request = read_request(folder.parent if is_hub else folder)  # of an export, or of the training
     if request is None:
         return {}
-    made, key = request
     if is_hub:
-        exported = next((made.inputs[name] for name in TRAININGS if name in made.inputs), None)
-        return {} if exported is None else {"key": exported}
+        return next(({"key": request[0].inputs[name]} for name in TRAININGS if name in request[0].inputs), {})
     if step is None and read_manifest(folder) is None:
         step = complete_steps(checkpoints_of(folder))[-1]
-    return {"key": key} if step is None else {"key": key, "step": step}
+    return {"key": request[1]} | ({} if step is None else {"step": step})
 
 
 def is_evaluated(run: Path) -> bool:
@@ -135,18 +132,13 @@ def is_evaluated(run: Path) -> bool:
 
 def _step_again(run: Path, step: str) -> str:
     """The command of a run whose step has evaluated another training than the run has now; "" where it is the same."""
-    request = read_request(run / step) if step in _STEPS else None
-    if request is None:
+    training = _STEPS.get(step, "")
+    request, now = read_request(run / step), read_request(run / training)
+    if not training or request is None or now is None:
         return ""
-    training = _STEPS[step]
-    now = read_request(run / training)
-    if now is None or (request[0].inputs.get(training) == now[1] and is_current(run, training)):
+    if request[0].inputs.get(training) == now[1] and is_current(run, training):
         return ""
     return str(read_json(run / COMMAND).get("command") or command("run", run.name))
-
-
-def _has_items(folder: Path) -> bool:
-    return (folder / ITEMS).is_dir()
 
 
 def _kept_again(kept: Path, target: Target, runs: Path) -> str:

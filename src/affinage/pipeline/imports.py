@@ -1,37 +1,39 @@
-"""Models from elsewhere: a folder of the hub becomes one that every verb takes as MODEL and a recipe can begin with.
+"""Models that a training begins with: imported ones (`init_from`), and checkpoints of other runs (`resume_from`).
 
-The folder holds model.json (as a training's does), checkpoints/0 with the weights, tokenizer/, and recipe.yaml.
+The folder of an imported model holds model.json (as a training's does), checkpoints/0 with the weights, tokenizer/, and
+recipe.yaml. Every verb takes it as a model.
 """
 
 import hashlib
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from affinage.config.load import LoadedRecipe
+from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.pipeline.base_models import TOKENIZER
-from affinage.pipeline.names import MODEL
+from affinage.pipeline.models import MODEL, TOKENIZER, chat_of_hub
 from affinage.pipeline.store import write_json
+from affinage.results import read_json
 
 if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
-    from affinage.hub.read import HubModel
+    from affinage.model import Graph
 
 RECIPE = "recipe.yaml"
 _ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"  # a tokenizer that has words has some of these
-
-_HEADER = """\
+_TEMPLATE = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file. Its graph is what config.json says.
 #
 #   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
 #   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, once there are conversations
-"""
-_TAIL = """
+{settings}
 data:
   sources: [my_text/]
   languages: [en]
@@ -66,7 +68,9 @@ def import_model(
         UserError: what is in `source` cannot be honoured exactly.
     """
     import jax
+    import jax.numpy as jnp
 
+    from affinage.checkpoint import CheckpointStore
     from affinage.hub.read import read_hub_folder
     from affinage.hub.vocabulary import with_ids
 
@@ -75,35 +79,39 @@ def import_model(
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
-    digest = model.digest()
+    digest = model.weights.digest()
     added: tuple[int, ...] = ()
     if chat_tokens and not tokenizer.fixed_ids:
         added = tokenizer.add_chat_tokens()
         graph, params = with_ids(model.graph, model.params, added)
         model = replace(model, graph=graph, params=params)
     tokenizer.write(partial / TOKENIZER)
-    system_prompt, template = system_prompt_of(source), own_template_of(source)
-    facts: dict[str, Any] = {
-        "graph": model.graph.to_dict(),
-        "context": model.architecture.context,
-        "system_prompt": system_prompt or "",
-        "precision": {},
-        "imported": {
-            "sha256": {"weights": digest, "tokenizer": _digest(partial / TOKENIZER)},
-            "chat": system_prompt is not None or template is not None,
-            **({"from": origin} if origin and not added else {}),
-        },
-    }
-    if template is not None:
-        facts["chat_template"] = template
+    system_prompt, template = chat_of_hub(source)
+    context = model.architecture.context
+    imported = {
+        "sha256": {"weights": digest, "tokenizer": _digest(partial / TOKENIZER)},
+        "chat": system_prompt is not None or template is not None,
+    } | ({"from": origin} if origin and not added else {})
+    facts = {"graph": model.graph.to_dict(), "context": context, "system_prompt": system_prompt or ""}
+    facts |= {"precision": {}, "imported": imported} | ({} if template is None else {"chat_template": template})
     write_json(partial / MODEL, facts)
-    _write_recipe(partial / RECIPE, folder / RECIPE, name, model, system_prompt or "")
-    _write_weights(partial, model, digest)
+    settings = {"name": name, "init_from": ".", "packing": {"seq_len": context}, "model": model.graph.to_dict()}
+    settings["export"] = {"dtype": model.architecture.dtype}
+    recipe = _TEMPLATE.format(
+        name=name,
+        file=shlex.quote(str(folder / RECIPE)),
+        settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120),
+        system_prompt=json.dumps(system_prompt or "", ensure_ascii=False),
+    )
+    (partial / RECIPE).write_text(recipe, encoding="utf-8")
+    store = CheckpointStore(partial / "checkpoints")
+    store.save(0, {"params": jax.tree.map(jnp.asarray, model.params)}, {"imported": digest})
+    store.wait()
     partial.rename(folder)
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
         "family": model.architecture.family,
-        "context": model.architecture.context,
+        "context": context,
         "vocabulary": model.graph.vocabulary,
         "tokenizer": tokenizer.kind,
         "ignored": model.architecture.ignored,
@@ -118,29 +126,12 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
     from affinage.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(source)
-    if tokenizer.vocabulary > vocabulary:
-        fix = "Put the tokenizer.json there that the model was trained with."
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}", where=str(source), fix=fix
-        )
-    if tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}, and it cannot write text with them",
-            where=str(source),
-            fix="Put the tokenizer.json that the model was trained with there.",
-        )
+    mute = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2
+    if tokenizer.vocabulary > vocabulary or mute:
+        what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"
+        what += ", and it cannot write text with them" if mute else ""
+        raise UserError(what, where=str(source), fix="Put the tokenizer.json there that the model was trained with.")
     return tokenizer
-
-
-def _write_weights(folder: Path, model: "HubModel", digest: str) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from affinage.checkpoint import CheckpointStore
-
-    store = CheckpointStore(folder / "checkpoints")
-    store.save(0, {"params": jax.tree.map(jnp.asarray, model.params)}, {"imported": digest})
-    store.wait()
 
 
 def _digest(folder: Path) -> str:
@@ -148,31 +139,113 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
-def system_prompt_of(source: Path) -> str | None:
-    """What a chat model of ours is told by default; None of any other model."""
-    from affinage.data.chat import system_prompt_in
-    from affinage.data.tokenizer import template_in
-
-    template = template_in(source)
-    return None if template is None else system_prompt_in(template)
+# ---- what a recipe begins with ----
 
 
-def own_template_of(source: Path) -> str | None:
-    """The chat template of a model that is none of ours, but talks."""
-    from affinage.data.tokenizer import template_in
+def initial_folder(loaded: LoadedRecipe) -> Path | None:
+    """The folder that `init_from` names, relative to the file that says so; None for random weights.
 
-    return template_in(source) if system_prompt_of(source) is None else None
+    Raises:
+        UserError: there is no imported model.
+    """
+    if loaded.recipe.init_from is None:
+        return None
+    folder = loaded.beside(loaded.recipe.init_from, ("init_from",))
+    if "imported" not in read_json(folder / MODEL):
+        what = f"there is no imported model in `{loaded.recipe.init_from}`"
+        fix = "Make one: affinage import FOLDER_OR_HUB_ID --to FOLDER"
+        raise UserError(what, where=loaded.locate(("init_from",)), fix=fix)
+    return folder
 
 
-def _write_recipe(path: Path, shown: Path, name: str, model: "HubModel", system_prompt: str) -> None:
-    settings = {
-        "name": name,
-        "init_from": ".",
-        "packing": {"seq_len": model.architecture.context},
-        "model": model.graph.to_dict(),
-        "export": {"dtype": model.architecture.dtype},
-    }
-    body = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    quoted = yaml.safe_dump(system_prompt, default_style='"', allow_unicode=True, width=10**6).strip()
-    head, tail = _HEADER.format(name=name, file=shlex.quote(str(shown))), _TAIL.format(system_prompt=quoted)
-    path.write_text(head + body + tail, encoding="utf-8")
+def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
+    """What the keys of steps hold of it: hashes of its weights and tokenizer, wherever its folder is."""
+    folder = initial_folder(loaded)
+    hashes = {} if folder is None else read_json(folder / MODEL)["imported"]["sha256"]
+    return {f"init {part}": digest for part, digest in hashes.items()}
+
+
+def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
+    """A function that loads an imported model's weights as the parameters of `graph`, given with shardings.
+
+    Raises:
+        UserError: the graph has other parameters than the model.
+    """
+    from affinage.checkpoint import CheckpointStore
+    from affinage.model import parse
+    from affinage.model.parameter import map_parameters
+
+    def shapes(graph: "Graph") -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        map_parameters(lambda path, parameter: found.update({".".join(path): parameter.shape}), graph.parameters)
+        return found
+
+    own, given = shapes(graph), shapes(parse(read_json(folder / MODEL)["graph"]))
+    for name in sorted(own.keys() | given.keys()):
+        if own.get(name) != given.get(name):
+            sizes = [found.get(name, "not at all") for found in (own, given)]
+            what = f"the recipe's model has {name} {sizes[0]}, the one it begins with {sizes[1]}"
+            raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")
+    store = CheckpointStore(folder / "checkpoints")
+    return lambda abstract: store.restore_params(0, abstract)
+
+
+def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
+    """The Jinja template that the recipe's conversations are written in; None for ChatML.
+
+    `tokenizer` is the folder of the tokenizer in use. Raises UserError if there is no such template.
+    """
+    chosen = loaded.recipe.chat_template
+    if chosen == "chatml":
+        return None
+    where = loaded.locate(("chat_template",))
+    if chosen == "tokenizer":
+        from affinage.data.tokenizer import template_in
+
+        if found := None if tokenizer is None else template_in(tokenizer):
+            return found
+        fix = "Name a Jinja file, or write `chat_template: chatml`."
+        raise UserError("the tokenizer has no chat template of its own", where=where, fix=fix)
+    path = loaded.beside(chosen, ("chat_template",))
+    try:
+        text = path.read_text(encoding="utf-8")
+        return str(json.loads(text)["chat_template"] if path.suffix == ".json" else text)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        fix = "`chatml`, `tokenizer`, a Jinja file, or a tokenizer_config.json with a `chat_template`."
+        raise UserError(f"there is no chat template in `{chosen}`", where=where, fix=fix) from error
+
+
+def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
+    """Folder and step of the checkpoint that `resume_from` of a section names; None if it names none.
+
+    Raises:
+        UserError: it is not there, or is of the run that this recipe makes itself.
+    """
+    settings = getattr(loaded.recipe, section)
+    if not isinstance(settings, TrainSettings) or settings.resume_from is None:
+        return None
+    from affinage.checkpoint.store import complete_steps
+
+    where = loaded.locate((section, "resume_from"))
+    named, _, step = settings.resume_from.partition("@")
+    folder = loaded.beside(named, (section, "resume_from"))
+    folder = folder / section if (folder / section).is_dir() else folder
+    if folder.parent.name == loaded.recipe.name:
+        fix = "Give this recipe another `name`: what is extended stays as it is."
+        raise UserError(f"`{settings.resume_from}` is this run itself", where=where, fix=fix)
+    steps = complete_steps(folder / "checkpoints")
+    if not steps or (step and step not in map(str, steps)):
+        there = f"of steps {', '.join(map(str, steps))}" if steps else "and none at all"
+        fix = "Name a training and, if it shall not be the last one kept, a step: runs/NAME/pretrain@STEP"
+        raise UserError(f"there is no checkpoint `{settings.resume_from}`, {there}", where=where, fix=fix)
+    return folder.resolve(), int(step) if step else steps[-1]
+
+
+def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
+    """What the key of the training holds of it: a hash of the checkpoint, wherever it is."""
+    found = extended(loaded, section)
+    if found is None:
+        return {}
+    from affinage.checkpoint.metadata import fingerprint
+
+    return {"resume_from": fingerprint(found[0] / "checkpoints" / str(found[1]))}

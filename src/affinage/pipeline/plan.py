@@ -1,12 +1,12 @@
 """What a run would do: which steps are complete, which must run, and why."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affinage.data.places import is_url
+from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step
@@ -14,7 +14,6 @@ from affinage.pipeline.store import Request, Store, read_request
 
 ELSEWHERE = "complete at the remote"  # the reason of a step whose result is only there
 _SHOWN = 3  # differences named per step
-
 
 Sources = tuple[dict[str, str], dict[str, str]]  # fingerprints, and the URLs that could not be checked -> why
 
@@ -45,8 +44,7 @@ def select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
     known = {step.name: step for step in steps}
     for name in until:
         if name not in known:
-            fix = f"Its steps: {', '.join(known)}." if known else ""
-            raise UserError(f"this recipe has no step `{name}`", fix=fix)
+            raise UserError(f"this recipe has no step `{name}`", fix=f"Its steps: {', '.join(known)}.")
     wanted = set(until or known)
     for step in reversed(steps):
         if step.name in wanted:
@@ -80,23 +78,20 @@ def plan(
         if step.name not in taken:
             taken[step.name] = _sources(step, before[0] if before else None)
         sources, unchecked = taken[step.name]
-        request = Request(
-            step=step.name,
-            version=step.version,
-            settings=step.config,
-            inputs={name: planned[name].request.key for name in step.inputs},
-            sources=sources,
-        )
-        forced_inputs = [name for name in step.inputs if planned[name].forced]
-        complete, reason = True, "complete"
+        inputs = {name: planned[name].request.key for name in step.inputs}
+        request = Request(step.name, step.version, step.config, inputs, sources)
+        complete, reason = False, ""
         if step.name in force:
-            complete, reason = False, "forced"
-        elif forced_inputs:
-            complete, reason = False, f"forced by {forced_inputs[0]}"
-        elif not store.is_complete(request):
-            complete = elsewhere(request)
-            reason = ELSEWHERE if complete else _reason(step, store, request, before)
-        planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
+            reason = "forced"
+        elif forced_inputs := [name for name in step.inputs if planned[name].forced]:
+            reason = f"forced by {forced_inputs[0]}"
+        elif store.is_complete(request):
+            complete, reason = True, "complete"
+        elif elsewhere(request):
+            complete, reason = True, ELSEWHERE
+        planned[step.name] = PlannedStep(
+            step, request, complete, reason or _reason(step, store, request, before), unchecked
+        )
     return list(planned.values())
 
 
@@ -105,11 +100,8 @@ def _sources(step: Step, before: Request | None) -> Sources:
 
     Where the user's files are gone, the former fingerprints stay, as their result is still good.
     """
-    found = step.sources | fingerprints(step.files)
-    unchecked: dict[str, str] = {}
-    if urls := [path for path in step.files if is_url(path)]:
-        remote, unchecked = remote_fingerprints(urls, before.sources if before else {})
-        found |= remote
+    remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
+    found = step.sources | fingerprints(step.files) | remote
     if found or before is None or before.settings != step.config:
         return found, unchecked
     return before.sources, unchecked
@@ -132,19 +124,19 @@ def _reason(step: Step, store: Store, request: Request, before: tuple[Request, s
 
 
 def _differences(old: Request, new: Request) -> Iterator[str]:
-    if changed := _changes(dict(_flat(old.settings)), dict(_flat(new.settings))):
-        yield "settings changed: " + _listed([f"{key} {_shown(was)} → {_shown(now)}" for key, was, now in changed])
-    if changed := _changes(old.sources, new.sources):
-        yield "files changed: " + _listed([key for key, _, _ in changed])
-    if changed := _changes(old.inputs, new.inputs):
-        yield "input changed: " + _listed([key for key, _, _ in changed])
+    settings = _changes(dict(_flat(old.settings)), dict(_flat(new.settings)))
+    if settings:
+        yield "settings changed: " + _listed([f"{key} {_shown(was)} → {_shown(now)}" for key, was, now in settings])
+    for name, before, after in (("files", old.sources, new.sources), ("input", old.inputs, new.inputs)):
+        if changed := _changes(before, after):
+            yield f"{name} changed: " + _listed([key for key, _, _ in changed])
     if old.version != new.version:
         yield f"version changed: {old.version} → {new.version}"
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    keys = [*old, *(key for key in new if key not in old)]
-    return [(key, old.get(key, "nothing"), new.get(key, "nothing")) for key in keys if old.get(key) != new.get(key)]
+    pairs = ((key, old.get(key, "nothing"), new.get(key, "nothing")) for key in {**old, **new})
+    return [(key, was, now) for key, was, now in pairs if was != now]
 
 
 def _shown(value: Any) -> str:
@@ -153,16 +145,24 @@ def _shown(value: Any) -> str:
 
 
 def _flat(value: Any, dotted: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, child in value.items():
-            yield from _flat(child, f"{dotted}.{key}" if dotted else key)
+    children: Any = ()
+    if isinstance(value, dict):
+        children = value.items()
     elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
-        for index, child in enumerate(value):
-            yield from _flat(child, f"{dotted}.{index}")
-    else:
+        children = enumerate(value)
+    if not children:
         yield dotted, value
+    for key, child in children:
+        yield from _flat(child, f"{dotted}.{key}" if dotted else str(key))
 
 
 def _listed(parts: list[str]) -> str:
     more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
     return ", ".join(parts[:_SHOWN]) + more
+
+
+def check(loaded: LoadedRecipe, planned: Iterable[PlannedStep]) -> None:
+    """Raise UserError for what is known to fail in a step that must run, before the first of them runs."""
+    for each in planned:
+        if not each.complete and each.step.check is not None:
+            each.step.check(loaded)

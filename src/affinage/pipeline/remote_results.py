@@ -3,16 +3,16 @@
 A result is there once its manifest is, which is copied last, and is taken only if every file has the hash in it.
 """
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, has_hash, is_inside, reached
 from affinage.checkpoint.uploader import CHECKPOINTS
 from affinage.errors import UserError
 from affinage.pipeline.store import Request, Store, read_manifest
-from affinage.results import MANIFEST, Manifest, lenient
+from affinage.results import MANIFEST, Manifest
 
 # Large results that only the next step reads whole. From others' inputs, a report reads the small files.
 _LARGE = frozenset({"ingest", "filter", "dedup", "decontaminate", "tokenize"})
@@ -37,7 +37,7 @@ class RemoteResults:
         steps: Collection[str],
         requests: Mapping[str, Request],
         say: Callable[[str], None],
-        locked: Callable[[Request], contextlib.AbstractContextManager[bool]],
+        locked: Callable[[Request], AbstractContextManager[bool]],
         *,
         small: bool = False,
     ) -> None:
@@ -89,31 +89,30 @@ class RemoteResults:
         if name not in self._manifests:
             with reached("runtime.remote", _FIX):
                 text = self._remote.read(f"{name}/{MANIFEST}")
-            found = Manifest()
-            with contextlib.suppress(ValueError, RecursionError):
-                found = lenient(Manifest, json.loads(text or b"{}"))
+            try:
+                found = Manifest.model_validate(json.loads(text or b"{}"))
+            except (ValueError, RecursionError):
+                found = Manifest()
             sound = found.key == request.key and all(is_inside(name) and f.sha256 for name, f in found.files.items())
             self._manifests[name] = found if sound else None
         return self._manifests[name]
 
     def copy(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
+        folder = self._store.path(request)
+        there, manifest = self._remote / folder.name, Manifest.model_validate(read_manifest(folder))
         try:
-            self._copy(request)
+            there.remove([MANIFEST])
+            sizes = there.sizes()
+            for name, facts in manifest.files.items():
+                # A training has copied its checkpoints itself.
+                if not (name.startswith(f"{CHECKPOINTS}/") and sizes.get(name) == facts.bytes):
+                    there.put(folder / name, name)
+            # Checkpoints that were kept, and are not on this machine, stay.
+            others = [name for name in sizes if not name.startswith(f"{CHECKPOINTS}/")]
+            there.remove([name for name in others if name not in manifest.files])
+            there.write(MANIFEST, (folder / MANIFEST).read_bytes())
         except (RemoteError, OSError) as error:
             self.failure = str(error)
-
-    def _copy(self, request: Request) -> None:
-        folder = self._store.path(request)
-        there, manifest = self._remote / folder.name, lenient(Manifest, read_manifest(folder))
-        there.remove([MANIFEST])
-        sizes = there.sizes()
-        for name, facts in manifest.files.items():
-            # A training has copied its checkpoints itself.
-            if not (name.startswith(f"{CHECKPOINTS}/") and sizes.get(name) == facts.bytes):
-                there.put(folder / name, name)
-        # Checkpoints that were kept, and are not on this machine, stay.
-        others = [name for name in sizes if not name.startswith(f"{CHECKPOINTS}/")]
-        there.remove([name for name in others if name not in manifest.files])
-        there.write(MANIFEST, (folder / MANIFEST).read_bytes())
+            return
         self._manifests[folder.name] = manifest

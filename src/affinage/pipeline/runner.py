@@ -1,14 +1,15 @@
 """Run a recipe: leave alone the steps that are complete and run the others, one after the other."""
 
 import contextlib
-import errno
 import hashlib
+import itertools
 import json
 import os
+import platform
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,24 +17,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import rich
 
 from affinage.cluster.processes import Processes
-from affinage.config.load import LoadedRecipe
-from affinage.errors import TransientError, UserError, errno_of
-from affinage.pipeline.locks import Lock
+from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.errors import UserError
 from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, plan, select
-from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.step import Step, StepContext
-from affinage.pipeline.store import Request, Store, deleted, link, versions, write_json
+from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, versions, write_json
 from affinage.results import RESULTS, Result, read_result
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit on the size of files
 _SAME, _NEXT = "what is run", "the next step"  # what processes exchange
 _RECIPE, _COMMAND = "recipe.json", "run.json"
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 _POLL = 0.5  # seconds, while another process makes a result
+_SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what another machine wrote
 
 
 class ProgressListener(Protocol):
@@ -63,10 +62,6 @@ class Runs:
         """The results, which all recipes share."""
         return Store(self.folder / "store")
 
-    def of(self, name: str) -> Path:
-        """The folder of the recipe with this name."""
-        return self.folder / name
-
 
 class PipelineRunner:
     """Plans and runs the steps of one recipe in one folder of runs."""
@@ -80,22 +75,20 @@ class PipelineRunner:
         until: Sequence[str] = (),
         force: Sequence[str] = (),
     ) -> None:
-        self.loaded = loaded
-        self.runs = runs
-        self.folder = runs.of(loaded.recipe.name)
-        if self.folder == runs.store.folder:
+        self.loaded, self.runs, self.store = loaded, runs, runs.store
+        self.folder = runs.folder / loaded.recipe.name
+        if self.folder == self.store.folder:
             where = loaded.locate(("name",))
             raise UserError("results are kept in `store`", where=where, fix="Give the recipe another name.")
         select(steps, force)  # refuses names of no step
         self._all, self._steps, self._force = steps, select(steps, until), force
-        self._remote = _remote_of(loaded, runs.store)
         self._taken: dict[str, Sources] = {}  # the sources' fingerprints, which a run takes once
+        self._remote = _remote_of(loaded, self.store)
 
     def plan(self) -> list[PlannedStep]:
         """Returns every step with whether it must run and why."""
         elsewhere = self._remote.has if self._remote is not None else lambda _: False
-        store, force = self.runs.store, self._force
-        return plan(self._steps, store, self.folder, force=force, elsewhere=elsewhere, taken=self._taken)
+        return plan(self._steps, self.store, self.folder, force=self._force, elsewhere=elsewhere, taken=self._taken)
 
     def run(self, listener: ProgressListener) -> list[PlannedStep]:
         """Run what is not complete, and return the steps that ran. The other processes of a run call `follow`.
@@ -105,7 +98,6 @@ class PipelineRunner:
         """
         Processes.current.broadcast(_SAME, self._common())
         try:
-            check_same_folder(Processes.current, self.runs.folder)
             return self._run(listener)
         finally:
             Processes.current.broadcast(_NEXT, None)
@@ -114,18 +106,24 @@ class PipelineRunner:
         """Compute what all processes compute together, as the first one, which calls `run`, announces it."""
         first, mine = Processes.current.broadcast(_SAME, None, seconds=None), self._common()
         if first != mine:
-            both = [(name, mine.get(name), value) for name, value in first.items()]
-            differences = [f"{name} is {here} and not {there}" for name, here, there in both if here != there]
-            raise UserError(
-                f"process {Processes.current.index} does not run the same as process 0: {', '.join(differences)}",
-                where=str(self.loaded.path),
-                fix="Give all processes the same recipe, options and installation.",
-            )
-        check_same_folder(Processes.current, self.runs.folder)
-        store, steps = self.runs.store, {step.name: step for step in self._all}
+            other = [
+                f"{name} is {mine.get(name)} and not {first[name]}" for name in first if mine.get(name) != first[name]
+            ]
+            what = f"process {Processes.current.index} does not run the same as process 0: {', '.join(other)}"
+            fix = "Give all processes the same recipe, options and installation."
+            raise UserError(what, where=str(self.loaded.path), fix=fix)
+        steps = {step.name: step for step in self._all}
         while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
-            inputs = {name: store.find(name, key) for name, key in work["inputs"].items()}
-            context = StepContext(self.loaded, store.find(work["step"], work["key"]), inputs, self.folder)
+            folder, until = self.store.find(work["step"], work["key"]), time.monotonic() + _SHOWN_WITHIN
+            while not (folder / REQUEST).is_file():
+                if time.monotonic() > until:
+                    what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
+                    fix = (
+                        "Give all processes a --runs on a disk that all of them see, such as NFS; see docs/clusters.md."
+                    )
+                    raise UserError(what, where=str(folder.absolute()), fix=fix)
+                time.sleep(_POLL)
+            context = StepContext(self.loaded, folder, self._inputs(work["inputs"]), self.folder)
             with Processes.current.all_at_work(), self._errors_with_lines():
                 steps[work["step"]].fn(context)
 
@@ -134,10 +132,13 @@ class PipelineRunner:
         settings = json.dumps(self.loaded.recipe.model_dump(mode="json"), sort_keys=True)
         return {"the hash of the recipe": hashlib.sha256(settings.encode()).hexdigest()[:12], **versions()}
 
+    def _inputs(self, keys: Mapping[str, str]) -> dict[str, Path]:
+        return {name: self.store.find(name, key) for name, key in keys.items()}
+
     # ---- the run ----
 
     def _run(self, listener: ProgressListener) -> list[PlannedStep]:
-        steps, store, remote = self.plan(), self.runs.store, self._remote
+        steps, store, remote = self.plan(), self.store, self._remote
         if all(planned.complete and store.is_complete(planned.request) for planned in steps):
             self._note(steps)
             return []
@@ -148,11 +149,11 @@ class PipelineRunner:
             self._note(steps)
             requests = {planned.name: planned.request for planned in steps}
             if remote is not None:
-                for planned in steps:
-                    if store.is_complete(planned.request) and not remote.has(planned.request):
-                        remote.copy(planned.request)
+                for request in requests.values():
+                    if store.is_complete(request) and not remote.has(request):
+                        remote.copy(request)
                 if all(planned.complete for planned in steps):
-                    self._fetch(list(requests), requests, small=True)
+                    remote.bring(list(requests), requests, _print, self._making, small=True)
                     self._note(steps)
             for planned in steps:
                 if planned.reason == ELSEWHERE:
@@ -160,8 +161,10 @@ class PipelineRunner:
                 with self._making(planned.request) as missing:
                     if missing:
                         StopSignals.raise_pending()
-                        self._fetch(planned.step.inputs, requests, small=bool(planned.step.artifact))
-                        self._note(steps)
+                        if remote is not None:
+                            small = bool(planned.step.artifact)
+                            remote.bring(planned.step.inputs, requests, _print, self._making, small=small)
+                            self._note(steps)
                         self._make(planned, listener)
                         ran.append(planned)
                 self._link(planned)
@@ -173,27 +176,28 @@ class PipelineRunner:
         return ran
 
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
-        step, store = planned.step, self.runs.store
-        inputs = {name: store.find(name, key) for name, key in planned.request.inputs.items()}
+        step, request, store = planned.step, planned.request, self.store
+        folder = store.begin(request, resume=step.resumable)
+        listener.on_begin(planned, folder)
+        started, clock = time.time(), time.monotonic()
 
         def on_metrics(row: Mapping[str, Any]) -> None:
-            if not store.is_begun(planned.request):  # nothing that a training writes there would be found
-                raise deleted(store.path(planned.request))
+            store.check_begun(request)  # nothing that a training writes into another folder would be found
+            # One can look at a training while it runs; one that is refused at its beginning leaves the run as it was.
+            link(self.folder / step.name, folder)
             listener.on_metrics(row)
 
-        with self._undone_if_refused(planned):
-            folder = store.begin(planned.request, resume=step.resumable)
-            if step.resumable:
-                link(self.folder / step.name, folder)  # so that one can look at a training while it runs
-            listener.on_begin(planned, folder)
-            started, clock = time.time(), time.monotonic()
-            with self._errors_with_lines(), _full_disk_in_one_message(folder):
-                context = StepContext(self.loaded, folder, inputs, self.folder, listener.on_progress, on_metrics)
-                if step.setup is not None:
-                    step.setup(context, forced=planned.forced)
-                with _with_all_processes(planned.request) if step.distributed else contextlib.nullcontext():
-                    summary = step.fn(context)
-                manifest = store.finish(planned.request, summary, started=started, clock=clock)
+        inputs = self._inputs(request.inputs)
+        context = StepContext(self.loaded, folder, inputs, self.folder, listener.on_progress, on_metrics)
+        with self._errors_with_lines(), contextlib.ExitStack() as together:
+            if step.setup is not None:
+                step.setup(context, planned.forced)
+            if step.distributed:
+                work = {"step": request.step, "key": request.key, "inputs": request.inputs}
+                Processes.current.broadcast(_NEXT, work)
+                together.enter_context(Processes.current.all_at_work())
+            summary = step.fn(context)
+        manifest = store.finish(request, summary, started=started, clock=clock)
         result = read_result(folder, RESULTS.get(step.name, Result))
         assert result is not None
         listener.on_end(planned, result, manifest["seconds"])
@@ -201,28 +205,24 @@ class PipelineRunner:
     # ---- other processes ----
 
     def _lock(self, name: str) -> Lock:
-        return Lock(self.runs.store.folder / ".locks", name, f"affinage, recipe {self.loaded.recipe.name}")
+        return Lock(self.store.folder / ".locks", name, f"affinage, recipe {self.loaded.recipe.name}")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Inside, this process alone is at the run. A run that is refused before it makes anything leaves no folder."""
         lock = self._lock(f"{self.loaded.recipe.name}.run")
         if not lock.acquire():
-            raise UserError(
-                f"{lock.holder} is at this run",
-                where=str(self.folder),
-                fix="Wait until it ends, or make another run: --set name=NAME.",
-            )
+            fix = "Wait until it ends, or make another run: --set name=NAME."
+            raise UserError(f"{lock.holder} is at this run", where=str(self.folder), fix=fix)
+        was_there = self.folder.exists()
         try:
-            self.runs.store.sweep()
-            was_there = self.folder.exists()
-            try:
-                yield
-            except UserError:
-                with contextlib.suppress(OSError):  # the refusal is what matters
-                    if not was_there and {entry.name for entry in self.folder.iterdir()} <= {_RECIPE, _COMMAND}:
-                        shutil.rmtree(self.folder)
-                raise
+            self.store.sweep()
+            yield
+        except UserError:
+            with contextlib.suppress(OSError):  # the refusal is what matters
+                if not was_there and {entry.name for entry in self.folder.iterdir()} <= {_RECIPE, _COMMAND}:
+                    shutil.rmtree(self.folder)
+            raise
         finally:
             lock.release()
 
@@ -232,58 +232,33 @@ class PipelineRunner:
 
         While another process makes it, this one waits and prints for whom.
         """
-        store, lock = self.runs.store, self._lock(self.runs.store.path(request).name)
-        printed = False
-        while not store.is_complete(request) and not lock.acquire():
-            if not printed:
+        lock = self._lock(self.store.path(request).name)
+        for attempt in itertools.count():
+            if self.store.is_complete(request) or lock.acquire():
+                break
+            if attempt == 0:
                 _print(f"{request.step}: waiting for {lock.holder}, which is making it")
-            printed = True
             time.sleep(_POLL)
         try:
-            yield not store.is_complete(request)
+            yield not self.store.is_complete(request)
         finally:
             lock.release()
 
     def _discard(self, steps: Sequence[PlannedStep]) -> None:
         """Remove results that are forced to be made again. Raises UserError where another running run uses one."""
         for planned in steps:
-            result = self.runs.store.path(planned.request)
+            result = self.store.path(planned.request).resolve()
             for linked in self.runs.folder.glob(f"*/{planned.name}"):
-                other = linked.parent
-                if other != self.folder and linked.exists() and linked.resolve() == result.resolve():
-                    lock = self._lock(f"{other.name}.run")
+                if linked.parent != self.folder and linked.exists() and linked.resolve() == result:
+                    lock = self._lock(f"{linked.parent.name}.run")
                     if not lock.acquire():
-                        raise UserError(
-                            f"{lock.holder} uses the result of {planned.name} that is to be made again",
-                            where="--force",
-                            fix="Wait until it ends, or give this run a folder of its own with --runs.",
-                        )
+                        what = f"{lock.holder} uses the result of {planned.name} that is to be made again"
+                        fix = "Wait until it ends, or give this run a folder of its own with --runs."
+                        raise UserError(what, where="--force", fix=fix)
                     lock.release()
-            self.runs.store.discard(planned.request)
-
-    def _fetch(self, steps: Collection[str], requests: Mapping[str, Request], *, small: bool) -> None:
-        """Copy from the recipe's `remote` what is there and not here."""
-        if self._remote is not None:
-            self._remote.bring(steps, requests, _print, self._making, small=small)
+            self.store.discard(planned.request)
 
     # ---- the folder of the run ----
-
-    @contextlib.contextmanager
-    def _undone_if_refused(self, planned: PlannedStep) -> Iterator[None]:
-        """A training that is refused before its first step leaves the run as it was."""
-        folder, linked = self.runs.store.path(planned.request), self.folder / planned.name
-        was_there, before = folder.exists(), os.readlink(linked) if linked.is_symlink() else None
-        try:
-            yield
-        except UserError as error:
-            refused = planned.step.has_progress and not was_there and not isinstance(error, TransientError)
-            if refused and not _has_begun(folder):
-                if before is None:
-                    linked.unlink(missing_ok=True)
-                else:
-                    link(linked, linked.parent / before)
-                self.runs.store.discard(planned.request)
-            raise
 
     @contextlib.contextmanager
     def _errors_with_lines(self) -> Iterator[None]:
@@ -298,7 +273,7 @@ class PipelineRunner:
             raise UserError(error.what, where=where or error.where, fix=error.fix) from error
 
     def _link(self, planned: PlannedStep) -> None:
-        result, artifact = self.runs.store.path(planned.request), planned.step.artifact
+        result, artifact = self.store.path(planned.request), planned.step.artifact
         link(self.folder / planned.name, result)
         if artifact:
             link(self.folder / artifact, result / artifact)
@@ -310,14 +285,14 @@ class PipelineRunner:
         path = os.path.abspath(self.loaded.path)  # its settings may name files relative to it
         write_json(self.folder / _COMMAND, {"command": self.loaded.command, "recipe": path})
         for planned in steps:
-            if self.runs.store.path(planned.request).is_dir() and planned.complete:
+            if planned.complete and self.store.path(planned.request).is_dir():
                 self._link(planned)
-        names, store = {name for step in self._all for name in (step.name, step.artifact)}, self.runs.store.folder
+        names = {name for step in self._all for name in (step.name, step.artifact)}
+        store = os.path.normpath(self.store.folder)
         for entry in self.folder.iterdir():
-            if entry.is_symlink() and entry.name not in names:
-                target = Path(os.path.normpath(entry.parent / os.readlink(entry)))
-                if target.is_relative_to(os.path.normpath(store)):
-                    entry.unlink()
+            leads_to = os.path.normpath(entry.parent / os.readlink(entry)) if entry.is_symlink() else ""
+            if entry.name not in names and Path(leads_to).is_relative_to(store):
+                entry.unlink()
 
 
 def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
@@ -332,31 +307,33 @@ def _print(line: str) -> None:
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _with_all_processes(request: Request) -> Iterator[None]:
-    """Inside, the processes that follow compute the same step."""
-    Processes.current.broadcast(_NEXT, {"step": request.step, "key": request.key, "inputs": request.inputs})
-    with Processes.current.all_at_work():
-        yield
+# ---- sweeps ----
 
 
-def _has_begun(training: Path) -> bool:
-    """Whether a training has made a step, or has a checkpoint of another machine."""
-    metrics, checkpoints = training / "metrics.jsonl", training / "checkpoints"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+@dataclass(frozen=True)
+class Point:
+    """One choice of every setting of a sweep's grid."""
+
+    number: int  # from 1
+    settings: dict[str, Any]  # key of the recipe -> value
+    loaded: LoadedRecipe
 
 
-@contextlib.contextmanager
-def _full_disk_in_one_message(folder: Path) -> Iterator[None]:
-    """Turn the errors of a full disk into one message."""
-    try:
-        yield
-    except Exception as error:
-        number = errno_of(error)
-        if number not in _DISK_FULL:
-            raise
-        raise UserError(
-            f"there is no room to write here: {os.strerror(number)}",
-            where=str(folder),
-            fix="Free some space, or use another disk with --runs. What is complete is kept: run again to resume.",
-        ) from error
+def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
+    """The points of a recipe's `sweep`, the last setting varying fastest, each with its recipe.
+
+    Raises:
+        UserError: there is no grid, or a point of it is no recipe.
+    """
+    loaded = load_recipe(recipe, overrides)
+    grid = loaded.recipe.sweep
+    if not grid:
+        fix = "Give settings and values: --set 'sweep={sft.steps: [100, 300], sft.schedule.peak_lr: [1e-3, 3e-4]}'"
+        raise UserError("this recipe has no `sweep`", where=str(loaded.path), fix=fix)
+    found = []
+    for number, values in enumerate(itertools.product(*grid.values()), 1):
+        chosen = dict(zip(grid, values))
+        words = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
+        name = f"name={loaded.recipe.name}-{number:03}"
+        found.append(Point(number, chosen, load_recipe(recipe, [*overrides, *words, name, "sweep={}"])))
+    return found

@@ -1,12 +1,16 @@
 """A pipeline step: a function, the settings that decide its result, and what it reads."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
+from affinage.errors import UserError
+from affinage.paths import from_home
 
 Summary = dict[str, Any]  # JSON-able facts about a result, which become its `result.json`
 
@@ -18,7 +22,7 @@ class StepContext:
     loaded: LoadedRecipe
     folder: Path  # where the result is written; a resumable step finds what an interrupted attempt left there
     inputs: dict[str, Path]  # the folders of the results it reads, by step
-    run_folder: Path  # runs/<name>, with links to the results of the complete steps
+    run_folder: Path  # runs/<name>, with links to results of the complete steps
     progress: Callable[[str], None] = lambda _: None  # prints a few words about the work in hand
     on_metrics: Callable[[Mapping[str, Any]], None] = lambda _: None  # receives each line of a training's metrics
 
@@ -27,12 +31,10 @@ class StepContext:
         """The settings in effect."""
         return self.loaded.recipe
 
-
-class Setup(Protocol):
-    """See `Step.setup`."""
-
-    def __call__(self, context: StepContext, *, forced: bool) -> None:
-        """Prepare the step's folder."""
+    @property
+    def step(self) -> str:
+        """The name of the step."""
+        return self.folder.name.rpartition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,28 @@ class Step:
     version: int = 1
     files: tuple[str, ...] = ()  # paths, folders, globs and URLs of the user's; a plan takes their fingerprints
     sources: dict[str, str] = field(default_factory=dict)  # what else it reads -> fingerprint
+    check: Callable[[LoadedRecipe], None] | None = None  # raises UserError for what would fail, before any step runs
+    setup: Callable[[StepContext, bool], None] | None = None  # prepares the folder first; whether the step is forced
     artifact: str = ""  # a file of the result that the run's folder links to
     distributed: bool = False  # all processes of a run compute it together; other steps run in the first one alone
     has_progress: bool = False  # shows its own progress on a terminal, as a training does
     resumable: bool = False  # resumes after a kill from what is in its folder; other steps begin with an empty folder
-    setup: Setup | None = None  # called in the first process before any of them begins the work
+
+
+# ---- for the checks of steps ----
+
+
+@contextlib.contextmanager
+def at(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
+    """Inside, errors name the line of the recipe that holds a setting."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.what, where=loaded.locate(key), fix=error.fix) from error
+
+
+def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
+    """Raise UserError if a file or folder of the user's, which a setting names, is not there."""
+    if path != POCKET_WORLD and "://" not in path and not from_home(path).exists():
+        fix = "Paths start from the working directory."
+        raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)

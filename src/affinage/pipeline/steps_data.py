@@ -1,19 +1,23 @@
-"""The steps from sources to packed tokens: of documents, conversations and preference pairs."""
+"""The steps from sources to packed tokens, of documents, conversations and preference pairs, and what they need."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich
 
 from affinage.config.data import POCKET_WORLD, DataSettings
+from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_BYTES
-from affinage.config.tuning import TuningSettings
+from affinage.config.tuning import DpoSettings, SftSettings, TuningSettings
 from affinage.data.places import released_folder
-from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_folder
-from affinage.pipeline.step import StepContext, Summary
+from affinage.errors import UserError
+from affinage.paths import from_home
+from affinage.pipeline.imports import chat_template_of, initial_folder
+from affinage.pipeline.models import TOKENIZER
+from affinage.pipeline.step import StepContext, Summary, at, check_exists
 
 if TYPE_CHECKING:
     from affinage.data.benchmark_items import BenchmarkItem
@@ -30,120 +34,67 @@ def synthesize(context: StepContext) -> Summary:
 
 def ingest(context: StepContext) -> Summary:
     """Read every source into one form."""
-    from affinage.data.executor import open_executor
     from affinage.data.ingest import ingest
 
-    settings = _data(context)
-    with open_executor(settings) as executor:
-        return ingest(
-            settings, context.folder, context.inputs.get("synthesize"), executor=executor, progress=_share(context)
-        )
+    with _workers(context) as how:
+        return ingest(_data(context), context.folder, context.inputs.get("synthesize"), **how)
 
 
 def filter_documents(context: StepContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
-    from affinage.data.executor import open_executor
     from affinage.data.filters import filter_documents
 
-    settings = _data(context)
-    with open_executor(settings) as executor:
-        return filter_documents(
-            context.inputs["ingest"],
-            context.folder,
-            settings.filters,
-            settings.languages,
-            executor=executor,
-            progress=_share(context),
-        )
+    data = _data(context)
+    with _workers(context) as how:
+        return filter_documents(context.inputs["ingest"], context.folder, data.filters, data.languages, **how)
 
 
 def dedup(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.dedup import dedup
-    from affinage.data.executor import open_executor
 
     data, settings = _data(context), _data(context).dedup
     assert settings is not None
-    with open_executor(data) as executor:
+    against = released_folder(settings.against, context.run_folder.parent) if settings.against else None
+    with _workers(context) as how:
         return dedup(
-            context.inputs["filter"],
-            context.folder,
-            settings,
-            against=released_folder(settings.against, context.run_folder.parent) if settings.against else None,
-            memory=data.memory_bytes,
-            executor=executor,
-            progress=_share(context),
+            context.inputs["filter"], context.folder, settings, against=against, memory=data.memory_bytes, **how
         )
 
 
 def decontaminate(context: StepContext) -> Summary:
     """Remove documents that hold an item of a benchmark."""
     from affinage.data.decontaminate import decontaminate
-    from affinage.data.executor import open_executor
 
-    data = _data(context)
-    settings, items = data.decontaminate, _benchmark_items(context)
+    settings, items = _data(context).decontaminate, _benchmark_items(context)
     assert settings is not None
     documents = context.inputs.get("dedup") or context.inputs["filter"]
-    with open_executor(data) as executor:
-        return decontaminate(documents, context.folder, settings, items, executor=executor, progress=_share(context))
-
-
-def _benchmark_items(context: StepContext) -> "list[BenchmarkItem]":
-    """The items that text must not hold."""
-    from affinage.data.benchmark_items import read_items
-    from affinage.evaluation.benchmarks import of_pocket_world
-    from affinage.evaluation.tasks import benchmark_items
-
-    settings, evaluated = _data(context).decontaminate, context.recipe.evaluate
-    assert settings is not None
-    tasks = [name for name in settings.benchmark_files if name.endswith((".yaml", ".yml"))]
-    if settings.benchmarks and evaluated is not None:
-        tasks += [task for task in evaluated.tasks if not of_pocket_world(task)]
-    items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
-    for path in settings.benchmark_files:
-        items += read_items(path) if path not in tasks else ()
-    return items
-
-
-@contextlib.contextmanager
-def searched_benchmarks(context: StepContext) -> "Iterator[Searched | None]":
-    """What tuning data is searched for; None where the recipe has no benchmarks to keep out."""
-    from affinage.data.decontaminate import write_items
-
-    data = context.recipe.data
-    settings = data.decontaminate if data is not None else None
-    items = _benchmark_items(context) if settings is not None else []
-    path = context.folder / "benchmark-items.json"
-    yield write_items(path, items, settings) if settings is not None and items else None
-    path.unlink(missing_ok=True)
+    with _workers(context) as how:
+        return decontaminate(documents, context.folder, settings, items, **how)
 
 
 def split(context: StepContext) -> Summary:
     """Set aside the documents that are never trained on."""
-    from affinage.data.executor import open_executor
     from affinage.data.split import split
 
     inputs = context.inputs
     documents = inputs.get("decontaminate") or inputs.get("dedup") or inputs["filter"]
-    settings = _data(context)
-    with open_executor(settings) as executor:
-        return split(documents, context.folder, settings.split, context.recipe.seed, executor=executor)
+    with _workers(context) as how:
+        return split(documents, context.folder, _data(context).split, context.recipe.seed, executor=how["executor"])
 
 
 def train_tokenizer(context: StepContext) -> Summary:
     """Train the tokenizer on the training documents."""
     from affinage.data.tokenizer_training import train_tokenizer
 
-    recipe = context.recipe
-    languages = _data(context).languages
+    recipe, languages = context.recipe, _data(context).languages
     return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
 
 
 def base_tokenizer(context: StepContext) -> Summary:
     """Take the tokenizer of the model that the recipe begins with."""
-    from affinage.data.fertility import measure
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tokenizer_training import measure
 
     folder = initial_folder(context.loaded)
     assert folder is not None
@@ -155,8 +106,8 @@ def base_tokenizer(context: StepContext) -> Summary:
 
 def compare_tokenizers(context: StepContext) -> Summary:
     """Measure published tokenizers beside the recipe's own."""
-    from affinage.data.fertility import compare
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tokenizer_training import compare
 
     ours = Tokenizer.load(context.inputs["train-tokenizer"])
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
@@ -164,54 +115,43 @@ def compare_tokenizers(context: StepContext) -> Summary:
 
 def tokenize(context: StepContext) -> Summary:
     """Write the documents as shards of packed tokens."""
-    from affinage.data.executor import open_executor
     from affinage.data.tokenize import tokenize
     from affinage.data.tokenizer import Tokenizer
 
-    recipe, progress = context.recipe, context.progress
-    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
-    with open_executor(_data(context)) as executor:
-        return tokenize(
-            split, trained, context.folder, recipe.packing, recipe.seed, executor=executor, progress=progress
-        )
+    recipe, split, trained = context.recipe, context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
+    with _workers(context) as how:
+        how["progress"] = context.progress
+        return tokenize(split, trained, context.folder, recipe.packing, recipe.seed, **how)
 
 
 def sft_data(context: StepContext) -> Summary:
     """Write conversations as token shards with masks of the tokens that are trained on."""
-    from affinage.data.sft import prepare_conversations
-
     assert context.recipe.sft is not None
-    return _tuning_data(context, context.recipe.sft, prepare_conversations, "conversations")
+    return _tuning_data(context, context.recipe.sft, context.recipe.sft.system_prompt, "conversations")
 
 
 def preference_data(context: StepContext) -> Summary:
     """Write pairs of answers as token shards."""
-    from affinage.data.preferences import prepare_preferences
+    assert context.recipe.dpo is not None
+    return _tuning_data(context, context.recipe.dpo, context.recipe.chat_system_prompt, "pairs")
+
+
+def _tuning_data(context: StepContext, tuning: SftSettings | DpoSettings, system_prompt: str, things: str) -> Summary:
+    from affinage.data.tuning_data import prepare_tuning_data
 
     recipe = context.recipe
-    assert recipe.dpo is not None
-    prepare = partial(prepare_preferences, system_prompt=recipe.chat_system_prompt)
-    return _tuning_data(context, recipe.dpo, prepare, "pairs")
-
-
-def _tuning_data(
-    context: StepContext, tuning: TuningSettings, prepare: Callable[..., dict[str, Any]], things: str
-) -> Summary:
-    from affinage.data.executor import open_executor
-
-    recipe = context.recipe
-    settings = recipe.data or DataSettings.model_construct()
-    with searched_benchmarks(context) as searched, open_executor(settings) as executor:
-        summary = prepare(
+    with _searched_benchmarks(context) as searched, _workers(context) as how:
+        how["progress"] = context.progress
+        summary = prepare_tuning_data(
             tuning,
             chat_tokenizer(context),
             context.folder,
-            context=tuning.seq_len or recipe.packing.seq_len,
+            seq_len=tuning.seq_len or recipe.packing.seq_len,
             seed=recipe.seed,
+            system_prompt=system_prompt,
             world_folder=context.inputs.get("synthesize"),
             searched=searched,
-            executor=executor,
-            progress=context.progress,
+            **how,
         )
     print_counts(summary, things)
     return summary
@@ -239,8 +179,38 @@ def print_counts(summary: Summary, what: str) -> None:
             rich.print(f"{what}: {count:,}{of} {text}")
 
 
+def _benchmark_items(context: StepContext) -> "list[BenchmarkItem]":
+    """The items that text must not hold."""
+    from affinage.data.benchmark_items import read_items
+    from affinage.evaluation.benchmarks import of_pocket_world
+    from affinage.evaluation.tasks import benchmark_items
+
+    settings, evaluated = _data(context).decontaminate, context.recipe.evaluate
+    assert settings is not None
+    tasks = [name for name in settings.benchmark_files if name.endswith((".yaml", ".yml"))]
+    if settings.benchmarks and evaluated is not None:
+        tasks += [task for task in evaluated.tasks if not of_pocket_world(task)]
+    items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
+    for path in settings.benchmark_files:
+        items += read_items(path) if path not in tasks else ()
+    return items
+
+
+@contextlib.contextmanager
+def _searched_benchmarks(context: StepContext) -> "Iterator[Searched | None]":
+    """What tuning data is searched for; None where the recipe has no benchmarks to keep out."""
+    from affinage.data.decontaminate import write_items
+
+    data = context.recipe.data
+    settings = data.decontaminate if data is not None else None
+    items = _benchmark_items(context) if settings is not None else []
+    path = context.folder / "benchmark-items.json"
+    yield write_items(path, items, settings) if settings is not None and items else None
+    path.unlink(missing_ok=True)
+
+
 def chat_tokenizer(context: StepContext) -> "Tokenizer":
-    """The stage's tokenizer, that writes conversations in the recipe's template."""
+    """The step's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
@@ -254,10 +224,153 @@ def pocket_bytes(recipe: Recipe) -> int:
     return max((source.max_bytes or POCKET_BYTES for source in worlds), default=POCKET_BYTES)
 
 
-def _share(context: StepContext) -> Callable[[float], None]:
-    return lambda share: context.progress(f"{share:.0%}")
+@contextlib.contextmanager
+def _workers(context: StepContext) -> Iterator[dict[str, Any]]:
+    """The executor of a data step, and what receives its share of work that is done."""
+    from affinage.data.executor import open_executor
+
+    with open_executor(context.recipe.data or DataSettings.model_construct()) as executor:
+        yield {"executor": executor, "progress": lambda share: context.progress(f"{share:.0%}")}
 
 
 def _data(context: StepContext) -> DataSettings:
     assert context.recipe.data is not None
     return context.recipe.data
+
+
+# ---- what can be known to fail before the first step runs ----
+
+
+def check_ingest(loaded: LoadedRecipe) -> None:
+    """The sources are there."""
+    from affinage.data.ingest import check
+
+    assert loaded.recipe.data is not None
+    for index, source in enumerate(loaded.recipe.data.sources):
+        with at(loaded, "data", "sources", index):
+            check(source, loaded.recipe.data)
+
+
+def check_filter(loaded: LoadedRecipe) -> None:
+    """Language identification knows the languages of the recipe."""
+    from babel import Locale
+    from babel.core import get_global
+
+    from affinage.data.language import known_languages
+
+    data = loaded.recipe.data
+    assert data is not None
+    places: list[tuple[str, tuple[str | int, ...]]] = []
+    if data.filters.identifies_languages:
+        places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
+    for index, source in enumerate(data.sources):
+        if source.language and source.kind != "code" and source.language not in data.languages:
+            places.append((source.language, ("data", "sources", index, "language")))
+    for language, key in places:
+        if language not in known_languages():
+            word = language.replace("_", "-").partition("-")[0].lower()
+            names = {name.lower(): code for locale in ("en", "fr") for code, name in Locale(locale).languages.items()}
+            code = names.get(word) or get_global("language_aliases").get(word, word)
+            fix = f"Did you mean `{code}`? " if code in known_languages() else ""
+            fix += "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
+            raise UserError(f"language id does not know `{language}`", where=loaded.locate(key), fix=fix)
+
+
+def check_decontaminate(loaded: LoadedRecipe) -> None:
+    """What `benchmark_files` names are task files, or files of items; so are the benchmarks of the evaluation."""
+    from affinage.data.benchmark_items import kind_of_items
+
+    settings = loaded.recipe.data.decontaminate if loaded.recipe.data else None
+    assert settings is not None
+    for index, path in enumerate(settings.benchmark_files):
+        key = ("data", "decontaminate", "benchmark_files", index)
+        check_exists(loaded, path, *key)
+        if path.endswith((".yaml", ".yml")):
+            check_task(loaded, path, None, key)
+        else:
+            kind_of_items(path, loaded.locate(key))
+    if settings.benchmarks:
+        check_tasks(loaded)
+
+
+def check_tasks(loaded: LoadedRecipe) -> None:
+    """The benchmarks of the evaluation exist."""
+    from affinage.evaluation.benchmarks import is_task_file, names_of
+
+    evaluate = loaded.recipe.evaluate
+    if evaluate is None:
+        return
+    if evaluate.data_dir is not None:
+        check_exists(loaded, evaluate.data_dir, "evaluate", "data_dir")
+        with at(loaded, "evaluate", "tasks"):
+            names_of(evaluate.tasks, from_home(evaluate.data_dir))
+    for index, task in enumerate(evaluate.tasks):
+        key = ("evaluate", "tasks", index)
+        if is_task_file(task):
+            check_exists(loaded, task, *key)
+        check_task(loaded, task, evaluate.data_dir, key)
+
+
+def check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: tuple[str | int, ...]) -> None:
+    """A benchmark is known. The harness, whose import takes seconds, is needed for benchmarks of others only."""
+    from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, of_pocket_world
+
+    members = GROUPS.get(task, (task,))
+    if all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
+        return
+    from affinage.evaluation.tasks import check_names, find_tasks
+
+    try:
+        check_names([task], {}, data_dir, where="evaluate.tasks")
+        find_tasks([task], {}, data_dir)
+    except UserError as error:
+        where = loaded.locate(key)
+        also = f"{where}, {error.where}" if error.where and error.where not in (task, "evaluate.tasks") else where
+        raise UserError(error.what, where=also, fix=error.fix) from error
+
+
+def check_compare_tokenizers(loaded: LoadedRecipe) -> None:
+    """The files of the published tokenizers are there."""
+    for index, path in enumerate(loaded.recipe.tokenizer.compare):
+        check_exists(loaded, path, "tokenizer", "compare", index)
+
+
+def check_tokenize(loaded: LoadedRecipe) -> None:
+    """The place of the sequences can be written, and the names in the mixture exist."""
+    from affinage.data.mixture import ALL, refuse_unknown
+    from affinage.data.special_tokens import CODE_LANGUAGE
+    from affinage.data.token_shards import check_url
+    from affinage.data.tokenize import UNDETERMINED, group_name
+
+    data, pretrain, url = loaded.recipe.data, loaded.recipe.pretrain, loaded.recipe.packing.output_path
+    if url:
+        with at(loaded, "packing", "output_path"):
+            check_url(url)
+    sources = [source.title for source in data.sources] if data else []
+    if data is None or len(set(sources)) < len(sources):
+        return  # they get numbers
+    stated = {source.language for source in data.sources if source.language}
+    languages = {*data.languages, *stated, CODE_LANGUAGE, UNDETERMINED}
+    known = {ALL, *sources, *languages, *(group_name(source, language) for source in sources for language in languages)}
+    for stage in (pretrain.mixture if pretrain else None) or ():
+        for name in stage.weights.keys() - known:
+            with at(loaded, "pretrain", "mixture"):
+                refuse_unknown(name, {*sources, *data.languages, *stated})
+
+
+def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
+    """The conversations are there, with the names that are in the mixture, and so is their template."""
+    from affinage.data.conversations import check_source
+    from affinage.data.mixture import ALL, refuse_unknown
+
+    tuning: TuningSettings = getattr(loaded.recipe, section)
+    for index in range(len(tuning.sources)):
+        with at(loaded, section, "sources", index):
+            check_source(tuning, index)
+    titles = {source.title for source in tuning.sources}
+    for stage in tuning.mixture or ():
+        for name in stage.weights.keys() - {*titles, ALL}:
+            with at(loaded, section, "mixture"):
+                refuse_unknown(name, titles)
+    begun: Path | None = initial_folder(loaded)
+    chat_template_of(loaded, None if begun is None else begun / TOKENIZER)

@@ -1,5 +1,6 @@
-"""The steps that evaluate and export the models of trainings."""
+"""The steps that evaluate and export the models of trainings, and what they need."""
 
+import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
+from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.pipeline.contamination import contamination_search
 from affinage.pipeline.models import CHAT, TRAININGS, load_trained
 from affinage.pipeline.step import StepContext, Summary
+from affinage.pipeline.steps_train import mesh_of, with_vocabulary
 from affinage.pipeline.store import write_json
 
 if TYPE_CHECKING:
@@ -91,13 +94,10 @@ def export(context: StepContext) -> Summary:
 
 def _trained(context: StepContext, training: str, name: str) -> "LoadedModel":
     """The model of a training, split over the recipe's mesh by the recipe's table."""
-    recipe, inputs = context.recipe, context.inputs
-    sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
+    tokenizer, sharding = context.inputs["train-tokenizer"], context.recipe.parallel.sharding
     # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
-    mesh = sizes if Processes.current.together else None
-    return load_trained(
-        inputs[training], inputs["train-tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding
-    )
+    mesh = mesh_of(context) if Processes.current.together else None
+    return load_trained(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
@@ -135,3 +135,23 @@ def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str
     answers = generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))
     key = "question" if chat else "prompt"
     return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}
+
+
+def check_export(loaded: LoadedRecipe) -> None:
+    """transformers has such a model, and is installed where the export is compared with it."""
+    from affinage.hub.families import family_of
+    from affinage.model import parse
+
+    recipe = loaded.recipe
+    assert recipe.export is not None
+    missing = [
+        name for name in ("transformers", "torch") if recipe.export.verify and not importlib.util.find_spec(name)
+    ]
+    if missing:
+        what, where = f"the package `{missing[0]}` is not installed", loaded.locate(("export", "verify"))
+        raise UserError(what, where=where, fix="Install it: pip install 'affinage[verify]'")
+    try:
+        family_of(parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate))
+    except UserError as error:
+        fix = "Set `export: null`: everything else works with it, as a MODEL too."
+        raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error

@@ -1,6 +1,6 @@
 """Results of steps, each in a folder that is named by what the result is a function of.
 
-A result is a folder `<step>-<key>/`. Its `request.json` holds what it was made from, its `result.json` what the step
+A result is a folder `<step>-<key>/`. Its `request.json` holds what it is made from, its `result.json` what the step
 reports about it (see `affinage.results`). Its `manifest.json` is written last and holds the size and hash of every
 file: a folder without one is incomplete and is never read as a result. After a kill or a loss of power at any moment,
 a folder with a manifest holds all files that the manifest names. A result is deleted by one rename first, so that a
@@ -16,12 +16,12 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 import affinage
 from affinage.errors import UserError
@@ -31,16 +31,7 @@ REQUEST = "request.json"
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
 _FIELDS = ("step", "version", "settings", "inputs", "sources")
 _NAME = re.compile(r"[\w-]+")
-_REPORTED = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "sentencepiece",
-    "lm-eval",
-)
+_PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "lm-eval")  # in a manifest
 
 
 @dataclass(frozen=True)
@@ -58,11 +49,6 @@ class Request:
         """The hexadecimal SHA-256 of all fields."""
         canonical = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> "Request":
-        """Returns the request that a `request.json` or a `manifest.json` holds."""
-        return Request(**{name: value[name] for name in _FIELDS})
 
 
 @dataclass(frozen=True)
@@ -89,14 +75,14 @@ class Store:
         if manifest is None:
             return ""
         sealed, later = (folder / MANIFEST).stat().st_mtime_ns, []
-        for name, facts in {REQUEST: {}, **manifest["files"]}.items():
+        for name, facts in manifest["files"].items():
             try:
                 found = (folder / name).stat()
             except OSError:
                 return f"{name} is missing"
-            if found.st_size != facts.get("bytes", found.st_size):
+            if found.st_size != facts["bytes"]:
                 return f"{name} has {found.st_size} bytes instead of {facts['bytes']}"
-            if facts and max(found.st_mtime_ns, found.st_ctime_ns) > sealed:
+            if max(found.st_mtime_ns, found.st_ctime_ns) > sealed:
                 later.append(name)
         for name in later:
             if _hash(folder / name)["sha256"] != manifest["files"][name]["sha256"]:
@@ -120,9 +106,12 @@ class Store:
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
-    def is_begun(self, request: Request) -> bool:
-        """Whether the folder that `begin` returned is still there."""
-        return (self.path(request) / REQUEST).is_file()
+    def check_begun(self, request: Request) -> None:
+        """Raise UserError if the folder that `begin` returned was deleted or moved."""
+        folder = self.path(request)
+        if not (folder / REQUEST).is_file():
+            fix = "Put it back, or make it again; both times, run the same command."
+            raise UserError("this folder was deleted or moved while its result was made", where=str(folder), fix=fix)
 
     def discard(self, request: Request) -> None:
         """Remove a result, complete or not."""
@@ -145,24 +134,21 @@ class Store:
             UserError: the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
-        if not self.is_begun(request):
-            raise deleted(folder)
+        self.check_begun(request)
         write_json(folder / RESULT, summary)
-        written = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-        names = sorted(name for name in written if name != MANIFEST)
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            facts = list(pool.map(lambda name: _hash(folder / name, to_disk=True), names))
-        for inner in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-            _sync_folder(inner)
+        inside = [path for path in folder.rglob("*") if path != folder / MANIFEST]
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(inside) if path.is_file()}
         manifest = {
             "format": FORMAT,
             **asdict(request),
             "key": request.key,
-            "files": dict(zip(names, facts, strict=True)),
+            "files": {name: _hash(path, to_disk=True) for name, path in files.items()},
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.monotonic() - clock, 3),
             "versions": versions(),
         }
+        for path in (folder, *filter(Path.is_dir, inside)):
+            _sync_folder(path)
         write_json(folder / MANIFEST, manifest)
         return manifest
 
@@ -172,15 +158,60 @@ class Store:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def deleted(folder: Path) -> UserError:
-    """The error if the folder of a result is gone before the result is complete."""
-    fix = "Put it back, or make it again; both times, run the same command."
-    return UserError("the folder of this result was deleted or moved while it was made", where=str(folder), fix=fix)
+class Lock:
+    """A lock on a run or on a result, which at most one process holds, and never one that has ended.
+
+    `owner` is what this process is called in other processes' messages.
+    """
+
+    def __init__(self, folder: Path, name: str, owner: str) -> None:
+        self._note = folder / f"{name}.holder"
+        self._owner = f"`{owner}` (process {os.getpid()} on {platform.node()}, since {time.strftime('%H:%M:%S')})"
+        self._lock = FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
+
+    def acquire(self) -> bool:
+        """Take the lock; False if another process holds it."""
+        try:
+            self._note.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self._note.write_text(self._owner, encoding="utf-8")
+        except Timeout:
+            return False
+        except OSError as error:
+            what = f"files cannot be made or locked there: {error.strerror or error}"
+            raise UserError(what, where=str(self._note.parent), fix="Name another folder with --runs.") from error
+        return True
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        self._lock.release()
+
+    @property
+    def holder(self) -> str:
+        """The process that holds it, in words."""
+        with contextlib.suppress(OSError):
+            return self._note.read_text(encoding="utf-8", errors="replace")[:1000] or "another process"
+        return "another process"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Returns the manifest of a complete result, or None."""
     return read_json(folder / MANIFEST) or None
+
+
+def read_request(folder: Path) -> tuple[Request, str] | None:
+    """Returns what a result, complete or not, is made from, and its key; None if the folder does not hold it.
+
+    Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
+    """
+    value = read_json(folder / REQUEST)
+    try:
+        names = [value["step"], value["key"], *value["inputs"].keys(), *value["inputs"].values()]
+        if not all(map(_NAME.fullmatch, names)):
+            return None
+        return Request(**{name: value[name] for name in _FIELDS}), value["key"]
+    except (KeyError, TypeError, AttributeError):
+        return None  # of another version
 
 
 def content_hash(result: Path, under: str) -> str:
@@ -190,49 +221,31 @@ def content_hash(result: Path, under: str) -> str:
     return hashlib.sha256(json.dumps(inside, sort_keys=True).encode()).hexdigest()
 
 
-def read_request(folder: Path) -> tuple[Request, str] | None:
-    """Returns what a result, complete or not, is made from, and its key; None if the folder does not hold it."""
-    value = read_json(folder / REQUEST)
-    try:
-        if not all(map(_NAME.fullmatch, _names_in(value))):
-            return None
-        return Request.from_json(value), value["key"]
-    except (KeyError, TypeError, AttributeError):
-        return None  # of another version
-
-
-def _names_in(request: dict[str, Any]) -> Iterator[str]:
-    """The names of folders, which must not lead elsewhere in a file that a stranger wrote."""
-    yield from (request["step"], request["key"])
-    for name, key in request["inputs"].items():
-        yield from (name, key)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that after a crash it is either the old one or the new one, whole."""
     text = json.dumps(value, indent=1, ensure_ascii=False, default=_plain)
-    temporary = path.with_name(f".{path.name}.part")  # always the same name, so that kills leave one at most
-    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate pair, as in JSON
+    part = path.with_name(f".{path.name}.part")  # always the same name, so that kills leave one at most
+    with open(part, "w", encoding="utf-8", errors="backslashreplace") as file:  # JSON spells half a surrogate pair so
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+    part.replace(path)
     _sync_folder(path.parent)
 
 
 def link(path: Path, target: Path) -> None:
     """Make `path` a relative symbolic link to `target` in one step, so that it is never absent in between."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")  # always the same name, so that kills leave one at most
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(os.path.relpath(target, path.parent))
-    temporary.replace(path)
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    part.symlink_to(os.path.relpath(target, path.parent))
+    part.replace(path)
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a manifest names."""
+    """Versions of affinage, Python and the packages that results may depend on."""
     found = {"affinage": affinage.__version__, "python": platform.python_version()}
-    for package in _REPORTED:
+    for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

@@ -22,7 +22,7 @@ from affinage.parallel.layout import REPLICAS
 from affinage.parallel.mesh import AXES, across_slices
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.planning.per_device import PerDevice, sent_per_token
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 from affinage.training.step import replicas_of
 
 HOP_SECONDS = 1e-6  # latency of one hop between chips ("How to Scale Your Model", ch. 2)
@@ -162,8 +162,8 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
     declared = device.local_graph.parameters
     weights, trained = (_numbers(device, node, tree) for tree in (declared, _trained(device)))
-    # A held reference model goes through all but the loss once more, forward.
-    forward_again = device.frozen.reference and node.name != device.graph.loss
+    # A reference model goes through all but the loss once more, forward.
+    forward_again = device.split.reference and node.name != device.graph.loss
     hidden = _sums_of_gradients(device, node, links)
     exposed: Seconds = {}
     if sizes["fsdp"] > 1:
@@ -201,7 +201,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 
 
 def _trained(device: PerDevice) -> Mapping[str, Any]:
-    adapters = frozen_of(device.local_graph, device.settings).adapters
+    adapters = split_params(device.local_graph, device.settings).adapters
     return device.local_graph.parameters if adapters is None else adapters.parameters
 
 

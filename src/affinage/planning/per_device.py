@@ -35,7 +35,7 @@ from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
 from affinage.parallel.used_axes import check_axes_used
 from affinage.planning.trace import Traced, Weights, padding, walk
-from affinage.training.frozen import Frozen, frozen_of
+from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import as_it_is_done, check_remat, check_update
 from affinage.training.state import TrainState, abstract_state
@@ -190,16 +190,14 @@ class PerDevice:
         return found
 
     @cached_property
-    def frozen(self) -> Frozen:
+    def split(self) -> ParamSplit:
         """What is trained of the whole model."""
-        return frozen_of(self.graph, self.settings)
+        return split_params(self.graph, self.settings)
 
     @cached_property
     def state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state of the whole model."""
-        dtype = jnp.dtype(self.settings.precision.params)
-        optimizer = optimizer_of(self.frozen, self.settings)
-        return abstract_state(self.frozen, dtype, optimizer, self.layout, ema=self.settings.ema is not None)
+        return abstract_state(self.split, self.settings, optimizer_of(self.split, self.settings), self.layout)
 
     def bytes_of(self, tree: Any) -> int:
         """Bytes on one device of a part of the state."""
@@ -308,7 +306,7 @@ def per_device(
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
     device.check()
-    check_update(device.frozen, settings, in_stages=device.stages > 1)
+    check_update(device.split, settings, in_stages=device.stages > 1)
     return device
 
 
@@ -403,8 +401,7 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
     graph = _parsed(program.graph_text, program.owners)
     settings = program.settings_class.model_validate_json(program.settings_text)
     parallel = ParallelSettings.model_validate_json(program.parallel_text)
-    held = frozen_of(graph, settings)
-    optimizer = optimizer_of(held, settings)
+    split = split_params(graph, settings)
     layout = _DeviceLayout(_abstract_mesh({STAGES: program.stages}), owners=program.owners, neighbors=program.neighbors)  # type: ignore[arg-type]
     call = Call(
         compute_dtype=jnp.dtype(program.dtype),
@@ -417,9 +414,8 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
     call = with_remat(call, parallel.remat)
     if program.stages > 1:
         call = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(call)
-    step = step_of(held, optimizer, settings, call, seed=0)
-    dtype = jnp.dtype(settings.precision.params)
-    state = abstract_state(held, dtype, optimizer, layout, ema=settings.ema is not None)
+    step = step_of(split, settings, call, seed=0)
+    state = abstract_state(split, settings, optimizer_of(split, settings), layout)
     batch = batch_shapes(graph, program.rows * settings.gradient_accumulation_steps, program.seq_len)
 
     def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:

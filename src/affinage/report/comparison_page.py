@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from affinage.config.yaml import brief
 from affinage.evaluation.compare import Difference, Unlike
-from affinage.evaluation.item_lines import BITS_PER_BYTE, LOG_LIKELIHOOD
+from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
 from affinage.report.charts import (
     LOG_RANGE,
     WIDE,

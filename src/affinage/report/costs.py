@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.results import TrainedModel, lenient, read_json
+from affinage.results import TrainedModel, read_json
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def node_costs(folder: Path) -> tuple[tuple[Node, ...], int | None]:
     from affinage.model import parse
     from affinage.model.analysis import analyse
 
-    model = lenient(TrainedModel, read_json(folder / "model.json"))
+    model = TrainedModel.model_validate(read_json(folder / "model.json"))
     context = model.context
     if not model.graph:
         return (), None

@@ -8,7 +8,7 @@ from pathlib import Path
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, compare
 from affinage.evaluation.published import headline_metrics
-from affinage.results import EvaluationResult, Metric, Sample, TaskContamination, TaskResult, lenient, read_json
+from affinage.results import EvaluationResult, Metric, Sample, TaskContamination, TaskResult, read_json
 
 # What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
 CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.25, "winogrande": 0.5, "boolq": 0.5}
@@ -138,7 +138,7 @@ def marked_of(task: str, asked: Sequence[tuple[str, bool]]) -> str:
 
 def read_evaluation(model: str, folder: Path) -> Evaluation:
     """Reads the results.json of an evaluation, which also `affinage eval` writes."""
-    result = lenient(EvaluationResult, read_json(folder / "results.json"))
+    result = EvaluationResult.model_validate(read_json(folder / "results.json"))
     fields = {name: getattr(result, name) for name in EvaluationResult.model_fields}
     return Evaluation.model_construct(**(fields | {"model": model, "step": None, "folder": folder}))
 
@@ -179,7 +179,7 @@ def _scores(task: str, result: TaskResult) -> list[Score]:
             value=metric.value,
             stderr=metric.stderr,
             items=result.items,
-            shots=result.shots,
+            shots=result.num_fewshot,
             chat_template=result.chat_template,
             chance=(CHANCE.get(task) if result.chance is None else result.chance) if is_share(name) else None,
             headline=name == shown,

@@ -24,7 +24,6 @@ from affinage.results import (
     TokenizeResult,
     TokenizerResult,
     TrainingResult,
-    lenient,
     read_json,
     read_result,
 )
@@ -160,7 +159,7 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     folders = dict(results) if results is not None else _folders(run_folder)
     steps = _steps(folders)
     recipe = read_json(run_folder / "recipe.json")
-    settings = lenient(Settings, recipe)
+    settings = Settings.model_validate(recipe)
 
     def read(name: str, kind: type[AnyResult]) -> AnyResult | None:
         return read_result(folders[name], kind) if name in folders else None
@@ -216,7 +215,7 @@ def _steps(folders: Mapping[str, Path]) -> list[Step]:
 
 
 def _step(folder_name: str, folder: Path, value: Mapping[str, Any]) -> Step:
-    manifest = lenient(Manifest, value)
+    manifest = Manifest.model_validate(value)
     name = manifest.step or folder_name
     seconds = manifest.seconds
     if name in TRAININGS and (training := read_result(folder, TrainingResult)) is not None:

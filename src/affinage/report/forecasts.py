@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from affinage.errors import UserError
-from affinage.results import MANIFEST, TrainedModel, TrainingResult, lenient, read_json
+from affinage.results import MANIFEST, TrainedModel, TrainingResult, read_json
 
 
 def predicted(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> dict[str, float]:
@@ -15,7 +15,7 @@ def predicted(name: str, folder: Path, result: TrainingResult, recipe: Mapping[s
 
     Nothing for trainings that the planner does not know (chips of other kinds), or that do not say enough.
     """
-    model = lenient(TrainedModel, read_json(folder / "model.json"))
+    model = TrainedModel.model_validate(read_json(folder / "model.json"))
     steps, tokens, context = result.steps, result.tokens, model.context
     if not (steps and tokens and context and model.graph):
         return {}
@@ -56,6 +56,6 @@ def predicted(name: str, folder: Path, result: TrainingResult, recipe: Mapping[s
 
 def _documents(rows: Path) -> int | None:
     """Documents of a row of preferences, where the rows are still there."""
-    from affinage.data.preferences import documents_in_a_row
+    from affinage.data.tuning_data import documents_in_a_row
 
     return documents_in_a_row(rows) if (rows / MANIFEST).is_file() else None

@@ -9,7 +9,7 @@ from affinage.report.charts import Point
 from affinage.report.costs import Node, node_costs
 from affinage.report.evaluations import headline
 from affinage.report.forecasts import predicted
-from affinage.results import Metric, Result, TrainingResult, Validated, lenient, read_json, read_json_lines
+from affinage.results import Metric, Result, TrainingResult, Validated, read_json, read_json_lines
 
 CURVES = (
     *("loss", "learning_rate", "tokens_per_second", "grad_norm", "mfu"),
@@ -114,14 +114,14 @@ class _Monitor(Result):
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
     """Reads the curves and benchmarks of a training, and predicts it now, from the recipe of the run."""
     nodes, context = node_costs(folder)
-    monitored = lenient(_Monitor, read_json(folder / "monitor.json")).points
+    monitored = _Monitor.model_validate(read_json(folder / "monitor.json")).points
     points = [_of_monitor(point) for point in monitored]
     curves: dict[str, list[Point]] = {}
     validation: dict[str, list[Point]] = {}
     bits: dict[str, list[Point]] = {}
     broken, evaluated = [], []
     for value in read_json_lines(folder / "metrics.jsonl"):
-        line = lenient(_Line, value)
+        line = _Line.model_validate(value)
         if (step := line.step) is None:
             continue
         if "loss" in value and line.loss is None:

@@ -97,36 +97,27 @@ class Server:
             Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
             Route("/v1/models", self._guarded(self._models)),
             Route("/v1/models/{name:path}", self._guarded(self._models)),
-            Route("/health", self._guarded(self._health, with_key=False)),
-            *(Route(path, self._guarded(self._page, with_key=False)) for path in _FILES),
+            *(Route(path, self._guarded(self._page)) for path in _FILES),
+            Route("/health", self._guarded(self._health)),
         ]
-        handlers = {HTTPException: _http_error, Exception: _failed}
+        handlers = {Refused: _refused, UserError: _mistake, HTTPException: _http_error, Exception: _failed}
         return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
 
-    def _guarded(
-        self, handler: Callable[[Request], Awaitable[Response]], *, with_key: bool = True
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """The handler for clients with access, with its refusals in OpenAI's form."""
-
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            try:
-                self._check_access(request, with_key)
-                return await handler(request)
-            except Refused as refused:
-                return _error(refused)
-            except UserError as error:  # a mistake of the client, such as two users in a row
-                return _error(Refused(400, f"{error.what}. {error.fix}" if error.fix else error.what))
+            self._check_access(request)
+            return await handler(request)
 
         return guarded
 
-    def _check_access(self, request: Request, with_key: bool) -> None:
+    def _check_access(self, request: Request) -> None:
         if self._key is None:
             # Another name may have been pointed to this machine, so that a foreign page could read the answers.
             host = request.headers.get("Host", "")
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
             if name not in _LOOPBACK:
                 raise Refused(403, f"without a key this server is for {', '.join(_LOOPBACK)} only")
-        elif with_key:
+        elif request.url.path.startswith("/v1"):
             scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._key):
                 raise Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
@@ -295,20 +286,23 @@ async def _events(
     yield (reply.usage(generations) if usage else b"") + DONE
 
 
-def _error(refused: Refused) -> Response:
+async def _refused(request: Request, refused: Refused) -> Response:
     headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after else {}
     headers |= {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
     return JSONResponse(refused.body, status_code=refused.status, headers=headers)
 
 
+async def _mistake(request: Request, error: UserError) -> Response:
+    """A mistake of the client that the chat template finds, such as two users in a row."""
+    return await _refused(request, Refused(400, f"{error.what}. {error.fix}" if error.fix else error.what))
+
+
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    response = _error(Refused(error.status_code, str(error.detail)))
-    response.headers.update(error.headers or {})
-    return response
+    return JSONResponse(Refused(error.status_code, str(error.detail)).body, error.status_code, error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _error(_FAILED)
+    return await _refused(request, _FAILED)
 
 
 # ---- from its first request to its last ----

@@ -23,7 +23,10 @@ _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, o
 
 
 class Evaluator:
-    """Evaluates the state as often as the job says. A preemption gives an evaluation up; it is then repeated."""
+    """Evaluates the state as often as the job requires. A preemption interrupts an evaluation, which is then repeated.
+
+    Calling it evaluates a state and writes the scores.
+    """
 
     def __init__(
         self, trainer: Trainer, preemption: PreemptionGuard, watchdog: Watchdog, goodput: GoodputTimer
@@ -35,8 +38,8 @@ class Evaluator:
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is evaluated."""
-        judge = self._job.judge
-        return self._validates(step) or self._scores(step) or (judge is not None and judge.due(step))
+        monitor = self._job.monitor
+        return self._validates(step) or (monitor is not None and monitor.due(step))
 
     def __call__(self, step: int, state: TrainState, logger: MetricLogger, *, resumed: bool = False) -> str:
         """Evaluate the state and write the scores.
@@ -50,32 +53,31 @@ class Evaluator:
         Returns:
             Why the training should end here; "" if it should not.
         """
-        written = self._written(step) if resumed else []
+        written: list[str] = []
+        if resumed:
+            rows = (row for row in read_rows(self._job.folder) if row["step"] == step)
+            written = [name for row in rows for name in ("validation", "evaluation") if name in row]
+            written = Processes.current.broadcast("scores that were written", written)
         with self._goodput.account("validation"):
-            ended, judge, benchmarks = "", self._job.judge, self._job.benchmarks
-            if judge is not None and judge.due(step):
-                ended = judge.look(step, state, self._stops)
+            monitor, evaluation, ended = self._job.monitor, None, ""
+            if monitor is not None and monitor.due(step):
+                evaluation, ended = monitor.look(step, state, self._stops)
             logger.restart_clock()
+            if "evaluation" in written:
+                evaluation = None
             validates = "validation" not in written and step > 0 and bool(ended or self._validates(step))
-            scores_due = "evaluation" not in written and self._scores(step)
-            if self._preemption.reached() or not (validates or scores_due):
+            if self._preemption.reached() or not (validates or evaluation is not None):
                 return ended
             validation = self.validate(state)
             if validation and "validation" not in written:
                 logger.write(step, validation=validation)
-            if benchmarks is not None and scores_due and not self._preemption.reached():
-                scores = benchmarks.scores(step, state, validation or {}, self._stops)
-                if scores is not None:
-                    logger.write(step, evaluation=scores)
+            if evaluation is not None and validation is not None:
+                bits = bits_by_language(validation, self._job.validation)
+                logger.write(step, evaluation=evaluation | {"bits_per_byte": bits})
         return ended
 
-    def _written(self, step: int) -> list[str]:
-        rows = (row for row in read_rows(self._job.folder) if row["step"] == step)
-        found = [name for row in rows for name in ("validation", "evaluation") if name in row]
-        return list(Processes.current.broadcast("scores that were written", found))
-
     def validate(self, state: TrainState) -> Scores | None:
-        """Loss in nats per counted token, and bits per byte of text, of every validation set; None if it was given up.
+        """Loss in nats per counted token, and bits per byte of text, of every validation set; None if interrupted.
 
         Bits per byte = total nats / ln 2 / bytes of the text in UTF-8, which does not depend on the tokenizer. For rows
         that are no text it is what the graph reports in its place.
@@ -109,15 +111,23 @@ class Evaluator:
         return sums
 
     def _stops(self) -> bool:
-        """What benchmarks ask between their batches; that they ask is a sign of progress."""
+        """What benchmarks call between their batches, which is a sign of progress."""
         self._watchdog.beat("a batch of the benchmarks", at_most=_BENCHMARKS)
         return self._preemption.reached()
 
     def _validates(self, step: int) -> bool:
         return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
 
-    def _scores(self, step: int) -> bool:
-        return self._job.benchmarks is not None and self._job.benchmarks.due(step)
+
+def bits_by_language(scores: Mapping[str, Mapping[str, float]], sets: Mapping[str, ValidationSet]) -> dict[str, float]:
+    """Bits per UTF-8 byte of all validation text of a language, over its sources; sets are called `source.language`."""
+    totals: dict[str, list[float]] = {}
+    for name, score in scores.items():
+        if "bits_per_byte" in score and "." in name:
+            total = totals.setdefault(name.rpartition(".")[2], [0.0, 0.0])
+            total[0] += score["bits_per_byte"] * sets[name].bytes
+            total[1] += sets[name].bytes
+    return {language: bits / size for language, (bits, size) in totals.items()}
 
 
 def _mean(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> float:

@@ -1,0 +1,273 @@
+"""Conversations and pairs of answers in the forms of published data sets, in files and data sets wherever they are."""
+
+import glob
+import json
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from affinage.config.sources import POCKET_WORLD, SourceSettings
+from affinage.config.tuning import TuningSettings
+from affinage.data.chat import REASONING, Message, check_messages
+from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
+from affinage.data.foreign_json import encodable, of_a_line
+from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
+from affinage.data.places import is_on_hub, is_remote, location, unique
+from affinage.data.readers import rows_of_batch
+from affinage.errors import UserError
+
+_READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
+_FORMATS = (
+    '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}), '
+    '"prompt" with "completion", or "instruction" with "output" and perhaps "input"'
+)
+_PAIR_FORMATS = (
+    '"chosen" and "rejected", with "prompt", "instruction" or "messages" before them, '
+    "or as whole conversations that begin alike"
+)
+# ShareGPT has its own names; OpenAI calls the system `developer` to some models.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
+_ANSWERS = ("completion", "output", "response", "answer")
+_REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that is not empty counts
+
+Item = Mapping[str, Any]  # a line of a file, or the row of a table
+Part = SourceFile | DatasetPart
+Line = tuple[str, str, Item | UserError]  # where it is, its name, what it holds
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and the name by which their line can be found again."""
+
+    id: str
+    messages: list[Message]
+
+    @property
+    def content(self) -> str:
+        """Conversations of equal content are sampled, limited and held out together."""
+        return json.dumps(self.messages)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A conversation up to a question, and a better and a worse way to go on."""
+
+    id: str
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+    @property
+    def content(self) -> str:
+        """Pairs of one prompt are sampled, limited and held out together."""
+        return json.dumps(self.prompt)
+
+
+# ---- forms ----
+
+
+def parse_conversation(item: Item, form: str, *, where: str, name: str) -> Conversation:
+    """Return the conversation of a line in a form, or with `auto` in the first one that its keys fit.
+
+    Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
+    that is no conversation.
+    """
+    forms = ("messages", "sharegpt", "prompt", "alpaca") if form == "auto" else (form,)
+    found = next((messages for each in forms if (messages := _in_form(item, each)) is not None), None)
+    if found is None:
+        wanted = _FORMATS if form == "auto" else f"the form {form}"
+        raise UserError(f"this line has {sorted(item)}, which is no conversation", where=where, fix=f"needs {wanted}")
+    messages = _with_system([_message(each, where) for each in found], item, ("system", "system_prompt"), where)
+    check_messages(messages, where=where)
+    return Conversation(_id(item, name), messages)
+
+
+def _in_form(item: Item, form: str) -> list[Any] | None:
+    answer = next((key for key in _ANSWERS if key in item), None)
+    question = next((key for key in ("prompt", "question") if key in item), None)
+    if form in ("messages", "sharegpt"):
+        keys = ("messages",) if form == "messages" else ("conversations", "conversation")
+        return next((item[key] for key in keys if isinstance(item.get(key), list)), None)
+    if form == "prompt" and question and answer:
+        return [*_turns(item[question], "user"), *_turns(item[answer], "assistant")]
+    if form == "alpaca" and answer and "instruction" in item:
+        return [*_instruction(item), *_turns(item[answer], "assistant")]
+    return None
+
+
+def parse_pair(item: Item, *, where: str, name: str) -> Pair:
+    """Return the pair of a line. Raises UserError, with `where`, for a line that is none."""
+    if not {"chosen", "rejected"} <= item.keys():
+        raise UserError(f"this line has {sorted(item)}, which is no pair", where=where, fix=f"needs {_PAIR_FORMATS}")
+    chosen, rejected = (_messages(item[key], "assistant", where) for key in ("chosen", "rejected"))
+    same = 0  # messages that both begin with, without what the assistant says last
+    while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
+        same += 1
+    key = next((key for key in ("prompt", "question", "messages", "conversations") if key in item), None)
+    if key is not None:
+        prompt = _messages(item[key], "user", where)
+    else:
+        prompt = _messages(_instruction(item), "user", where) if "instruction" in item else chosen[:same]
+    if same and prompt and _alike(prompt[-1], chosen[same - 1]):
+        prompt = chosen[:same]  # whole conversations, with the prompt beside them
+    if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    prompt = _with_system(prompt, item, ("system",), where)
+    if not prompt:
+        raise UserError("a pair without a prompt", where=where, fix=f"needs {_PAIR_FORMATS}")
+    for answer in (chosen, rejected):
+        check_messages([*prompt, *answer], where=where)
+    return Pair(_id(item, name), prompt, chosen, rejected)
+
+
+def _id(item: Item, name: str) -> str:
+    return encodable(str(item.get("id") or name))
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    """Return messages as they are, or a text as one message."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _instruction(item: Item) -> list[Any]:
+    """Return an instruction and the text that it is about as one message."""
+    about = next((item[key] for key in ("input", "context") if item.get(key)), "")
+    return _turns("\n\n".join(str(part) for part in (item["instruction"], about) if part), "user")
+
+
+def _messages(value: Any, role: str, where: str) -> list[Message]:
+    return [_message(message, where) for message in _turns([value] if isinstance(value, Mapping) else value, role)]
+
+
+def _alike(one: Message, other: Message) -> bool:
+    return bool(one["role"] == other["role"] and str(one["content"]).strip() == str(other["content"]).strip())
+
+
+def _with_system(messages: list[Message], item: Item, keys: Sequence[str], where: str) -> list[Message]:
+    """Return the messages, after the system message that the line has beside them."""
+    system = next((item[key] for key in keys if isinstance(item.get(key), str) and item[key]), "")
+    if not system or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [_message({"role": "system", "content": system}, where), *messages]
+
+
+def _message(message: Any, where: str) -> Message:
+    """Return a message with the names of roles and the form of text that are ours."""
+    if not isinstance(message, dict):
+        raise UserError(f"a message that is no object but {message!r}", where=where)
+    if called := next((key for key in ("tool_calls", "function_call") if message.get(key)), None):
+        fix = "Leave such conversations out, or skip and count them with `on_error: skip`."
+        raise UserError(f"a message has {called}, and calls of tools are not trained", where=where, fix=fix)
+    role = message.get("role", message.get("from"))
+    found = {"role": _ROLES.get(str(role), role), "content": _text(message.get("content", message.get("value")))}
+    thoughts = [message[key] for key in _REASONINGS if message.get(key) is not None]
+    if thoughts:
+        found[REASONING] = _text(next(filter(None, thoughts), ""))
+    # OpenAI and Mistral write `weight: 0`, axolotl `train: false`, for an answer that is not to be learned.
+    if message.get("weight") == 0 or message.get("train") is False:
+        found["train"] = False
+    return found
+
+
+def _text(value: Any) -> Any:
+    """Return a text in Unicode's NFC with newlines as \\n, also of parts that are all texts; anything else as it is."""
+    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        value = "".join(str(part.get("text", "")) for part in value)
+    if not isinstance(value, str):
+        return value  # check_messages refuses it, and knows which message it is
+    return unicodedata.normalize("NFC", encodable(value.replace("\r\n", "\n").replace("\r", "\n")))
+
+
+# ---- files and data sets ----
+
+
+def locate_sources(
+    settings: TuningSettings, world_folder: Path | None, world_file: str
+) -> Iterator[tuple[str, str, int]]:
+    """Return the place of each source, its name (unique, fit for a file name) and its number in the recipe.
+
+    `world_file` of the `world_folder` is what the pocket world has for it.
+    """
+    taken: set[str] = set()
+    for index, source in enumerate(settings.sources):
+        name = unique(source.title, taken)
+        taken.add(name)
+        if source.path != POCKET_WORLD:
+            yield location(source.as_source(), settings.root, settings.mirror), name, index
+        elif world_folder is None:
+            raise UserError("the pocket world is not there", where=POCKET_WORLD)
+        else:
+            yield str(world_folder / world_file), name, index
+
+
+def check_source(settings: TuningSettings, index: int) -> None:
+    """Raise UserError unless a source exists; it is not read."""
+    source = settings.sources[index].as_source()
+    place = location(source, settings.root, settings.mirror)
+    if is_on_hub(source, settings.mirror):
+        source_parts(at_commit(place, source, ""), place)
+    elif place != POCKET_WORLD and "://" not in place:
+        source_parts(source, place)
+
+
+def source_parts(settings: SourceSettings, place: str) -> Sequence[Part]:
+    """Return the files of a source, or the parts of the data set that it is. Raises UserError where there are none.
+
+    `settings` of one on the Hub are as `at_commit` gives them.
+    """
+    if settings.dataset and not (is_remote(settings) and place != settings.dataset):  # otherwise it is mirrored
+        return parts_of(place, settings, "", of_text=False)
+    if "://" not in place and not Path(place).exists() and not glob.glob(place, recursive=True):
+        fix = "Relative paths start from `root` if it is set, else from the working directory."
+        raise UserError(f"there is no `{place}`", where=place, fix=fix)
+    files = [file for file in find(place, settings, place)[0] if kind_of(file.name) in ("lines", "table")]
+    if not files:
+        raise UserError("no conversations found", where=place, fix=f"Give files, folders or globs of {_READABLE}.")
+    return files
+
+
+def read_lines(part: Part, settings: SourceSettings, number: int = 0, count: int = 1) -> Iterator[Line]:
+    """Return the lines `number`, `number + count`, ... of one part of a source; one that is none as the error.
+
+    Raises UserError for a file that is damaged.
+    """
+    where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
+    sign = "#" if isinstance(part, DatasetPart) else ":"
+    try:
+        with reports_damage():
+            for line, content in enumerate(_contents(part, settings), 1):
+                if (line - 1) % count != number or (isinstance(content, bytes) and content.isspace()):
+                    continue
+                place = f"{where}{sign}{line}"
+                yield place, f"{part.name}{sign}{line}", _parsed(content, place)
+    except DamagedFile as error:
+        raise UserError(f"the file is damaged: {error}", where=where) from None
+
+
+def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes | UnicodeDecodeError]:
+    if isinstance(part, DatasetPart):
+        yield from rows_of(part, settings)
+    elif kind_of(part.name) == "table":
+        with open_stored(part) as raw:
+            for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
+                yield from rows_of_batch(batch)
+    else:
+        with open_plain(part) as stream:
+            yield from stream
+
+
+def _parsed(content: Item | bytes | UnicodeDecodeError, where: str) -> Item | UserError:
+    fix = "A line is one JSON object, {...}: neither a part of one nor a list of them."
+    try:
+        item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
+    except UnicodeDecodeError as error:
+        item = error
+    except (ValueError, RecursionError) as error:
+        return UserError(f"this line is not JSON: {of_a_line(error)}", where=where, fix=fix)
+    if isinstance(item, UnicodeDecodeError):
+        return UserError(f"this line is damaged: it is not UTF-8 ({item.reason})", where=where)
+    return item if isinstance(item, dict) else UserError("this line is not a JSON object", where=where, fix=fix)

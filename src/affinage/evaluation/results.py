@@ -1,0 +1,220 @@
+"""What evaluations leave in a folder: results.json and items/TASK.jsonl, all of one model."""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
+
+from affinage.data.atomic import write_atomically, write_json
+from affinage.data.contamination import Contamination
+from affinage.generation.model import LoadedModel
+from affinage.model.parameter import Tree
+
+RESULTS = "results.json"
+ITEMS = "items"
+STATE = "state"  # key of what the model was that no recipe evaluated; see `affinage.pipeline.eval_results`
+LOG_LIKELIHOOD = "log_likelihood"
+BITS_PER_BYTE = "bits_per_byte"
+BYTES = "bytes"
+_FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter", BYTES)  # of a line, besides scores
+# Metrics of all texts together. Of a single one the harness has its log-likelihood, and its length in bytes or words.
+_OF_TEXTS = {"byte_perplexity": True, BITS_PER_BYTE: True, "word_perplexity": False}  # whether in bytes
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # the harness's, by task
+
+# ---- lines of items ----
+
+
+def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the line of one of the harness's samples, of which an item has one for every filter of its answers."""
+    line = {"id": sample["doc_id"], "hash": sample["doc_hash"]}
+    line |= {name: sample[name] for name in ("prompt_hash", "target_hash", "filter")}
+    for metric in sample["metrics"]:
+        value = sample[metric]
+        if metric in _OF_TEXTS and isinstance(value, Sequence) and len(value) == 2:
+            line[LOG_LIKELIHOOD] = finite(value[0])
+            line |= {BYTES: int(value[1])} if _OF_TEXTS[metric] else {}
+        else:
+            line[of_item(metric)] = finite(value)
+    return line
+
+
+def scores_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores in a line by metric, None for what no single item has."""
+    return {of_item(name): value for name, value in line.items() if name not in _FACTS}
+
+
+def of_item(metric: str) -> str:
+    """Return what a metric is for a single item: for `perplexity` the harness has the log-likelihood, in nats."""
+    return LOG_LIKELIHOOD if metric == "perplexity" else metric
+
+
+def label(metric: str, filtered: str | None) -> str:
+    """Return the name in results of a metric of filtered answers: the harness names all filters but `none`."""
+    return metric if filtered in (None, "none") else f"{metric},{filtered}"
+
+
+def finite(value: Any) -> float | None:
+    """Return a finite float, or None for what the harness calls "N/A"."""
+    try:
+        return float(value) if math.isfinite(float(value)) else None
+    except (TypeError, ValueError):
+        return None
+
+
+# ---- which model ----
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """Return a hash of a model's graph, of how it is computed, and of a sum over the bits of all weights."""
+    sums = [int(one) for one in jax.device_get(_sums(model.params))]
+    facts = json.dumps([model.graph.to_dict(), model.compute_dtype, model.context, sums], sort_keys=True, default=str)
+    return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
+
+
+@jax.jit
+def _sums(params: Tree) -> list[UInt32[Array, ""]]:
+    """The bits of every element times a number that depends on its place, modulo 2**32; no copy of the weights."""
+
+    def total(leaf: Array) -> UInt32[Array, ""]:
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+        for axis in range(leaf.ndim):
+            place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+            bits = bits * (place * jnp.uint32(2654435762) + jnp.uint32(1))
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    return [total(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def identity(model: LoadedModel, weights: str) -> str:
+    """Return a hash of the fingerprint of the weights, the tokenizer, the chat template and the system prompt."""
+    digest = hashlib.blake2b(f"{weights} {model.system_prompt}".encode(), digest_size=12)
+    digest.update(b"" if model.tokenizer.template is None else model.tokenizer.template.source.encode())
+    with TemporaryDirectory() as folder:
+        model.tokenizer.write(Path(folder))
+        for file in sorted(Path(folder).iterdir()):
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+# ---- the folder ----
+
+
+def write_results(results: Mapping[str, Any], samples: Samples, folder: Path, log: Callable[[str], None]) -> None:
+    """Write results and the lines of each task's samples, beside those of other tasks of the same model.
+
+    What the folder has of a model with another fingerprint is removed, which `log` gets a line about. Killed at any
+    moment, it leaves no two models that would be taken for one.
+    """
+    earlier = read_results(folder)
+    if earlier.get("fingerprint") != results["fingerprint"]:
+        earlier = {}
+        (folder / RESULTS).unlink(missing_ok=True)  # first: items without it belong to no model
+        if old := sorted((folder / ITEMS).glob("*.jsonl")):
+            for file in old:
+                file.unlink()
+            log(f"Removed answers of another state of this model: {', '.join(file.stem for file in old)} in {folder}")
+    (folder / ITEMS).mkdir(parents=True, exist_ok=True)
+    for name, of_task in samples.items():
+        lines = "".join(json.dumps(line_of(sample)) + "\n" for sample in of_task)
+        write_atomically(folder / ITEMS / f"{name}.jsonl", lines.encode())
+    write_json(folder / RESULTS, _merged(earlier, results))
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return results.json; {} if there is none that can be read."""
+    try:
+        found = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _merged(earlier: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results with tasks that an earlier command evaluated; an entry has its versions if they differ."""
+    if not earlier:
+        return dict(results)
+    old = {"versions": earlier["versions"]} if earlier["versions"] != results["versions"] else {}
+    tasks = {name: old | entry for name, entry in earlier["tasks"].items()} | results["tasks"]
+    merged = {**earlier, **results, "tasks": tasks, "samples": earlier["samples"] | results["samples"]}
+    if before := earlier.get("contamination"):
+        now = results.get("contamination", {"tasks": {}})
+        kept = {name: entry for name, entry in before["tasks"].items() if name not in results["tasks"]}
+        merged["contamination"] = {**before, **now, "tasks": kept | now["tasks"]}
+    return merged
+
+
+# ---- scores without the items that are in the training text ----
+
+
+def contamination_of(found: Contamination, tasks: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
+    """Return which items of the evaluated ones were found, and the scores of the others.
+
+    Args:
+        found: of all items of the tasks.
+        tasks: results, {task: {metrics: {metric: {value, stderr}}}}.
+        samples: of every task; an item has the number of its place in the task.
+
+    Returns:
+        {texts: number of them, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short, too_short_of,
+        found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: found in more than
+        `boilerplate` texts; the scores are without these as well. too_short counts all `too_short_of` items of the
+        task, the other numbers those that were evaluated. Metrics that are neither a mean over items nor a perplexity
+        are left out.
+    """
+    entries = {}
+    for name, of_task in samples.items():
+        if name not in found.benchmarks:
+            continue
+        numbers = {str(sample["doc_id"]) for sample in of_task}
+        mine, common = (
+            sorted(int(item) for task, item in some if task == name and item in numbers)
+            for some in (found.found, found.common)
+        )
+        metrics = tasks[name]["metrics"].items()
+        rest = {metric: _without(of_task, metric, score["value"], {*mine, *common}) for metric, score in metrics}
+        entries[name] = {
+            "items": len(numbers),
+            "too_short": found.too_short.get(name, 0),
+            "too_short_of": found.items.get(name),
+            "found": mine,
+            "common": common,
+            "without": {metric: without for metric, without in rest.items() if without is not None},
+        }
+    return {"texts": found.texts, "boilerplate": found.boilerplate, "ngram": found.ngram, "tasks": entries}
+
+
+def _without(
+    samples: Sequence[Mapping[str, Any]], metric: str, reported: float | None, found: set[int]
+) -> dict[str, float | None] | None:
+    name, _, filtered = metric.partition(",")
+    chosen = [one for one in samples if one.get("filter", "none") == (filtered or "none") and name in one]
+    values = [one[name] for one in chosen]
+    if reported is None or not values or not all(isinstance(value, int | float) for value in values):
+        return None
+    computed = _score(values, name)["value"]
+    if computed is None or not math.isclose(computed, reported, rel_tol=1e-9, abs_tol=1e-9):
+        return None  # the harness aggregates otherwise
+    return _score([float(one[name]) for one in chosen if one["doc_id"] not in found], name)
+
+
+def _score(values: Sequence[float], metric: str) -> dict[str, float | None]:
+    """The mean and its standard error; of log-likelihoods the perplexity, and its error by the delta method."""
+    if not values:
+        return {"value": None, "stderr": None}
+    mean = statistics.fmean(values)
+    stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if metric != "perplexity":
+        return {"value": mean, "stderr": stderr}
+    try:
+        value = math.exp(-mean)
+    except OverflowError:
+        return {"value": None, "stderr": None}
+    return {"value": value, "stderr": None if stderr is None else value * stderr}

@@ -1,0 +1,245 @@
+"""Conversations and pairs of answers to rows: all that is read is packed once, with the mask of its own encoding."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
+from test_conversations import BAD
+from unpacked import documents_in
+
+from affinage.config.data import DecontaminateSettings
+from affinage.config.tuning import DpoSettings, SftSettings
+from affinage.data import tuning_data
+from affinage.data.benchmark_items import BenchmarkItem
+from affinage.data.chat import encode_conversation, encode_documents, encode_prompt
+from affinage.data.dataloader import DataLoader, validation_sets
+from affinage.data.decontaminate import write_items
+from affinage.data.tokenizer import Tokenizer
+from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
+from affinage.errors import UserError, UserWarned
+from affinage.pipeline.steps_data import print_counts
+from source_forms import write_lines
+
+SETTINGS = {"steps": 1, "batch_size": 1, "schedule": {"peak_lr": 1e-3, "min_lr": 0}, "validation_fraction": 0}
+
+
+def prepare(folder: Path, tokenizer: Tokenizer, *sources, seq_len: int = 160, searched=None, pairs=False, **others):
+    """`sources` are settings, files, or lists of lines or conversations that make a file."""
+    found: list[object] = []
+    for number, source in enumerate(sources):
+        if isinstance(source, list):
+            lines = [each if isinstance(each, dict) else {"messages": each} for each in source]
+            source = write_lines(folder / f"source-{number}.jsonl", lines)
+        found.append(source if isinstance(source, dict) else str(source))
+    settings = (DpoSettings if pairs else SftSettings).model_validate(SETTINGS | {"sources": found} | others)
+    more = {"seq_len": seq_len, "seed": 0, "system_prompt": "", "searched": searched}
+    return prepare_tuning_data(settings, tokenizer, folder / "rows", **more)
+
+
+def ask(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def test_conversations_that_hold_an_item_of_a_benchmark_are_left_out(bpe: Tokenizer, tmp_path: Path):
+    question, answer = "Which of the five old harbours was rebuilt first?", "The one on the northern coast, in spring."
+    items = [BenchmarkItem("quiz", "0", (question, answer))]
+    searched = write_items(tmp_path / "items.json", items, DecontaminateSettings())
+    talks = [ask(f"What is {number}?", "A number.") for number in range(9)]
+    talks[4] = ask(question.upper(), answer)
+    summary = prepare(tmp_path, bpe, talks, validation_fraction=0.3, searched=searched)
+    assert summary["in_benchmark"] == 1 and summary["used"] == 8
+    rows = [row for part in ("train", "validation/source-0") for row in documents_in(tmp_path / "rows" / part)]
+    assert len(rows) == 8 and not any("northern" in bpe.decode(tokens) for tokens, *_ in rows)
+
+
+@pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3"])
+def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokenizer, tmp_path: Path):
+    """Also where </s> ends a turn, and where the template writes a conversation as several documents."""
+    tokenizer = bpe if form == "chatml" else ours(form)
+    unrolled = form == "qwen3"
+    talks = []
+    for number in range(30):
+        talk = (REASONED if number % 4 < 2 else THOUGHTFUL) if unrolled else PLAIN
+        talks.append([{**talk[0], "content": f"{number}: où ?"}, *talk[1 : 2 + 2 * (number % 2)]])
+    summary = prepare(tmp_path, tokenizer, talks, validation_fraction=0.2, seq_len=400)
+    train, held_out = (documents_in(tmp_path / "rows" / part) for part in ("train", "validation/source-0"))
+    expected = [part for talk in talks for part in encode_documents(talk, tokenizer, "")]
+    assert sorted(train + held_out) == sorted(expected) and len(expected) == 30 + 15 * unrolled
+    assert summary["conversations"] == 30 and summary["dropped"] == summary["truncated"] == 0
+    assert summary.get("unrolled", 0) == 15 * unrolled
+    validation = summary["validation"]["source-0"]
+    assert 0 < validation["conversations"] == 30 - summary["train"]["conversations"]
+
+    batch = DataLoader(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
+    for part, documents in ((summary["train"], train), (validation, held_out)):
+        assert part["trained_tokens"] == sum(sum(trained) for _, trained in documents)
+        assert part["bytes"] == sum(tokenizer.piece_bytes[t][m].sum() for t, m in documents)
+        assert part["rows"] < len(documents)
+    assert batch["loss_mask"].sum() == summary["train"]["trained_tokens"]
+    assert validation_sets(tmp_path / "rows/validation", batch=2)["source-0"].bytes == validation["bytes"]
+
+    rows = np.load(tmp_path / "rows/train/source-0/tokens-00000-of-00001.npy")
+    for span in pq.read_table(tmp_path / "rows/train/source-0/documents-00000-of-00001.parquet").to_pylist():
+        parts = encode_documents(talks[int(span["id"].rpartition(":")[2]) - 1], tokenizer, "")
+        assert rows[span["row"], span["start"] : span["stop"]].tolist() in [tokens for tokens, _ in parts]
+
+
+def test_equal_conversations_and_parts_of_one_are_held_out_together(bpe: Tokenizer, tmp_path: Path):
+    talks = [ask(f"What is {i}?", f"{i}") for i in range(12)]
+    prepare(tmp_path, bpe, talks * 3, talks, validation_fraction=0.2)
+    train = documents_in(tmp_path / "rows/train")
+    for name in ("source-0", "source-1"):
+        held_out = documents_in(tmp_path / "rows/validation" / name)
+        assert held_out and not any(each in train for each in held_out)
+    talks = [[*THOUGHTFUL[:2], {"role": "user", "content": str(number)}, THOUGHTFUL[3]] for number in range(12)]
+    summary = prepare(tmp_path, ours("qwen3"), talks, validation_fraction=0.3, seq_len=300)
+    assert len(documents_in(tmp_path / "rows/train")) == 2 * summary["train"]["conversations"] < 24
+
+
+def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_tasks(
+    bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    talks = [ask(f"What is {i}?", f"{i}") for i in range(100)]
+    paths = [write_lines(tmp_path / name, [{"messages": talk} for talk in some]) for name, some in
+             (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
+    found = []
+    for path, size in ((paths[0], tuning_data.TASK_BYTES), (paths[1], tuning_data.TASK_BYTES), (paths[0], 2_000)):
+        monkeypatch.setattr(tuning_data, "TASK_BYTES", size)
+        sources = {"path": str(path), "name": "all"}, {"path": str(path), "max_examples": 40, "name": "some"}
+        summary = prepare(tmp_path, bpe, *sources, sample=0.8)
+        parts = [sorted(documents_in(path)) for path in sorted((tmp_path / "rows/train").iterdir())]
+        found.append((parts, {key: summary[key] for key in ("conversations", "not_sampled", "used")}))
+    assert 65 <= len(found[0][0][0]) <= 95 and len(found[0][0][1]) == 32
+    assert found[0] == found[1] == found[2]
+    assert len(list((tmp_path / "rows/train/all").glob("tokens-*.npy"))) > 3
+
+
+def test_the_example_marks_what_is_trained_and_what_was_cut(bpe: Tokenizer, tmp_path: Path):
+    shown = {}
+    for name, talk in {"cut": ask("Why?", "river " * 200), "whole": ask("Why?", "Because.")}.items():
+        seq_len = 160 if name == "cut" else len(encode_conversation(talk, bpe, "")[0][0])  # it fills its row
+        prepare(tmp_path / name, bpe, [talk], seq_len=seq_len)
+        ((source, shown[name]),) = show_examples(tmp_path / name / "rows", bpe, 1)
+        assert source == "source-0"
+    assert shown["whole"].plain == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦Because.<|im_end|>⟧\n"
+    assert shown["cut"].plain.endswith("river⟧ [cut here: too long]")
+
+
+@pytest.mark.parametrize(("form", "kept"), [
+    ("chatml", {"right": 2, "drop_turns": 2, "drop": 1}),
+    ("qwen3", {"right": 4, "drop_turns": 3, "drop": 1}),  # of the documents of a conversation those that fit are kept
+])  # fmt: skip
+@pytest.mark.parametrize("rule", ["right", "drop_turns", "drop"])
+def test_conversations_that_are_too_long_are_cut_lose_turns_or_are_left_out(
+    bpe: Tokenizer, tmp_path: Path, rule: str, form: str, kept: dict[str, int]
+):
+    tokenizer = bpe if form == "chatml" else ours(form)
+    long = {"role": "assistant", "content": "<think>\n" + "capital " * 200 + "\n</think>\n\nParis."}
+    talks = [[*THOUGHTFUL[:2], PLAIN[0], long, *THOUGHTFUL[2:]], PLAIN[:2]]
+    summary = prepare(tmp_path, tokenizer, talks, seq_len=200, truncation=rule)
+    found = documents_in(tmp_path / "rows/train")
+    assert len(found) == kept[rule]
+    assert summary["truncated"] == (rule != "drop") and summary["dropped"] == (rule == "drop")
+    fitting = [talks[1], *(talks[0][: 2 * turns] for turns in (1, 2, 3) if rule != "drop")]
+    parts = [part for talk in fitting for part in encode_documents(talk, tokenizer, "")]
+    assert all((tokens, trained) in parts for tokens, trained in found if len(tokens) < 200)
+    cut = [tokens for tokens, _ in found if len(tokens) == 200]
+    assert len(cut) == (rule == "right")
+    assert all(tokens[:199] in [whole[:199] for whole, _ in parts] for tokens in cut)
+
+
+def test_conversations_with_nothing_to_train_are_left_out_and_must_not_be_all(bpe: Tokenizer, tmp_path: Path):
+    nothing = [ask("river " * 200, "Because."), ask("Why?", "x")[:1]]
+    summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *nothing])
+    assert summary["dropped"] == 2 and summary["train"]["conversations"] == 1 and summary["validation"] == {}
+    for talks in (nothing, []):
+        with pytest.raises(UserError) as error:
+            prepare(tmp_path, bpe, talks)
+        assert error.value.where == "sft.sources" and error.value.fix
+
+
+def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp_path: Path):
+    with pytest.raises(UserError):
+        prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD])
+    with pytest.warns(UserWarned, match=r"source-0.jsonl:2"):
+        summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD], on_error="skip")
+    assert summary["bad"] == len(BAD) and summary["train"]["conversations"] == 1
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path, bpe, BAD, on_error="skip")
+    assert "no conversation" in error.value.fix  # why the first one cannot be used
+    with pytest.warns(UserWarned):  # one that the template cannot write
+        summary = prepare(tmp_path, ours("deepseek_r1_distill"), [PLAIN[:2], THOUGHTFUL[:2]], on_error="skip")
+    assert summary["bad"] == summary["train"]["conversations"] == 1
+
+
+@pytest.mark.parametrize(("form", "dropped"), [("chatml", 1), ("qwen2_5", 1), ("qwen3", 0)])
+def test_reasoning_that_is_not_written_is_counted(
+    bpe: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, dropped: int
+):
+    """But not reasoning that the answer repeats."""
+    tokenizer = bpe if form == "chatml" else ours(form)
+    talks = [REASONED[:2], [PLAIN[0], {**PLAIN[1], "reasoning": PLAIN[1]["content"]}], PLAIN]
+    summary = prepare(tmp_path, tokenizer, talks, seq_len=300)
+    assert summary.get("reasoning_dropped", 0) == dropped and summary["train"]["conversations"] == 3
+    print_counts(summary, "conversations")
+    assert ("reasoning" in capsys.readouterr().out) == bool(dropped)
+
+
+def test_answers_that_no_stop_ends_and_characters_without_a_token_are_warned_of(tmp_path: Path, characters: Tokenizer):
+    tokenizer = ours("glm4moe")  # it writes nothing after an answer
+    with pytest.warns(UserWarned, match="3 answers do not end"):
+        assert prepare(tmp_path, tokenizer, [PLAIN, PLAIN[:2]], seq_len=300)["unstopped"] == 3
+    with pytest.warns(UserWarned, match="4 characters cannot be spelled"):
+        assert prepare(tmp_path, characters, [ask("漢 the 漢", "字"), ask("the", "字")])["unspelled"] == 4
+
+
+@pytest.mark.parametrize("form", ["chatml", "qwen3", "deepseek_r1_distill"])
+def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe: Tokenizer, tmp_path: Path, form: str):
+    """Each side follows what the model would be asked with, without the reasoning that a template leaves out."""
+    tokenizer = bpe if form == "chatml" else ours(form)
+    reasoned = form in ("qwen3", "deepseek_r1_distill")
+    talk, begin = (THOUGHTFUL, "<think>\nOh.\n</think>\n\n") if reasoned else (PLAIN, "")
+    prompts = [[*talk[:2], {"role": "user", "content": f"{number}?"}] for number in range(6)]
+    items = [{"prompt": p, "chosen": f"{begin}yes {n}", "rejected": f"{begin}no"} for n, p in enumerate(prompts)]
+    prepare(tmp_path, tokenizer, items, pairs=True, seq_len=400)
+    assert len(np.load(tmp_path / "rows/train/source-0/tokens-00000-of-00001.npy")) < 6
+    assert documents_in_a_row(tmp_path / "rows") >= 4
+    found = [(tokens[: mask.index(True)], [t for t, m in zip(tokens, mask, strict=True) if m])
+             for tokens, mask in documents_in(tmp_path / "rows/train")]  # fmt: skip
+    asked = [encode_prompt(prompt, tokenizer, "") for prompt in prompts]
+    said = {}
+    for (before, chosen), (again, rejected) in zip(found[0::2], found[1::2], strict=True):
+        assert before == again
+        said[asked.index(before)] = [tokenizer.decode(side).strip() for side in (chosen, rejected)]
+    opened = begin.removeprefix("<think>\n") if form == "deepseek_r1_distill" else begin  # which the prompt begins
+    assert said == {number: [f"{opened}yes {number}", f"{opened}no"] for number in range(6)}
+
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize("form", ["chatml", "qwen3"])
+def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenizer, tmp_path: Path, form: str):
+    tokenizer = bpe if form == "chatml" else ours(form)
+    long = {"prompt": "q", "chosen": "capital " * 100, "rejected": "No. " + "capital " * 100}
+    cut = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150)
+    assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
+    assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
+    shown = [text.plain.count("⟧ [cut here") for _, text in show_examples(tmp_path / "rows", tokenizer, 2, documents=2)]
+    assert sorted(shown) == [0, 2]
+    dropped = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150, truncation="drop")
+    assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1
+
+
+def test_pairs_that_cannot_be_used_are_refused_or_counted(bpe: Tokenizer, tmp_path: Path):
+    pair = {"prompt": PLAIN[0]["content"], "chosen": [THOUGHTFUL[1], *THOUGHTFUL[2:]], "rejected": "b"}
+    with pytest.raises(UserError) as error:  # a side of several answers that no one text has
+        prepare(tmp_path, ours("qwen3"), [pair], pairs=True, seq_len=400)
+    assert error.value.where == "chat_template" and error.value.fix
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path, bpe, [{"prompt": "q", "chosen": "a"}], pairs=True)
+    assert error.value.where.endswith("source-0.jsonl:1")
+    summary = prepare(tmp_path, bpe, [{**PAIR, "rejected": "a"}, PAIR], pairs=True)
+    assert summary["identical"] == summary["dropped"] == summary["train"]["conversations"] == 1
