@@ -28,8 +28,7 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
 from affinage.hardware.devices import acquire
 from affinage.model import Graph
-from affinage.model.batch import batch_shapes
-from affinage.model.module import apply_part
+from affinage.model.forward import apply_part, batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.plan import forecast, planned_graph
 from affinage.plugins import load_plugins
@@ -129,14 +128,14 @@ def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., 
         backward: (the way back, that gradient) -> the gradient by the parameters, float32.
     """
     graph, key = program.job.graph, random_key(program.job.seed, Purpose.DROPOUT)
-    call = dataclasses.replace(program.adapted_call, key=key)
+    config = dataclasses.replace(program.adapted_config, key=key)
     inputs = {name for name, _ in graph.inputs}
     read = tuple(name for name in graph[graph.loss].inputs if name not in inputs)
     before = set(graph.needed_for(graph.loss)) - {graph.loss}
 
     def values_of(params: PyTree, batch: PyTree) -> Any:
         given = {name: batch[name] for name in inputs if name in batch}
-        part = apply_part(graph, before, params, given, batch, call)
+        part = apply_part(graph, before, params, given, batch, config)
         return {name: part.values[name] for name in read}, sum(part.losses, jnp.zeros(()))
 
     def forward(params: PyTree, batch: PyTree) -> Any:
@@ -146,7 +145,7 @@ def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., 
         def mean(values: Any) -> Any:
             made, losses = values
             given = {**{name: batch[name] for name in inputs if name in batch}, **made}
-            part = apply_part(graph, {graph.loss}, params, given, batch, call)
+            part = apply_part(graph, {graph.loss}, params, given, batch, config)
             return part.values[graph.loss].mean() + losses
 
         return jax.grad(mean)(values)

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.model import Call, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
+from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
 from affinage.model import matrices as matrices_of
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.sharding import batch_sharding, check_rows_divide, param_shardings, replicated
@@ -96,7 +96,7 @@ class GroupedTraining:
         for stage in self.stages:
             check_rows_divide(settings.batch_size, settings.gradient_accumulation_steps, stage.mesh, stage.layout.table)
         self._calls = [
-            Call(compute_dtype=compute_dtype, platform=stage.mesh.devices.flat[0].platform, layout=stage.layout)
+            ApplyConfig(compute_dtype=compute_dtype, platform=stage.mesh.devices.flat[0].platform, layout=stage.layout)
             for stage in self.stages
         ]
         trees = decayed(graph), matrices_of(graph)
@@ -284,9 +284,9 @@ def _cut(graph: Graph, groups: Sequence[Group]) -> list[_Stage]:
         entering = {name for node in graph.nodes if node.name in own for name in node.inputs if name in earlier}
         leaving = {name for node in later for name in node.inputs if name in own}
         for node in (node for node in graph.nodes if node.name in own):
-            if node.kind.shares and node.kind.shares not in own:
+            if node.layer.shares and node.layer.shares not in own:
                 raise UserError(
-                    f"`{node.name}` shares the weights of `{node.kind.shares}`, which is in another stage",
+                    f"`{node.name}` shares the weights of `{node.layer.shares}`, which is in another stage",
                     where="groups",
                     fix="Cut elsewhere, or give it weights of its own (`tied: false`).",
                 )

@@ -15,7 +15,7 @@ from affinage.config.training import PretrainSettings
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import Graph, parse
-from affinage.model.batch import batch_shapes
+from affinage.model.forward import batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.estimate import step_memory
 from affinage.planning.per_device import per_device

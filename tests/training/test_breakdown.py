@@ -39,7 +39,7 @@ def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
     forward, loss, backward = (jax.jit(part) for part in differentiated(made))
     values, pull = forward(params, put)
     grads = backward(pull, loss(values, params, put))
-    call = dataclasses.replace(made.adapted_call, key=random_key(0, Purpose.DROPOUT))
+    call = dataclasses.replace(made.adapted_config, key=random_key(0, Purpose.DROPOUT))
 
     def mean(params):
         return apply(made.job.graph, params, put, call).values["loss"].mean()

@@ -42,7 +42,7 @@ def compare(
     found = comparison([_entrant(name, target, runs) for name, target in zip(names, targets)])
     page = {}
     if html is not None:
-        from affinage.report.comparison_page import render_comparison
+        from affinage.report.comparison import render_comparison
         from affinage.report.page import write_page
 
         write_page(render_comparison(found, lang), html)
@@ -88,9 +88,8 @@ def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
 
 
 def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
-    from affinage.config.yaml import brief
-    from affinage.report.comparison_page import notes
-    from affinage.report.strings import strings
+    from affinage.report.comparison import notes, setting_lines
+    from affinage.report.language import Language
 
     differences = [
         {key: value for key, value in one.items() if key != "is_real"}
@@ -98,16 +97,13 @@ def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]"
         for one in facts["differences"]
     ]
     runs = [{key: value for key, value in one.items() if key not in ("summary", "scores")} for one in facts["runs"]]
-    settings = [
-        {"setting": one["key"], **{run["name"]: brief(value) for run, value in zip(runs, one["values"])}}
-        for one in facts["settings"]
-    ]
-    yield from described(
-        facts | {"asked_otherwise": [], "runs": runs, "settings": settings, "differences": differences}
-    )
-    yield from dict.fromkeys(note for pair in found.paired for note in notes(pair, strings("en")))
-    for one in facts["runs"]:
-        if one.get("judged_before"):
-            yield f"{one['name']} has changed since it gave these answers. Evaluate it again: {one['evaluate_again']}"
+    yield from described(facts | {"runs": runs, "settings": [], "differences": differences, "asked_otherwise": []})
+    if lines := setting_lines(found):
+        yield ""
+        yield Table(["setting", *(one.name for one in found.entrants)], lines)
+    yield from dict.fromkeys(note for pair in found.paired for note in notes(pair, Language("en")))
+    for one in found.entrants:
+        if one.again:
+            yield f"{one.name} has changed since these answers. To evaluate it again: {one.again}"
     if len({one["task"] for one in differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

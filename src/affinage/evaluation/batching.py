@@ -165,9 +165,10 @@ class Batch:
         tokens: of a group the shared ones, then the ends of its rows one after the other, each at the `positions` that
             follow the shared ones.
         segments: a number for the shared tokens, and for each end.
-        parents: for an end the number of its group's shared tokens; for other tokens that of their own segment.
-        at: for each of R equal parts of the rows, the places in its flattened `tokens` after which a token is asked. If
-            these are few, a part is a row.
+        prefix_segment_ids: for an end the number of its group's shared tokens; for other tokens that of their own
+            segment.
+        logit_positions: for each of R equal parts of the rows, the places in its flattened `tokens` after which a token
+            is asked. If these are few, a part is a row.
         targets: the asked tokens.
         joined: a row of this length may be more than one sequence, or longer than one.
     """
@@ -176,14 +177,14 @@ class Batch:
     tokens: Int[np.ndarray, "B S"]
     positions: Int[np.ndarray, "B S"]
     segments: Int[np.ndarray, "B S"]
-    parents: Int[np.ndarray, "B S"]
-    at: Int[np.ndarray, "R P"]
+    prefix_segment_ids: Int[np.ndarray, "B S"]
+    logit_positions: Int[np.ndarray, "R P"]
     targets: Int[np.ndarray, "R P"]
     joined: bool
 
     def answers(self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]) -> Iterator[Answer]:
         """Yield every request with its answer, from those of the asked tokens."""
-        rows = len(self.tokens) // len(self.at)
+        rows = len(self.tokens) // len(self.logit_positions)
         for part, (of_part, best_of_part) in enumerate(zip(values, best, strict=True)):
             start = 0
             for group in chain.from_iterable(self.rows[part * rows : (part + 1) * rows]):
@@ -319,16 +320,16 @@ def _batch(rows: Sequence[_GroupRow], shape: _Shape, pad: int, joined: bool) -> 
 def _fill(batch: Batch, index: int, group: PrefixGroup, start: int, column: int, number: int) -> None:
     """Write a group into a row, from a token, an asked one and a segment's number on."""
     shared, begun = group.shared, slice(start, start + group.shared)
-    part, row_of_part = divmod(index, len(batch.tokens) // len(batch.at))
+    part, row_of_part = divmod(index, len(batch.tokens) // len(batch.logit_positions))
     before = row_of_part * batch.tokens.shape[1]
     batch.tokens[index, begun] = group.rows[0].tokens[:shared]
     batch.positions[index, begun] = np.arange(shared)
     batch.segments[index, begun] = number
-    batch.parents[index, start : start + group.length] = number
+    batch.prefix_segment_ids[index, start : start + group.length] = number
     first = start
     start = begun.stop
     alike = slice(column, column + len(group.begun))
-    batch.at[part, alike] = before + first + np.array(group.begun, np.int32)
+    batch.logit_positions[part, alike] = before + first + np.array(group.begun, np.int32)
     batch.targets[part, alike] = group.rows[0].tokens[group.begun.start + 1 : shared]
     column = alike.stop
     for own_number, row in enumerate(group.rows, number + 1):
@@ -341,6 +342,6 @@ def _fill(batch: Batch, index: int, group: PrefixGroup, start: int, column: int,
         places = before + np.where(asked < shared, asked + first, asked - shared + start)
         targets = [*row.tokens[asked[0] + 1 :], *row.candidates]
         columns = slice(column, column + len(targets))
-        batch.at[part, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
+        batch.logit_positions[part, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
         batch.targets[part, columns] = targets
         start, column = own.stop, columns.stop

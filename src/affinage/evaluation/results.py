@@ -16,7 +16,7 @@ from jaxtyping import Array, UInt32
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.contamination import Contamination
 from affinage.generation.model import LoadedModel
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 
 RESULTS = "results.json"
 ITEMS = "items"
@@ -80,7 +80,7 @@ def fingerprint(model: LoadedModel) -> str:
 
 
 @jax.jit
-def _sums(params: Tree) -> list[UInt32[Array, ""]]:
+def _sums(params: PyTree) -> list[UInt32[Array, ""]]:
     """The bits of every element times a number that depends on its place, modulo 2**32; no copy of the weights."""
 
     def total(leaf: Array) -> UInt32[Array, ""]:

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool
 
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.model import Call, Graph, apply
-from affinage.model.kind import Context, Result
-from affinage.model.node import Node
-from affinage.model.repeat import apply_layers
+from affinage.model import ApplyConfig, Graph, apply
+from affinage.model.forward import apply_layers
+from affinage.model.graph import Node
+from affinage.model.layer import LayerContext, Result
 from affinage.training.health import TrainingDiverged
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
@@ -26,14 +26,14 @@ _Flags = dict[str, list[Bool[Array, ""]]]  # by node, for each of its layers and
 
 def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_offset: int) -> UserError:
     """The error for the user, with a diagnosis of the step at which the training diverged, also in diagnosis.json."""
-    job, split, call, batch_number = trainer.job, trainer.split, trainer.call, error.step + data_offset
+    job, split, config, batch_number = trainer.job, trainer.split, trainer.apply_config, error.step + data_offset
     batch = trainer.put_share(next(trainer.batches(batch_number - 1)))
     if split.reference:
-        batch = jax.jit(lambda frozen, batch: split.with_reference(frozen, batch, call))(state.frozen, batch)
+        batch = jax.jit(lambda frozen, batch: split.with_reference(frozen, batch, config))(state.frozen, batch)
     params = split.full_params(state.params, state.frozen)
     found = {
         "step": error.step,
-        **diagnose(job.graph, call, params, state.ema_params, batch),
+        **diagnose(job.graph, config, params, state.ema_params, batch),
         "learning_rate": trainer.learning_rate(error.step),
         "documents": None if job.documents is None else job.documents(batch_number),
     }
@@ -51,7 +51,7 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
 
 
 def diagnose(
-    graph: Graph, call: Call, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
+    graph: Graph, config: ApplyConfig, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
 ) -> dict[str, Any]:
     """Look for what is not finite in one forward and backward pass.
 
@@ -63,9 +63,9 @@ def diagnose(
     def loss(params: PyTree) -> tuple[Array, _Flags]:
         flags: _Flags = {node.name: [] for node in graph.nodes}
 
-        def layers(node: Node, params: PyTree, x: Any, context: Context) -> Result:
+        def layers(node: Node, params: PyTree, x: Any, context: LayerContext) -> Result:
             result = Result(x)
-            context = replace(context, prepared=node.kind.prepare((x,), context))
+            context = replace(context, prepared=node.layer.prepare((x,), context))
             for layer in range(node.layers):
                 own = jax.tree.map(lambda w, at=layer: w[at : at + 1], params)
                 step = apply_layers(replace(node, repeat=1), own, result.value, context, layer)
@@ -73,7 +73,7 @@ def diagnose(
                 result = Result(step.value, None, {}, {})
             return result
 
-        outputs = apply(graph, params, batch, replace(call, key=None, ema_params=ema_params, layers=layers))
+        outputs = apply(graph, params, batch, replace(config, key=None, ema_params=ema_params, layers=layers))
         for node in graph.nodes:
             flags[node.name].append(_finite(outputs.values.get(node.name)))
         total = outputs.values[graph.loss]

@@ -12,11 +12,11 @@ from jaxtyping import Array
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import TrainSettings
 from affinage.config.tuning import DpoSettings, TuningSettings
-from affinage.model import Adapters, Call, Declared, Graph, Node, apply
+from affinage.model import Adapters, ApplyConfig, Declared, Graph, Node, apply
 from affinage.model.analysis import analyse
-from affinage.model.kinds.preference import REFERENCE
+from affinage.model.layer import BATCH, SEQUENCE
+from affinage.model.layers.preference import REFERENCE
 from affinage.model.parameter import parameters_in
-from affinage.model.shape import BATCH, SEQUENCE
 
 PyTree = Any
 FROZEN = "frozen"  # the folder of their one checkpoint, beside those of a training
@@ -69,20 +69,20 @@ class ParamSplit:
         if self.adapters is None:
             return 0
         sizes = {BATCH: rows, SEQUENCE: context}
-        products = node.kind.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
+        products = node.layer.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
         declared = parameters_in(self.adapters.parameters.get(node.name, {}))
         return 6 * rows * context * sum(p.active for p in declared) - products
 
-    def call(self, call: Call) -> Call:
+    def apply_config(self, config: ApplyConfig) -> ApplyConfig:
         """With the adapters' dropout."""
-        return call if self.adapters is None else replace(call, adapter_dropout=self.adapters.settings.dropout)
+        return config if self.adapters is None else replace(config, adapter_dropout=self.adapters.settings.dropout)
 
-    def with_reference(self, frozen: PyTree, batch: Batch, call: Call) -> Batch:
+    def with_reference(self, frozen: PyTree, batch: Batch, config: ApplyConfig) -> Batch:
         """The batch with the log-probabilities that a reference model gives its documents; without one, the batch."""
         if not self.reference:
             return batch
         (answers,) = self.graph[self.graph.loss].inputs
-        found = apply(self.graph, frozen, batch, replace(call, key=None, until=answers)).values[answers]
+        found = apply(self.graph, frozen, batch, replace(config, key=None, until=answers)).values[answers]
         return {**batch, REFERENCE: jax.lax.stop_gradient(found[..., 0].astype(jnp.float32))}
 
 

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 from affinage.config.parallel import ParallelSettings, RematChoice, RematPreset
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.model import Call, Graph, apply, decayed, logical_axes, matrices
-from affinage.model.kind import Result
-from affinage.model.module import context_of
-from affinage.model.node import Node
+from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes, matrices
+from affinage.model.forward import context_of
+from affinage.model.graph import Node
+from affinage.model.layer import Result
 from affinage.training.frozen import ParamSplit
 from affinage.training.optimizer import Weights, learning_rate, make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
@@ -30,7 +30,7 @@ LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.r
 _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
 
-def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, call: Call, seed: int) -> Step:
+def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step, with the metrics of `make_train_step`, and torn: 1 where only some weights were updated.
 
     It is the same step but for what would need the gradient of all layers: the norm that gradients are clipped to,
@@ -42,32 +42,32 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, call: Cal
     Args:
         split: the graph, with a loss node and one repeated node.
         settings: of the training.
-        call: compute dtype and how the graph is applied; its key is set here.
+        config: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout and rounding.
 
     Raises:
         UserError: for models and settings that it does not go with.
     """
-    check_update(split, settings, in_stages=call.layers is not None)
+    check_update(split, settings, in_stages=config.layers is not None)
     graph, schedule = split.graph, learning_rate(settings.schedule, settings.steps)
     node = _repeated(graph)
     name, last_layer = node.name, node.layers - 1
     layer_axes = jax.tree.map(lambda axes: axes[1:], logical_axes(graph)[name], is_leaf=_is_axes)
 
-    def first_input(rest: PyTree, batch: Batch, call: Call) -> Array:
+    def first_input(rest: PyTree, batch: Batch, config: ApplyConfig) -> Array:
         """The input of the first layer."""
         (before,) = node.inputs
-        value: Array = apply(graph, rest, batch, replace(call, until=before)).values[before]
-        return call.constrain(value, ("batch", "residual", "width"))
+        value: Array = apply(graph, rest, batch, replace(config, until=before)).values[before]
+        return config.constrain(value, ("batch", "residual", "width"))
 
-    def loss_after(rest: PyTree, y: Array, batch: Batch, call: Call) -> tuple[Float[Array, ""], Any]:
+    def loss_after(rest: PyTree, y: Array, batch: Batch, config: ApplyConfig) -> tuple[Float[Array, ""], Any]:
         """The loss of what comes out of the last layer."""
-        outputs = apply(graph, rest, batch, replace(call, layers=lambda *_: Result(y)))
+        outputs = apply(graph, rest, batch, replace(config, layers=lambda *_: Result(y)))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        with_key = replace(call, key=random_key(seed, Purpose.DROPOUT, state.step))
+        with_key = replace(config, key=random_key(seed, Purpose.DROPOUT, state.step))
         rest = {key: tree for key, tree in state.params.items() if key != name}
         first, first_pullback = jax.vjp(lambda rest: first_input(rest, batch, with_key), rest)
         layer = _layer_function(node, batch, with_key, first)
@@ -99,7 +99,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, call: Cal
             weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
-            grads = jax.tree.map(lambda axes, g: call.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
+            grads = jax.tree.map(lambda axes, g: config.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
             new, new_state, square, good = update({name: weights}, _at(states, index), {name: grads}, number + 1)
             params, states = _put(params, new[name], index), _put(states, new_state, index)
             return params, states, grad, squares + square, updated + good
@@ -207,14 +207,16 @@ def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.G
     return make_optimizer(settings.optimizer, weights)
 
 
-def _layer_function(node: Node, batch: Batch, call: Call, first: Array) -> Callable[[PyTree, Array, Any], Array]:
+def _layer_function(
+    node: Node, batch: Batch, config: ApplyConfig, first: Array
+) -> Callable[[PyTree, Array, Any], Array]:
     """(weights of a layer, its input, its number) -> its output."""
-    context = context_of(node, {}, batch, call)
-    context = replace(context, prepared=node.kind.prepare((first,), context))
+    context = context_of(node, {}, batch, config)
+    context = replace(context, prepared=node.layer.prepare((first,), context))
 
     def layer(weights: PyTree, x: Array, index: Array) -> Array:
         key = None if context.key is None else jax.random.fold_in(context.key, index)
-        result = node.kind.apply(weights, (x,), replace(context, key=key, layer=index))
+        result = node.layer.apply(weights, (x,), replace(context, key=key, layer=index))
         return result.value if isinstance(result, Result) else result
 
     return layer

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, PRNGKeyArray
 
 from affinage.config.training import HealthSettings, TrainSettings
-from affinage.model import Call, Graph, apply, decayed, matrices
+from affinage.model import ApplyConfig, Graph, apply, decayed, matrices
 from affinage.parallel import MeshLayout
 from affinage.parallel.layout import REPLICAS
 from affinage.parallel.pipeline import AXIS as STAGES
@@ -26,7 +26,7 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
 
-def make_train_step(split: ParamSplit, settings: TrainSettings, *, call: Call, seed: int) -> Step:
+def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step of a graph.
 
     The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
@@ -37,7 +37,7 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, call: Call, s
     Args:
         split: the graph with its loss, and what of it is trained.
         settings: of the training.
-        call: compute dtype and how the graph is applied; its key is set here.
+        config: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout, augmentation and rounding.
 
     Returns:
@@ -45,19 +45,19 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, call: Call, s
         example), grad_norm (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0
         or 1), with a window in the state spike_score and spike (0 or 1), and what the graph itself reports.
     """
-    graph, call, parts = split.graph, split.call(call), settings.gradient_accumulation_steps
-    replicas = replicas_of(graph, call) if parts > 1 else 1
+    graph, config, parts = split.graph, split.apply_config(config), settings.gradient_accumulation_steps
+    replicas = replicas_of(graph, config) if parts > 1 else 1
     if replicas > 1:
-        call = dataclasses.replace(call, layout=cast(MeshLayout, call.layout).of_a_replica)
+        config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).of_a_replica)
 
     def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
         full = split.full_params(params, state.frozen)
-        outputs = apply(graph, full, batch, dataclasses.replace(call, key=key, ema_params=state.ema_params))
+        outputs = apply(graph, full, batch, dataclasses.replace(config, key=key, ema_params=state.ema_params))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
     def gradient(state: TrainState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
-        batch = split.with_reference(state.frozen, batch, call)
+        batch = split.with_reference(state.frozen, batch, config)
         grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
@@ -119,16 +119,16 @@ def accumulate(
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), total) if copies else total
 
 
-def replicas_of(graph: Graph, call: Call) -> int:
+def replicas_of(graph: Graph, config: ApplyConfig) -> int:
     """Copies of the model that can each add up the gradients of their micro-batches; 1: the devices go together.
 
     They must if a node's value, or what it reports, is of all rows together, in a pipeline, and if keys go around in a
     ring: JAX 0.10 cannot put a `jax.shard_map` over some of the axes into a `jax.vmap` over another.
     """
-    layout = call.layout
+    layout = config.layout
     if not isinstance(layout, MeshLayout) or layout.mesh.shape[STAGES] > 1:
         return 1
-    together = call.rings or any(node.kind.mixes_rows() for node in graph.nodes)
+    together = config.rings or any(node.layer.mixes_rows() for node in graph.nodes)
     return 1 if together else layout.replicas
 
 
@@ -191,15 +191,15 @@ def detect_spike(
     return window.with_loss(loss), finite if health.on_spike == "log" else finite & ~spike, metrics
 
 
-def make_validation_step(split: ParamSplit, *, call: Call) -> Callable[[EvalWeights, Batch], dict[str, Any]]:
+def make_validation_step(split: ParamSplit, *, config: ApplyConfig) -> Callable[[EvalWeights, Batch], dict[str, Any]]:
     """Build `(weights, batch) -> {sum, count, metrics}`: nats summed over the counted tokens of a batch, their number,
     and the sums and counts of what the graph itself reports."""
 
     def step(weights: EvalWeights, batch: Batch) -> dict[str, Any]:
         params, ema_params, frozen = weights
-        batch, graph = split.with_reference(frozen, batch, call), split.graph
+        batch, graph = split.with_reference(frozen, batch, config), split.graph
         full = split.full_params(params, frozen)
-        outputs = apply(graph, full, batch, dataclasses.replace(call, key=None, ema_params=ema_params))
+        outputs = apply(graph, full, batch, dataclasses.replace(config, key=None, ema_params=ema_params))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))

@@ -15,11 +15,10 @@ from jax.sharding import Mesh
 
 from affinage.config.training import PrecisionSettings, TrainSettings
 from affinage.hardware.chips import Chip, chip
-from affinage.model import Call, Declared, apply, init_params
-from affinage.model.call import capability_of
-from affinage.model.remat import with_remat
-from affinage.model.shape import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, strategy_for, table_with
+from affinage.model import ApplyConfig, Declared, apply, init_params
+from affinage.model.apply_config import capability_of, with_remat
+from affinage.model.layer import BATCH, SEQUENCE
+from affinage.parallel import MeshLayout, Strategy, apply_config_on, batch_sharding, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.parallel.used_axes import check_axes_used
 from affinage.training.frozen import ParamSplit, split_params
@@ -51,7 +50,7 @@ class Trainer:
         if SEQUENCE in self._sizes:
             check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
         check_remat(self.job.settings, self.job.parallel.remat)
-        self.strategy.check(self.job.graph, rows // parts, self.call)
+        self.strategy.check(self.job.graph, rows // parts, self.apply_config)
 
     # ---- sizes and speeds ----
 
@@ -161,21 +160,21 @@ class Trainer:
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
-        step = step_of(self.split, self.job.settings, self.adapted_call, self.job.seed)
+        step = step_of(self.split, self.job.settings, self.adapted_config, self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
-        step = make_validation_step(self.split, call=self.adapted_call)
+        step = make_validation_step(self.split, config=self.adapted_config)
         weights = (self.abstract.params, self.abstract.ema_params, self.abstract.frozen)
         return self.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
         """A compiled function from parameters and a batch to the value of a node, whole on every device."""
-        call = dataclasses.replace(self.adapted_call, key=None, until=node)
+        config = dataclasses.replace(self.adapted_config, key=None, until=node)
 
         def value(params: PyTree, batch: PyTree) -> Any:
-            return apply(self.job.graph, params, batch, call).values[node]
+            return apply(self.job.graph, params, batch, config).values[node]
 
         return self.strategy.compile_evaluation(value, self.abstract.params, self._like(batch))
 
@@ -184,19 +183,19 @@ class Trainer:
         return float(learning_rate(self.job.settings.schedule, self.job.settings.steps)(jnp.asarray(step - 1)))
 
     @property
-    def call(self) -> Call:
+    def apply_config(self) -> ApplyConfig:
         """How the graph is applied, without what the strategy makes of it."""
         return dataclasses.replace(
-            call_on(self.layout, self.job.settings.attention, self.job.parallel),
+            apply_config_on(self.layout, self.job.settings.attention, self.job.parallel),
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.platform,
             capability=capability_of(self.mesh.devices.flat[0]),
         )
 
     @property
-    def adapted_call(self) -> Call:
+    def adapted_config(self) -> ApplyConfig:
         """How the steps apply the graph."""
-        return self.strategy.adapt(with_remat(self.call, self.job.parallel.remat))
+        return self.strategy.adapt(with_remat(self.apply_config, self.job.parallel.remat))
 
     # ---- batches ----
 
@@ -258,10 +257,10 @@ def optimizer_of(split: ParamSplit, settings: TrainSettings) -> optax.GradientTr
     return make_full_optimizer(split, settings)
 
 
-def step_of(split: ParamSplit, settings: TrainSettings, call: Call, seed: int) -> Step:
+def step_of(split: ParamSplit, settings: TrainSettings, config: ApplyConfig, seed: int) -> Step:
     """The training step that these settings require: what a run compiles, and what a plan traces."""
     make = make_layerwise_step if settings.optimizer_in_backward else make_train_step
-    return make(split, settings, call=call, seed=seed)
+    return make(split, settings, config=config, seed=seed)
 
 
 def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:

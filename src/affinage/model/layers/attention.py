@@ -1,0 +1,254 @@
+"""Multi-head self-attention with grouped queries, rotary positions, packed documents and a KV cache."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+from pydantic import Field, model_validator
+
+from affinage.config.settings import Settings
+from affinage.errors import UserError
+from affinage.model.layer import Cost, LayerContext, ShapeMismatch
+from affinage.model.layers.attention_ops import Workload, attention, choose, of_whole_rows
+from affinage.model.layers.dense import dense, dense_flops, dense_parameters, dense_together
+from affinage.model.layers.dropout import drop
+from affinage.model.layers.embedding import positions_of
+from affinage.model.layers.norm import NormSettings
+from affinage.model.layers.rotary import RopeSettings, Tables, rotary_tables, rotate
+from affinage.model.parameter import PyTree
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `AttentionSettings.prepare` computes once for all layers."""
+
+    impl: str  # the implementation, see `affinage.model.layers.attention_ops`
+    positions: Int[Array, "B S"]
+    segment_ids: Int[Array, "B S"] | None
+    mask: Bool[Array, "b S T"] | None  # of plain products
+    rotary: Tables | None
+
+
+class AttentionSettings(Settings):
+    """The attention half of a block."""
+
+    heads: int = Field(ge=1)
+    """Of queries."""
+    kv_heads: int | None = Field(default=None, ge=1)
+    """Keys and values shared by groups of heads; default: as many."""
+    head_dim: int | None = Field(default=None, ge=1)
+    """Default: width / heads."""
+    rope: RopeSettings | None = None
+    """Rotary positions; null: none."""
+    bias: bool | Literal["qkv"] = False
+    """On all four projections, or (Qwen 2) on the first three."""
+    qk_norm: bool = False
+    """RMS norm of every query and key head before the rotation (Qwen 3)."""
+    window: int | None = Field(default=None, ge=1)
+    """A token sees itself and this many less one before it; null: all."""
+    softcap: float | None = Field(default=None, gt=0)
+    """Scores are bounded to ± this by a tanh (Gemma 2)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Of the attention probabilities."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> "AttentionSettings":
+        if self.heads % self.groups_of:
+            raise ValueError(f"{self.heads} heads do not divide into {self.groups_of} kv_heads")
+        return self
+
+    @property
+    def groups_of(self) -> int:
+        """Number of key and value heads."""
+        return self.kv_heads or self.heads
+
+    def head_width(self, width: int) -> int:
+        """Elements of one head; an even number where there are rotary positions."""
+        if self.head_dim is None and width % self.heads:
+            raise ShapeMismatch(f"width {width} does not divide into {self.heads} heads; give head_dim")
+        head = self.head_dim or width // self.heads
+        if self.rope and head % 2:
+            raise ShapeMismatch(f"rotary positions need an even head_dim, got {head}")
+        return head
+
+    def parameters(self, width: int, std: float, eps: float) -> PyTree:
+        """Kernels [D, H, Dh], [D, K, Dh] twice and [H, Dh, D]."""
+        head, heads, groups = self.head_width(width), self.heads, self.groups_of
+        bias = bool(self.bias)
+        inward = dense_parameters((width,), (groups, head), ("embed", "kv_heads", "head_dim"), bias=bias, std=std)
+        tree: PyTree = {
+            "query": dense_parameters((width,), (heads, head), ("embed", "heads", "head_dim"), bias=bias, std=std),
+            "key": inward,
+            "value": inward,
+            "out": dense_parameters(
+                (heads, head), (width,), ("heads", "head_dim", "embed"), bias=self.bias is True, std=std, residual=True
+            ),
+        }
+        if self.qk_norm:
+            norm = NormSettings(kind="rms", eps=eps).parameters(head, axis="head_dim")
+            tree |= {"query_norm": norm, "key_norm": norm}
+        return tree
+
+    def cache(self, width: int, batch: int, length: int) -> dict[str, tuple[int, ...]]:
+        """Keys (after the rotation) and values of every position."""
+        shape = (batch, self.groups_of, length, self.head_width(width))
+        return {"key": shape, "value": shape}
+
+    def prepare(self, x: Float[Array, "B S D"], context: LayerContext) -> "Prepared":
+        """What all layers have in common: the implementation, positions, segments, the mask and the rotary tables."""
+        positions = positions_of(context, x.shape[0], x.shape[1])
+        impl = self._implementation(x, context)
+        masked = impl == "xla" or self._asks_few(x, context)
+        return Prepared(
+            impl=impl,
+            positions=positions,
+            segment_ids=context.batch.get("segment_ids"),
+            mask=self.mask(context, positions) if masked else None,
+            rotary=self._rotary(positions, self.head_width(x.shape[2]), context) if self.rope else None,
+        )
+
+    def _implementation(self, x: Array, context: LayerContext) -> str:
+        config, prefixes = context.config, "prefix_segment_ids" in context.batch
+        dropped = self.dropout if context.key is not None else 0.0
+        if config.rings and context.cache is None and not prefixes:
+            if dropped:
+                raise UserError(
+                    "ring attention has no dropout of probabilities",
+                    fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`.",
+                )
+            return "ring"
+        workload = Workload(
+            config.platform,
+            x.dtype,
+            self.head_width(x.shape[2]),
+            config.layout.whole(x.shape[1], "sequence"),
+            capability=config.capability,
+            cached=context.cache is not None,
+            prefixes=prefixes,
+            dropout=dropped,
+            softcap=self.softcap,
+        )
+        return choose(config.attention, workload)
+
+    def _rotary(self, positions: Array, head: int, context: LayerContext) -> Tables:
+        assert self.rope is not None
+        return rotary_tables(self.rope, positions, head, stored=context.config.platform == "cpu")
+
+    def mask(self, context: LayerContext, positions: Array) -> Bool[Array, "B S T"]:
+        """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
+        if context.cache is not None:
+            slots = jnp.arange(context.cache["key"].shape[3])[None, None, :]
+            return self._in_reach(positions[:, :, None], slots)
+        layout = context.config.layout
+        seen_by_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
+        segments, prefixes = context.batch.get("segment_ids"), context.batch.get("prefix_segment_ids")
+        if prefixes is not None and segments is not None:  # positions say what comes before a token
+            seen = seen_by_all(segments)[:, None, :]
+            alike = (segments[:, :, None] == seen) | (prefixes[:, :, None] == seen)
+            return alike & self._in_reach(positions[:, :, None], seen_by_all(positions)[:, None, :])
+        index, keys = jnp.arange(length := positions.shape[1]), jnp.arange(layout.whole(length, "sequence"))
+        mask = self._in_reach(index[None, :, None], keys[None, None, :])
+        return mask if segments is None else mask & (segments[:, :, None] == seen_by_all(segments)[:, None, :])
+
+    def _in_reach(self, query: Array, key: Array) -> Array:
+        reach = key <= query
+        return reach if self.window is None else reach & (query - key < self.window)
+
+    def apply(
+        self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext, eps: float
+    ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
+        """The attended values, and the advanced cache where there is one."""
+        prepared: Prepared = context.prepared
+        few = self._asks_few(x, context)
+        asking = context.narrowed(x) if few else x
+        query, key, value = (
+            checkpoint_name(heads, name)
+            for heads, name in zip(self._heads(params, x, asking, context, eps), ("query", "key", "value"), strict=True)
+        )
+        impl, mask, cache = prepared.impl, prepared.mask, context.cache
+        if few:  # the kernels know no rows of which few tokens ask
+            assert mask is not None
+            impl, mask = "xla", context.narrowed(jnp.broadcast_to(mask, (len(x), *mask.shape[1:])))
+            context = replace(context, logit_positions=None)
+        if cache is not None:
+            cache = _write(cache, *of_whole_rows(key, value, context.config.layout), context)
+            key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
+        dropped = self.dropout > 0 and context.key is not None
+        out = attention(
+            query,
+            key,
+            value,
+            prepared.segment_ids,
+            impl=impl,
+            layout=context.config.layout,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=partial(drop, rate=self.dropout, context=context, site=1) if dropped else None,
+            mask=mask,
+            on_cpu=context.config.platform == "cpu" and cache is None and not few,
+            capability=context.config.capability,
+        )
+        out = context.narrowed(checkpoint_name(out, "attended"))
+        return dense(params["out"], out, context, contracted=2), cache
+
+    def _asks_few(self, x: Float[Array, "B S D"], context: LayerContext) -> bool:
+        """Whether few enough tokens are wanted, row by row, to compute no other query: blocks spare half."""
+        at, rings = context.logit_positions, context.config.rings
+        return at is not None and not rings and len(at) == len(x) and 4 * at.shape[1] <= x.shape[1]
+
+    def _heads(
+        self, params: PyTree, x: Array, asking: Array, context: LayerContext, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """Query [B, Q, H, Dh] of those that ask, key and value [B, S, K, Dh], positions already in them."""
+        if asking is x:
+            query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
+        else:
+            query = dense(params["query"], asking, context)
+            key, value = (dense(params[name], x, context) for name in ("key", "value"))
+        if self.qk_norm:
+            norm = NormSettings(kind="rms", eps=eps)
+            query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
+        tables = context.prepared.rotary
+        if tables is not None:
+            key = rotate(key, tables)
+            if asking is not x:
+                tables = self._rotary(context.narrowed(context.prepared.positions), query.shape[-1], context)
+            query = rotate(query, tables)
+        constrain, of_key = context.config.constrain, ("batch", "sequence", "kv_heads", "head_dim")
+        query = constrain(query, ("batch", "sequence", "heads", "head_dim"))
+        return query, constrain(key, of_key), constrain(value, of_key)
+
+    def cost(self, width: int, batch: int, length: int) -> Cost:
+        """Four projections, and two products over pairs of tokens."""
+        head, tokens = self.head_width(width), batch * length
+        projections = 2 * dense_flops(width, self.heads * head, tokens)
+        projections += 2 * dense_flops(width, self.groups_of * head, tokens)
+        per_pair = 2 * 2 * self.heads * head
+        return Cost(projections, per_pair * batch * length * length, per_pair * batch * self.pairs(length))
+
+    def pairs(self, length: int, first: int = 0) -> int:
+        """Keys that the queries of a row of `length` tokens see, from its token `first` on, all together."""
+
+        def of(tokens: int) -> int:
+            reach = min(tokens, self.window or tokens)
+            return reach * (reach + 1) // 2 + (tokens - reach) * reach
+
+        return of(length) - of(first)
+
+
+def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
+    """Puts new keys and values [B, S, K, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
+    positions = context.prepared.positions
+    slots = cache["key"].shape[3]
+    rows = jnp.arange(len(positions))[:, None]
+    slots_of_row = jnp.where(positions < 0, slots, positions)
+
+    def write(stored: Array, new: Array) -> Array:
+        # One scatter: a vmap over rows makes XLA copy the whole cache for every layer and token.
+        return stored.at[context.layer, rows, :, slots_of_row].set(new.astype(stored.dtype), mode="drop")
+
+    return {"key": write(cache["key"], key), "value": write(cache["value"], value)}
