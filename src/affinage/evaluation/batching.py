@@ -278,12 +278,10 @@ def _rows(
 
 def _batch(rows: Sequence[_GroupRow], shape: _Shape, pad: int, joined: bool) -> Batch:
     whole, of_parts = (shape.rows, shape.length), (shape.parts, shape.targets)
-    batch = Batch(
-        tuple(map(tuple, rows)),
-        np.full(whole, pad, np.int32),
-        *(np.zeros(shape_of, np.int32) for shape_of in (whole, whole, whole, of_parts, of_parts)),
-        joined=joined,
-    )
+    positions, segments, parents = (np.zeros(whole, np.int32) for _ in range(3))
+    at, targets = (np.zeros(of_parts, np.int32) for _ in range(2))
+    tokens = np.full(whole, pad, np.int32)
+    batch = Batch(tuple(map(tuple, rows)), tokens, positions, segments, parents, at, targets, joined)
     rows_of_part, column = shape.rows // shape.parts, 0
     for index, groups in enumerate(rows):
         part, place = divmod(index, rows_of_part)
