@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from affinage.model.call import local_capability
-from affinage.model.kinds.attention_ops import IMPLEMENTATIONS, Workload, attention, obstacles
-from affinage.model.layout import Layout
+from affinage.model.apply_config import Layout, local_capability
+from affinage.model.layers.attention_ops import IMPLEMENTATIONS, Workload, attention, obstacles
 
 TOLERANCE = 0.05  # largest difference over the largest value, in bfloat16
 

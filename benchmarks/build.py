@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from twins import Size, graph_of
 
 from affinage.config.load import load_recipe
-from affinage.model import Call, abstract_params, apply, parse
+from affinage.model import ApplyConfig, abstract_params, apply, parse
 from affinage.model.analysis import analyse, parameters
 from affinage.planning.estimate import activations
 
@@ -45,7 +45,7 @@ def compilation(layers: int) -> float:
     graph = parse(graph_of("llama", Size(256, 1024, 4, layers, 32000, 512, 2), scan=True))
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        total: jax.Array = apply(graph, params, batch, Call(compute_dtype=jnp.bfloat16)).values[graph.loss].sum
+        total: jax.Array = apply(graph, params, batch, ApplyConfig(compute_dtype=jnp.bfloat16)).values[graph.loss].sum
         return total
 
     batch = {"tokens": jax.ShapeDtypeStruct((2, 512), jnp.int32)}

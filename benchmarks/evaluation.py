@@ -31,8 +31,8 @@ def random_model(folder: Path) -> Path:
     from affinage.generation.model import LoadedModel
     from affinage.hub.card import CardFacts
     from affinage.hub.export import export
+    from affinage.model.forward import init_params
     from affinage.model.graph import parse
-    from affinage.model.module import init_params
     from tiny_models import LLAMA, tokenizer
 
     nodes = LLAMA["nodes"]

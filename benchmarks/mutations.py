@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-MODEL = "src/affinage/model/kinds"
+MODEL = "src/affinage/model/layers"
 
 
 class Mutation(NamedTuple):

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from twins import Size, graph_of
 
-from affinage.model import Call, Graph, abstract_params, apply, init_params, logical_axes, parse
+from affinage.model import ApplyConfig, Graph, abstract_params, apply, init_params, logical_axes, parse
 from affinage.parallel import MeshLayout, Pipeline, make_mesh, param_shardings
 
 ROWS, CONTEXT = 4, 128  # of a micro-batch
@@ -44,13 +44,13 @@ def model(width: int) -> Graph:
 def gradient_of(graph: Graph, stages: int, rounds: int, parts: int) -> Callable[[], Any]:
     """Computes a gradient of `parts` micro-batches."""
     mesh = make_mesh({"pipeline": stages}, jax.devices())
-    call = Pipeline(micro_batches=parts, rounds=rounds).adapt(Call(layout=MeshLayout(mesh)))
+    config = Pipeline(micro_batches=parts, rounds=rounds).adapt(ApplyConfig(layout=MeshLayout(mesh)))
     shardings = param_shardings(mesh, logical_axes(graph), abstract_params(graph))
     params = jax.device_put(init_params(graph, jax.random.key(0)), shardings)
     batch = {"tokens": np.random.default_rng(0).integers(0, 64, (parts * ROWS, CONTEXT), np.int32)}
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        total: jax.Array = apply(graph, params, batch, call).values[graph.loss].sum
+        total: jax.Array = apply(graph, params, batch, config).values[graph.loss].sum
         return total
 
     gradient = jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, batch).compile()

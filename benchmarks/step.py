@@ -13,24 +13,29 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from affinage.config.load import load_recipe
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import TrainSettings
 from affinage.hardware.devices import acquire
-from affinage.model.module import apply_part
+from affinage.model import Graph
+from affinage.model.forward import apply_part, batch_shapes
+from affinage.parallel import make_mesh
 from affinage.planning.plan import forecast, planned_graph
 from affinage.plugins import load_plugins
-from affinage.training.job import HostBatch, rows_per_step
-from affinage.training.optimizer import learning_rate
+from affinage.training.job import HostBatch, TrainJob, rows_per_step
 from affinage.training.state import Purpose, random_key
 from affinage.training.step import make_update
-from affinage.training.trainer import Trainer, program_of, synthetic_batch
+from affinage.training.trainer import Trainer
 
 PyTree = Any
 
@@ -56,6 +61,27 @@ class Timing:
         return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
 
 
+def program_of(
+    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, mesh: Mapping[str, int | str], batch: HostBatch
+) -> Trainer:
+    """A training without a feed and a folder, on all devices of this machine: for its steps alone."""
+    nothing: Any = None
+    job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel)
+    return Trainer(job, make_mesh(mesh, acquire()), batch)
+
+
+def synthetic_batch(graph: Graph, rows: int, context: int) -> dict[str, np.ndarray]:
+    """A batch as a feed makes it, of uniformly drawn tokens in rows of one document: what is computed is the same."""
+    shapes = batch_shapes(graph, rows, context)
+    draw = np.random.default_rng(0)
+    batch = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+    batch["tokens"] = draw.integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
+    batch["positions"] = np.tile(np.arange(context, dtype=np.int32), (rows, 1))
+    batch["loss_mask"] = np.ones((rows, context), np.float32)
+    batch["rows"] = np.arange(rows, dtype=np.int32)
+    return batch
+
+
 def measure(program: Trainer, batch: HostBatch, steps: int = 10) -> dict[str, Timing]:
     """Seconds of the parts, and of the whole step, over `steps` repetitions after one that does not count.
 
@@ -67,7 +93,7 @@ def measure(program: Trainer, batch: HostBatch, steps: int = 10) -> dict[str, Ti
     Returns:
         Timings by the names in `PARTS`, and `STEP`.
     """
-    if program.held.held:
+    if program.split.has_frozen:
         raise SystemExit("only trainings of all weights are measured by their parts: leave out `lora`")
     put, state = program.put(batch), program.begin()
     forward, loss, backward = (jax.jit(part) for part in differentiated(program))
@@ -102,14 +128,14 @@ def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., 
         backward: (the way back, that gradient) -> the gradient by the parameters, float32.
     """
     graph, key = program.job.graph, random_key(program.job.seed, Purpose.DROPOUT)
-    call = dataclasses.replace(program.adapted_call, key=key)
+    config = dataclasses.replace(program.adapted_config, key=key)
     inputs = {name for name, _ in graph.inputs}
     read = tuple(name for name in graph[graph.loss].inputs if name not in inputs)
     before = set(graph.needed_for(graph.loss)) - {graph.loss}
 
     def values_of(params: PyTree, batch: PyTree) -> Any:
         given = {name: batch[name] for name in inputs if name in batch}
-        part = apply_part(graph, before, params, given, batch, call)
+        part = apply_part(graph, before, params, given, batch, config)
         return {name: part.values[name] for name in read}, sum(part.losses, jnp.zeros(()))
 
     def forward(params: PyTree, batch: PyTree) -> Any:
@@ -119,7 +145,7 @@ def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., 
         def mean(values: Any) -> Any:
             made, losses = values
             given = {**{name: batch[name] for name in inputs if name in batch}, **made}
-            part = apply_part(graph, {graph.loss}, params, given, batch, call)
+            part = apply_part(graph, {graph.loss}, params, given, batch, config)
             return part.values[graph.loss].mean() + losses
 
         return jax.grad(mean)(values)
@@ -136,10 +162,8 @@ def _update(program: Trainer) -> Callable[..., Any]:
     update = make_update(
         job.graph,
         program.optimizer,
-        learning_rate(settings.schedule, settings.steps),
+        settings,
         seed=job.seed,
-        stochastic_rounding=settings.precision.rounding == "stochastic",
-        health=settings.health,
     )
     loss = math.log(job.graph.vocabulary)  # one that no judge of losses minds
 

@@ -3,6 +3,9 @@
 import random
 from pathlib import Path
 
+import pytest
+
+from affinage.data import documents as documents_at_rest
 from affinage.data.documents import DocumentWriter
 
 _WORDS = {
@@ -58,7 +61,8 @@ def write_split(folder: Path, train: int = 120, validation: int = 8, seed: int =
             documents.append(
                 {"id": f"{part}-{i // 2}", "source": source, "language": language, "text": document(rng, language)}
             )
-        with DocumentWriter(folder / part) as writer:
+        with pytest.MonkeyPatch.context() as patch, DocumentWriter(folder / part) as writer:
+            patch.setattr(documents_at_rest, "ROW_GROUP_BYTES", 1_000)  # many row groups
             for each in reversed(documents) if reverse else documents:
                 writer.add(url=f"file:///{each['source']}", **each)
     return folder

@@ -14,8 +14,8 @@ from affinage.config.data import TokenizerSettings
 from affinage.data.tokenizer import FILE, Tokenizer
 from affinage.data.tokenizer_training import bpe_json, train_bpe
 from affinage.generation.model import LoadedModel, logits_of
+from affinage.model.forward import init_params
 from affinage.model.graph import parse
-from affinage.model.module import init_params
 
 CONTEXT = 96
 VOCABULARY = 420

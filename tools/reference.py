@@ -11,13 +11,13 @@ from pathlib import Path
 
 from typer.main import get_command
 
-import affinage.model.kinds  # noqa: F401  the kinds register themselves
+import affinage.model.layers  # noqa: F401  the kinds register themselves
 from affinage.cli.config import head
 from affinage.cli.program import app
 from affinage.cli.reference import Section, sections
 from affinage.config.layers import packaged_recipes
 from affinage.config.recipe import Recipe
-from affinage.model.kind import KINDS
+from affinage.model.layer import LAYERS
 
 ROOT = Path(__file__).parents[1]
 EXITS = """\
@@ -50,10 +50,10 @@ def kinds_page() -> str:
     lines = [
         "# Node kinds",
         "",
-        "What a node of a model's graph can be. [Your own](../node_kinds.md) is a class in any file.",
+        "What a node of a model's graph can be. [Your own](../layers.md) is a class in any file.",
         "",
     ]
-    for name, kind in sorted(KINDS.items()):
+    for name, kind in sorted(LAYERS.items()):
         own, *inside = sections(kind)
         lines += [f"## {name}", "", own.meaning, ""]
         if kind.takes:

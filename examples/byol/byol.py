@@ -35,14 +35,13 @@ from typing_extensions import override
 from affinage.checkpoint import CheckpointStore
 from affinage.config.load import load_recipe
 from affinage.data.permutation import permuted
-from affinage.model import Call, Graph, Loss, abstract_params, apply, init_params, parse
-from affinage.model.kind import Context, Cost, NodeKind, node_kind
-from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
-from affinage.model.kinds.norm import NormSettings
-from affinage.model.node import Node
-from affinage.model.parameter import Parameter, Tree
-from affinage.model.repeat import apply_node
-from affinage.model.shape import Shape, ShapeMismatch
+from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply, init_params, parse
+from affinage.model.forward import apply_node
+from affinage.model.graph import Node
+from affinage.model.layer import Cost, Layer, LayerContext, Shape, ShapeMismatch, register_layer
+from affinage.model.layers.dense import dense, dense_flops, dense_parameters
+from affinage.model.layers.norm import NormSettings
+from affinage.model.parameter import ParamSpec, PyTree
 from affinage.training import TrainJob, train
 from affinage.training.state import Purpose, random_key
 
@@ -55,8 +54,8 @@ RECIPE = Path(__file__).with_name("byol-digits.yaml")
 # ---- layers ----
 
 
-@node_kind("augment")
-class Augment(NodeKind):
+@register_layer("augment")
+class Augment(Layer):
     """Views [B, V, H, W, C] of images [B, H, W, C]: moved, turned, resized, dimmed, erased in part, with noise.
 
     Without a key (when features are read) every view is the image itself.
@@ -88,19 +87,19 @@ class Augment(NodeKind):
         return Shape((images.dims[0], self.views, *images.dims[1:]))
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "B V H W C"]:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B V H W C"]:
         images = inputs[0].astype(jnp.float32)
         size = images.shape[0]
         if context.key is None:
             same = jnp.broadcast_to(images[:, None], (size, self.views, *images.shape[1:]))
-            return same.astype(context.call.compute_dtype)
+            return same.astype(context.config.compute_dtype)
         key, rows = context.key, context.batch.get("rows", jnp.arange(size))
 
         def of_row(row: Array, image: Array) -> Array:
             keys = jax.random.split(jax.random.fold_in(key, row), self.views)
             return jax.vmap(lambda view_key: self._view(view_key, image))(keys)
 
-        return jax.vmap(of_row)(rows, images).astype(context.call.compute_dtype)
+        return jax.vmap(of_row)(rows, images).astype(context.config.compute_dtype)
 
     def _view(self, key: PRNGKeyArray, image: Float[Array, "H W C"]) -> Float[Array, "H W C"]:
         moves, contrast, erasure, noise = jax.random.split(key, 4)
@@ -148,9 +147,9 @@ _WINDOW = 3  # height and width of a convolution
 _SHORTEST = 1e-12  # length below which a vector has no direction
 
 
-def _layers_parameters(widths: tuple[int, ...], *, norm_last: bool) -> Tree:
+def _layers_parameters(widths: tuple[int, ...], *, norm_last: bool) -> PyTree:
     """Dense layers from the first width to the last, with a norm and a ReLU between them, and on request one after."""
-    tree: Tree = {}
+    tree: PyTree = {}
     for layer, (inputs, outputs) in enumerate(pairwise(widths)):
         last = layer == len(widths) - 2
         tree[f"dense_{layer}"] = dense_parameters(
@@ -173,7 +172,7 @@ def standardized(kernel: Float[Array, "*I O"]) -> Float[Array, "*I O"]:
     return centered * jax.lax.rsqrt(total + _SMALLEST)
 
 
-def _layers(params: Tree, x: Float[Array, "*N D"], context: Context) -> Float[Array, "*N E"]:
+def _layers(params: PyTree, x: Float[Array, "*N D"], context: LayerContext) -> Float[Array, "*N E"]:
     for layer in range(sum(name.startswith("dense_") for name in params)):
         own = params[f"dense_{layer}"]
         x = dense({**own, "kernel": standardized(own["kernel"])}, x, context)
@@ -187,8 +186,8 @@ def _layers_cost(widths: tuple[int, ...], rows: int) -> Cost:
     return Cost(matmul=sum(flops))
 
 
-@node_kind("encoder")
-class Encoder(NodeKind):
+@register_layer("encoder")
+class Encoder(Layer):
     """Vectors [B, ..., width] of images [B, ..., H, W, C]."""
 
     takes = ("images",)
@@ -213,20 +212,20 @@ class Encoder(NodeKind):
         return self.net == "conv"  # a kernel's gradients of several copies become one program that XLA does not divide
 
     @override
-    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
-        tree: Tree = {}
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
+        tree: PyTree = {}
         channels = (_image(inputs[0])[2], *self.hidden)
         for layer, (before, after) in enumerate(pairwise(channels) if self.net == "conv" else ()):
             shape, std = (_WINDOW, _WINDOW, before, after), sqrt(2 / (_WINDOW**2 * before))
             tree[f"conv_{layer}"] = {
-                "kernel": Parameter(shape, (None, None, None, "embed"), std=std),
+                "kernel": ParamSpec(shape, (None, None, None, "embed"), std=std),
                 **_LAYER_NORM.parameters(after),
             }
         return tree | _layers_parameters(self._widths(inputs[0]), norm_last=True)
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "*N D"]:
-        x = inputs[0].astype(context.call.compute_dtype)
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "*N D"]:
+        x = inputs[0].astype(context.config.compute_dtype)
         leading = x.shape[:-3]
         x = x.reshape(-1, *x.shape[-3:])
         for layer in range(len(self.hidden) if self.net == "conv" else 0):
@@ -279,7 +278,7 @@ def _halved(x: Float[Array, "N H W C"]) -> Float[Array, "N h w C"]:
     return jnp.mean(x.reshape(count, height // 2, 2, width // 2, 2, channels), axis=(2, 4))
 
 
-class _Mlp(NodeKind):
+class _Mlp(Layer):
     hidden: int = Field(ge=1)
     """Width of the hidden layer; BYOL: 4096."""
     width: int = Field(ge=1)
@@ -292,11 +291,11 @@ class _Mlp(NodeKind):
         return Shape((*inputs[0].dims[:-1], self.width))
 
     @override
-    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         return _layers_parameters((inputs[0].width, self.hidden, self.width), norm_last=False)
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "*N D"]:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "*N D"]:
         return _layers(params, inputs[0], context)
 
     @override
@@ -305,18 +304,18 @@ class _Mlp(NodeKind):
         return _layers_cost((inputs[0].width, self.hidden, self.width), rows)
 
 
-@node_kind("projector")
+@register_layer("projector")
 class Projector(_Mlp):
     """Vectors in which views are compared, so that the encoder's need not forget how the views differ."""
 
 
-@node_kind("predictor")
+@register_layer("predictor")
 class Predictor(_Mlp):
     """The online branch's guess of the target's vector; without it the two would collapse to a constant."""
 
 
-@node_kind("cosine_regression_loss")
-class CosineRegressionLoss(NodeKind):
+@register_layer("cosine_regression_loss")
+class CosineRegressionLoss(Layer):
     """Every view's prediction against every other view's target, per example: 2 - 2 cos, summed over ordered pairs.
 
     With two views it is the symmetrised loss of Grill et al. (2020, equation 2). The count is of examples.
@@ -335,7 +334,7 @@ class CosineRegressionLoss(NodeKind):
         return Shape(())
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Loss:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Loss:
         predictions, targets = (_directions(x.astype(jnp.float32)) for x in inputs)
         size, views, _ = predictions.shape
         # Pair by pair: an einsum would round to bfloat16 on some chips what must be exact near a cosine of 1.
@@ -352,8 +351,8 @@ def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-@node_kind("ema_copy")
-class EmaCopy(NodeKind):
+@register_layer("ema_copy")
+class EmaCopy(Layer):
     """The nodes of a chain, applied with the moving average of their parameters (BYOL's target network).
 
     The training must keep one: `ema: {decay: 0.99}`. No gradient reaches the copy or its input.
@@ -371,7 +370,7 @@ class EmaCopy(NodeKind):
         for name in self.of:
             if name not in nodes:
                 raise ValueError(f"of: `{name}` is not a node")
-            kind = nodes[name].kind
+            kind = nodes[name].layer
             if len(kind.takes) != 1 or kind.shares or isinstance(kind, EmaCopy):
                 raise ValueError(f"of: `{name}` is a {kind.kind_name}, which cannot be copied")
         bound = self.model_copy()
@@ -382,17 +381,17 @@ class EmaCopy(NodeKind):
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         shape = inputs[0]
         for node in self._copied:
-            shape = node.kind.shape((shape,))
+            shape = node.layer.shape((shape,))
         return shape
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
-        if context.call.ema_params is None:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+        if context.config.ema_params is None:
             raise ValueError("a graph with ema_copy needs the moving average of the parameters: `ema` in the training")
         x = jax.lax.stop_gradient(inputs[0])
         for node in self._copied:
             key = None if context.key is None else jax.random.fold_in(context.key, zlib.crc32(node.name.encode()))
-            own = context.call.ema_params.get(node.name, {})
+            own = context.config.ema_params.get(node.name, {})
             x = apply_node(node, own, (x,), replace(context, key=key, cache=None)).value
         return x
 
@@ -400,7 +399,7 @@ class EmaCopy(NodeKind):
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         total, shape = Cost(), inputs[0]
         for node in self._copied:
-            total, shape = total + node.kind.cost((shape,), sizes) * node.layers, node.kind.shape((shape,))
+            total, shape = total + node.layer.cost((shape,), sizes) * node.layers, node.layer.shape((shape,))
         return total
 
 
@@ -473,9 +472,9 @@ def compare(
     }
 
 
-def vectors(graph: Graph, params: Tree, node: str = "encoder") -> Callable[[Images], np.ndarray]:
+def vectors(graph: Graph, params: PyTree, node: str = "encoder") -> Callable[[Images], np.ndarray]:
     """A function from images [N, H, W, C] to the node's vectors [N, D]; without a key all views are the image."""
-    read = jax.jit(lambda images: apply(graph, params, {"images": images}, Call(until=node)).values[node][:, 0])
+    read = jax.jit(lambda images: apply(graph, params, {"images": images}, ApplyConfig(until=node)).values[node][:, 0])
     return lambda images: np.asarray(read(images), np.float32)
 
 

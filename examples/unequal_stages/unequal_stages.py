@@ -19,11 +19,11 @@ from jaxtyping import Array
 
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.model import Call, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
+from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
 from affinage.model import matrices as matrices_of
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.sharding import batch_sharding, check_rows_divide, param_shardings, replicated
-from affinage.training.optimizer import Weights, learning_rate, make_optimizer
+from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import make_update
 
@@ -96,27 +96,19 @@ class GroupedTraining:
         for stage in self.stages:
             check_rows_divide(settings.batch_size, settings.gradient_accumulation_steps, stage.mesh, stage.layout.table)
         self._calls = [
-            Call(compute_dtype=compute_dtype, platform=stage.mesh.devices.flat[0].platform, layout=stage.layout)
+            ApplyConfig(compute_dtype=compute_dtype, platform=stage.mesh.devices.flat[0].platform, layout=stage.layout)
             for stage in self.stages
         ]
         trees = decayed(graph), matrices_of(graph)
-        schedule = learning_rate(settings.schedule, settings.steps)
         self._optimizers = [
             make_optimizer(settings.optimizer, Weights(*(stage.own(tree) for tree in trees))) for stage in self.stages
         ]
-        self._updates = [
-            make_update(optimizer, schedule, seed=seed, stochastic_rounding=self._stochastic)
-            for optimizer in self._optimizers
-        ]
+        self._updates = [make_update(optimizer, settings, seed=seed) for optimizer in self._optimizers]
         stages = range(len(self.stages))
         self._forward = [jax.jit(partial(self._run, index)) for index in stages]
         self._backward = [jax.jit(partial(self._pull, index), donate_argnums=0) for index in stages]
         self._squares = jax.jit(_sum_of_squares)
         self._step = [jax.jit(partial(self._move, index), donate_argnums=0) for index in stages]
-
-    @property
-    def _stochastic(self) -> bool:
-        return self.settings.precision.rounding == "stochastic"
 
     # ---- the state ----
 
@@ -292,9 +284,9 @@ def _cut(graph: Graph, groups: Sequence[Group]) -> list[_Stage]:
         entering = {name for node in graph.nodes if node.name in own for name in node.inputs if name in earlier}
         leaving = {name for node in later for name in node.inputs if name in own}
         for node in (node for node in graph.nodes if node.name in own):
-            if node.kind.shares and node.kind.shares not in own:
+            if node.layer.shares and node.layer.shares not in own:
                 raise UserError(
-                    f"`{node.name}` shares the weights of `{node.kind.shares}`, which is in another stage",
+                    f"`{node.name}` shares the weights of `{node.layer.shares}`, which is in another stage",
                     where="groups",
                     fix="Cut elsewhere, or give it weights of its own (`tied: false`).",
                 )

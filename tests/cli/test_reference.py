@@ -6,14 +6,14 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-import affinage.model.kinds  # noqa: F401  the kinds register themselves
+import affinage.model.layers  # noqa: F401  the kinds register themselves
 from affinage.cli.reference import as_text, effective, json_schema, sections, settings_by_key
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
 from affinage.config.yaml import parse
-from affinage.model.kind import KINDS
+from affinage.model.layer import LAYERS
 
 KEYS = set(settings_by_key())
 
@@ -48,7 +48,7 @@ def test_a_recipe_has_at_most_270_settings():
     assert sum(len(section.settings) for section in sections(Recipe)) <= 270
 
 
-@pytest.mark.parametrize("model", [Recipe, *KINDS.values()], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [Recipe, *LAYERS.values()], ids=lambda model: model.__name__)
 def test_every_setting_and_its_class_say_what_they_mean(model: type[Settings]):
     """In words beside it, or by the class that its own settings stand in."""
     assert model.__doc__
@@ -59,7 +59,7 @@ def test_every_setting_and_its_class_say_what_they_mean(model: type[Settings]):
 
 
 def test_the_schema_takes_every_recipe_says_what_keys_mean_and_marks_mistakes():
-    schema = json_schema(KINDS)
+    schema = json_schema(LAYERS)
     Draft202012Validator.check_schema(schema)
     validator = Draft202012Validator(json.loads(json.dumps(schema)))
     for name, path in packaged_recipes().items():

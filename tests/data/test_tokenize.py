@@ -19,7 +19,7 @@ from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import file_safe, open_shards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from source_forms import write_documents
 from tiny_corpus import write_split
 
@@ -138,7 +138,7 @@ def test_shards_are_counted_hashed_and_hold_consecutive_documents_of_about_equal
         content = (folder / name).read_bytes()
         assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
     heights = [counted["rows"] for counted in facts["files"].values()]
-    assert sum(heights) == facts["rows"] and max(heights) <= 1.5 * min(heights)
+    assert sum(heights) == facts["rows"] and max(heights) <= 1.7 * min(heights)
     assert len(list(packed["concat"].glob("train/*/tokens-*.npy"))) == 8  # over four groups, by their size
     order = list(documents_by_group(split_folder, "train")["tales.en"])
     shards = [{(s["source"], s["id"]) for s in pq.read_table(file).to_pylist()} for file in sorted(folder.glob("doc*"))]
@@ -146,12 +146,12 @@ def test_shards_are_counted_hashed_and_hold_consecutive_documents_of_about_equal
     assert [set(order[first:last]) for first, last in itertools.pairwise(edges)] == shards
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 20])
+@pytest.mark.parametrize("count", [1, 2, 7, 20, 1000])
 def test_any_number_of_shards_holds_every_document_once(split_folder: Path, bpe: Tokenizer, tmp_path: Path, count: int):
     settings = PackingSettings(seq_len=CONTEXT, num_shards=count)
     summary = tokenize(split_folder, bpe, tmp_path, settings, seed=0)
     groups = documents_by_group(split_folder, "train")
-    assert summary["shards"] == max(count, len(groups)) or summary["shards"] <= sum(map(len, groups.values()))
+    assert summary["shards"] == max(count, len(groups)) or len(groups) < summary["shards"] < 120
     for group, documents in groups.items():
         found = [(span["source"], span["id"]) for span in spans_in(tmp_path / "train" / group) if span["offset"] == 0]
         assert sorted(found) == sorted(documents)
@@ -163,11 +163,11 @@ def split_of(folder: Path, train: str, *validation: str) -> Path:
     return folder
 
 
-def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_path: Path):
+def test_characters_without_a_token_are_counted_with_their_bytes_and_warned_of(characters: Tokenizer, tmp_path: Path):
     text = "漢 the 漢字 river" * 9
-    tokenize(
-        split_of(tmp_path, "the river", text), characters, tmp_path / "rows", PackingSettings(seq_len=CONTEXT), seed=0
-    )
+    split, settings = split_of(tmp_path, "the river", text), PackingSettings(seq_len=CONTEXT)
+    with pytest.warns(UserWarned, match="27 characters"):
+        assert tokenize(split, characters, tmp_path / "rows", settings, seed=0)["unspelled"] == 27
     assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import ByteLevelBPETokenizer
 
 from affinage.config.data import TokenizerSettings
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import balanced_sample, fair_shares, train_tokenizer
+from affinage.data.tokenizer_training import balanced_sample, compare, fair_shares, measure, train_tokenizer
 from affinage.errors import UserError
 from source_forms import write_documents
 from tiny_corpus import TRICKY, write_split
@@ -113,7 +114,7 @@ def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path
             train_tokenizer(split_of(tmp_path / kind), tmp_path, TokenizerSettings(kind=kind), ("en",), seed=0)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path):
+def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path):
     for content in (None, "{}", "x", '{"model": {"vocab": {"a": "b"}}}'):
         if content is not None:
             (tmp_path / "tokenizer.json").write_text(content)
@@ -132,7 +133,30 @@ def test_shares_are_fair(sizes: list[int], budget: int):
 
 
 def test_the_sample_is_balanced_over_languages(split_folder: Path):
-    sample, other = (balanced_sample(split_folder / "train", ("en", "fr"), 10_000, seed=seed) for seed in (0, 1))
-    assert abs(sample.by_language["en"] - sample.by_language["fr"]) <= 1
-    assert sum(len(text.encode()) for text in sample.texts) == pytest.approx(10_000, abs=10)
-    assert other.texts != sample.texts
+    (texts, shares), (others, _) = (
+        balanced_sample(split_folder / "train", ("en", "fr"), 10_000, seed=seed) for seed in (0, 1)
+    )
+    assert abs(shares["en"] - shares["fr"]) <= 1
+    assert sum(len(text.encode()) for text in texts) == pytest.approx(10_000, abs=10)
+    assert others != texts
+
+
+def test_published_tokenizers_are_measured_on_the_same_documents(tmp_path: Path, bpe: Tokenizer, split_folder: Path):
+    other = ByteLevelBPETokenizer()
+    other.train_from_iterator(["It was the best of times.", "L'été, où l'on va"] * 20, vocab_size=320)
+    (tmp_path / "gpt").mkdir()
+    other.save(str(tmp_path / "gpt/tokenizer.json"))
+    paths = [str(tmp_path / "gpt"), str(tmp_path / "gpt/tokenizer.json")]
+    ours, theirs, again = compare(bpe, paths, split_folder)["tokenizers"]
+    assert (ours["name"], theirs["name"]) == ("", "gpt") and again == theirs
+    assert {key: ours[key] for key in measure(bpe, split_folder)} == measure(bpe, split_folder)
+    assert ours["measured_on"] == "validation" and set(ours["languages"]) == {"en", "fr"}
+    for group in ("languages", "sources"):
+        for name, entry in ours[group].items():
+            assert entry["bytes"] == theirs[group][name]["bytes"]
+            assert entry["bytes_per_token"] == pytest.approx(entry["bytes"] / entry["tokens"])
+            assert entry["tokens_per_word"] == pytest.approx(entry["tokens"] / entry["words"])
+    assert ours["round_trip"] == theirs["round_trip"] == {"documents": 8, "exact": 8}
+    with pytest.raises(UserError) as error:
+        compare(bpe, [str(tmp_path)], split_folder)
+    assert "AutoTokenizer" in error.value.fix

@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from affinage.cli.program import app
 from affinage.config.layers import packaged_recipes
-from affinage.model.kind import KINDS
+from affinage.model.layer import LAYERS
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {*(ROOT / "docs" / "reference").rglob("*.md")})
@@ -74,7 +74,7 @@ def test_the_reference_has_every_setting_verb_recipe_and_kind(tmp_path: Path):
     assert "language_threshold" in settings and "Share of letters and digits" in settings
     assert "## affinage checkpoint verify" in verbs and "Exit status" in verbs
     assert all(f"## {name}\n" in recipes for name in packaged_recipes())
-    assert all(f"## {name}\n" in kinds for name, kind in KINDS.items() if kind.__module__.startswith("affinage."))
+    assert all(f"## {name}\n" in kinds for name, kind in LAYERS.items() if kind.__module__.startswith("affinage."))
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -38,11 +38,13 @@ def answer(text: tuple[int, ...], token: int) -> tuple[float, bool]:
 def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_place_sees(pairs, batch, multiple):
     answered = {}
     for one in packed(find_groups(rows_of(pairs), 2 * CONTEXT), batch, multiple):
-        values, best = np.zeros(one.at.shape), np.zeros(one.at.shape, bool)
+        values, best = np.zeros(one.logit_positions.shape), np.zeros(one.logit_positions.shape, bool)
         count, length = one.tokens.shape
-        for part, column in np.ndindex(*one.at.shape):
-            row, place = divmod(part * (count // len(one.at)) * length + one.at[part, column], length)
-            own = np.isin(one.segments[row], [one.segments[row, place], one.parents[row, place]])
+        for part, column in np.ndindex(*one.logit_positions.shape):
+            row, place = divmod(
+                part * (count // len(one.logit_positions)) * length + one.logit_positions[part, column], length
+            )
+            own = np.isin(one.segments[row], [one.segments[row, place], one.prefix_segment_ids[row, place]])
             text = one.tokens[row][own & (one.positions[row] <= one.positions[row, place])]
             values[part, column], best[part, column] = answer(tuple(text.tolist()), int(one.targets[part, column]))
         answered |= dict(one.answers(values, best))

@@ -21,7 +21,7 @@ from affinage.generation.engine import generate
 from affinage.generation.model import logits_of
 from affinage.generation.sampling import SamplingParams
 from affinage.hardware.chips import named
-from affinage.model.module import abstract_params, logical_axes
+from affinage.model.forward import abstract_params, logical_axes
 from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
 

@@ -10,11 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from affinage.config.tuning import LoraSettings, SftSettings
 from affinage.hub.adapter import adapter_tensors, write_adapter
 from affinage.hub.families import family_of
-from affinage.model import Adapters, Call, apply, decayed, init_params, matrices
-from affinage.training.frozen import frozen_of
-from affinage.training.optimizer import Weights, make_optimizer
+from affinage.model import Adapters, ApplyConfig, apply, init_params
+from affinage.training.frozen import split_params
 from affinage.training.state import TrainState
-from affinage.training.trainer import step_of
+from affinage.training.trainer import optimizer_of, step_of
 from tiny_models import CONTEXT, VOCABULARY, fused_experts, tiny_llama, tiny_mixtral
 
 TARGETS = ("query", "value", "out", "gate", "down")
@@ -92,12 +91,11 @@ def test_loss_gradients_and_one_update():
             "optimizer": {"max_grad_norm": 0.5, "weight_decay": 0.1},
         }
     )
-    held = frozen_of(ours.graph, settings)
-    weights = Weights(decayed(held.trained), matrices(held.trained))
-    optimizer = make_optimizer(settings.optimizer, weights)
+    split = split_params(ours.graph, settings)
+    optimizer = optimizer_of(split, settings)
 
     def loss(low):
-        return apply(ours.graph, adapters.beside(ours.params, low), batch(), Call()).values["loss"].mean()
+        return apply(ours.graph, adapters.beside(ours.params, low), batch(), ApplyConfig()).values["loss"].mean()
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     expected = torch_loss(peft_model)
@@ -108,7 +106,7 @@ def test_loss_gradients_and_one_update():
     assert_same(gradients, {name: p.grad.numpy() for name, p in trained.items()}, adapters)
 
     state = TrainState(np.int32(0), params, optimizer.init(params), frozen=ours.params)
-    new, metrics = jax.jit(step_of(held, optimizer, settings, Call(), seed=0))(state, batch())
+    new, metrics = jax.jit(step_of(split, settings, ApplyConfig(), seed=0))(state, batch())
     adamw = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
     adamw.step()

@@ -19,9 +19,9 @@ from affinage.data.dataloader import DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.hub.families import family_of
 from affinage.hub.vocabulary import write_hf_tokenizer
-from affinage.model import Call, apply
-from affinage.model.preferred import preference_graph
-from affinage.training.frozen import frozen_of
+from affinage.model import ApplyConfig, apply
+from affinage.model.graph import preference_graph
+from affinage.training.frozen import split_params
 from source_forms import write_lines
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 
@@ -118,7 +118,7 @@ def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
     assert packed == {(tuple(ids), tuple(trained.tolist())) for ids, trained in expected}
 
     def loss(params):
-        return apply(ours.graph, params, batch, Call()).values[ours.graph.loss].mean()
+        return apply(ours.graph, params, batch, ApplyConfig()).values[ours.graph.loss].mean()
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(ours.params)
     theirs.zero_grad()
@@ -145,10 +145,10 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
     settings, rows, count = preferences(tmp_path, loss=loss, precompute_ref_log_probs=False)
     graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
-    held = frozen_of(graph, settings)
+    split = split_params(graph, settings)
 
     def mean(params):
-        outputs = apply(graph, params, held.with_reference(reference, batch, Call()), Call())
+        outputs = apply(graph, params, split.with_reference(reference, batch, ApplyConfig()), ApplyConfig())
         return outputs.values[graph.loss].mean(), outputs.metrics
 
     (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
-from affinage.model import Call, abstract_params, apply, init_cache, parse
+from affinage.model import ApplyConfig, abstract_params, apply, init_cache, parse
 from affinage.model.analysis import analyse, cache_bytes, mermaid, parameters
-from affinage.model.call import Logits
+from affinage.model.products import Logits
 
 GRAPHS = {
     "grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),
@@ -66,7 +66,7 @@ def program(graph, until=None, *, gradient=False):
 
     def value(params, batch):
         everything = jax.checkpoint_policies.everything_saveable  # else plain attention's scores are computed again
-        call = Call(platform="tpu", remat=everything, key=jax.random.key(0), until=until)
+        call = ApplyConfig(platform="tpu", remat=everything, key=jax.random.key(0), until=until)
         found = apply(graph, params, batch, call).values[until or graph.loss]
         return found.array() if isinstance(found, Logits) else found if until else found.sum
 

@@ -12,7 +12,7 @@ from flax import nnx
 import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import (
-    Call,
+    ApplyConfig,
     abstract_params,
     apply,
     decayed,
@@ -49,13 +49,13 @@ def random_tokens(*shape, seed=0):
 
 @partial(jax.jit, static_argnums=0)
 def logits(graph, params, batch, **call):
-    outputs = apply(graph, params, batch, Call(until=graph.logits, **call))
+    outputs = apply(graph, params, batch, ApplyConfig(until=graph.logits, **call))
     return outputs.values[graph.logits].array(), outputs.cache
 
 
 @partial(jax.jit, static_argnums=0)
 def logits_and_loss(graph, params, batch):
-    values = apply(graph, params, batch, Call()).values
+    values = apply(graph, params, batch, ApplyConfig()).values
     return values[graph.logits].array(), values[graph.loss]
 
 
@@ -115,7 +115,7 @@ def test_scan_is_unrolled_with_dropout_too():
     @partial(jax.jit, static_argnums=1)
     @jax.grad
     def gradient(params, graph):
-        return apply(graph, params, batch, Call(key=jax.random.key(7))).values[graph.loss].sum
+        return apply(graph, params, batch, ApplyConfig(key=jax.random.key(7))).values[graph.loss].sum
 
     scanned, unrolled = (gradient(params, graph) for graph in graphs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), scanned, unrolled)
@@ -126,7 +126,7 @@ def test_a_scanned_program_does_not_grow_with_depth():
         graph = parse(tiny_graphs.llama(layers=layers, scan=True))
 
         def loss(params, batch):
-            return apply(graph, params, batch, Call()).values[graph.loss].sum
+            return apply(graph, params, batch, ApplyConfig()).values[graph.loss].sum
 
         batch = {"tokens": jax.ShapeDtypeStruct((2, 8), jnp.int32)}
         return jax.jit(jax.grad(loss)).lower(abstract_params(graph), batch).as_text().count("\n")
@@ -151,7 +151,7 @@ def test_dropout_of_a_row_is_of_the_key_and_the_row_in_any_part_of_the_batch():
 
 def test_dropout_zeroes_as_often_as_it_should_and_keeps_the_mean():
     graph = parse(tiny_graphs.gpt2(layers=1, dropout=0.25))
-    call, batch = Call(key=jax.random.key(3), until="drop"), {"tokens": random_tokens(8, 40)}
+    call, batch = ApplyConfig(key=jax.random.key(3), until="drop"), {"tokens": random_tokens(8, 40)}
     values = jax.jit(lambda params: apply(graph, params, batch, call).values)(tiny_graphs.random_params(graph))
     kept = np.asarray(values["drop"] / values["positions"])
     np.testing.assert_allclose(kept[kept != 0], 1 / 0.75, rtol=1e-6)
@@ -190,7 +190,7 @@ def test_residual_projections_begin_smaller():
 
 @pytest.mark.parametrize(
     ("graph", "length", "call", "what"),
-    [(GPT2, 41, Call(), "41 .* 40"), (LLAMA, 4, Call(attention="flash"), "flash")],
+    [(GPT2, 41, ApplyConfig(), "41 .* 40"), (LLAMA, 4, ApplyConfig(attention="flash"), "flash")],
     ids=["more positions than were learned", "an unknown attention"],
 )
 def test_what_a_model_cannot_do_is_refused(graph, length, call, what):
@@ -214,7 +214,7 @@ def test_training_by_nnx_on_two_devices_is_the_same_function():
         return loss
 
     def loss(params):
-        return apply(ONE, params, batch, Call()).values[ONE.loss].mean()
+        return apply(ONE, params, batch, ApplyConfig()).values[ONE.loss].mean()
 
     expected, gradients = jax.jit(jax.value_and_grad(loss))(params)
     assert float(step(module, optimizer, batch)) == pytest.approx(float(expected), rel=1e-5)
@@ -231,7 +231,7 @@ def test_the_program_of_every_platform_is_the_same_function(graph):
 
     @partial(jax.jit, static_argnums=1)
     def run(params, platform):
-        call = Call(platform=platform, capability=None, attention="xla")
+        call = ApplyConfig(platform=platform, capability=None, attention="xla")
         return jax.value_and_grad(lambda p: apply(graph, p, batch, call).values[graph.loss].mean())(params)
 
     expected = run(params, "cpu")

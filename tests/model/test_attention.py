@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from affinage.errors import UserError
-from affinage.model.kinds.attention_ops import Workload, choose, xla_attention
-from affinage.model.kinds.cudnn import cudnn_attention
-from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
-from affinage.model.kinds.splash import splash_attention, splash_on_parts
+from affinage.model.layers.attention_ops import Workload, choose, xla_attention
+from affinage.model.layers.cudnn import cudnn_attention
+from affinage.model.layers.rotary import RopeSettings, rotary_tables, rotate
+from affinage.model.layers.splash import splash_attention, splash_on_parts
 from affinage.parallel import MeshLayout, make_mesh
 
 LENGTH = 150  # more than one block of a kernel, and no whole number of them

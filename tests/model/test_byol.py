@@ -10,7 +10,7 @@ import pytest
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Call, apply, parse
+from affinage.model import ApplyConfig, apply, parse
 from affinage.model.analysis import analyse
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "byol"))
@@ -35,7 +35,7 @@ BATCH = {"images": IMAGES, "rows": np.arange(4, dtype=np.int32)}
 
 @jax.jit
 def values_of(params, average, batch=BATCH, key=KEY):
-    return apply(GRAPH, params, batch, Call(key=key, ema_params=average)).values
+    return apply(GRAPH, params, batch, ApplyConfig(key=key, ema_params=average)).values
 
 
 def test_views_depend_on_key_and_row_alone_and_the_loss_compares_them_both_ways():
@@ -78,5 +78,5 @@ def test_mistakes_are_refused(inputs, nodes, named):
 
 @pytest.mark.full
 def test_its_features_of_digits_are_better_than_those_untrained(tmp_path):
-    few = byol.run(tmp_path, steps=300, draws=5)["5"]
-    assert few["trained"] > few["untrained"] + 0.03 and few["trained"] > few["pixels"] + 0.03
+    for scores in byol.run(tmp_path, steps=900, draws=5).values():
+        assert scores["trained"] > max(scores["untrained"], scores["pixels"]) + 0.005

@@ -12,11 +12,10 @@ from pydantic import Field
 import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.model import Call, apply, logical_axes, parse
+from affinage.model import ApplyConfig, apply, logical_axes, parse
 from affinage.model.analysis import mermaid
-from affinage.model.kind import KINDS, NodeKind, node_kind
-from affinage.model.parameter import Parameter
-from affinage.model.shape import expect_sequence, sequence_of
+from affinage.model.layer import LAYERS, Layer, expect_sequence, register_layer, sequence_of
+from affinage.model.parameter import ParamSpec
 
 
 def lined(path):
@@ -92,8 +91,8 @@ def test_auto_vocabulary_is_the_one_in_use():
 
 
 def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
-    @node_kind("test_gate")
-    class Gate(NodeKind):
+    @register_layer("test_gate")
+    class Gate(Layer):
         """Two inputs, mixed by a learned weight per channel."""
 
         takes = ("first", "second")
@@ -103,7 +102,7 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
             return sequence_of(expect_sequence(inputs[0]))
 
         def parameters(self, inputs):
-            return {"mix": Parameter((inputs[0].width,), ("embed",), init="ones", decay=False)}
+            return {"mix": ParamSpec((inputs[0].width,), ("embed",), init="ones", decay=False)}
 
         def apply(self, params, inputs, context):
             mix = self.start * params["mix"][None, None]
@@ -117,15 +116,15 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
         assert logical_axes(graph)["mixed"] == {"mix": ("embed",)}
         params, batch = tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 3), jnp.int32)}
         params["mixed"]["mix"] = jnp.ones(32)
-        values = jax.jit(lambda params: apply(graph, params, batch, Call(until="mixed")).values)(params)
+        values = jax.jit(lambda params: apply(graph, params, batch, ApplyConfig(until="mixed")).values)(params)
         np.testing.assert_allclose(values["mixed"], 0.25 * values["blocks"] + 0.75 * values["embed"], rtol=1e-6)
         mixed["start"] = 2
         with pytest.raises(UserError, match="at most 1"):
             parse(model)
         with pytest.raises(ValueError, match="already registered"):
-            node_kind("test_gate")(type("Another", (NodeKind,), {}))
+            register_layer("test_gate")(type("Another", (Layer,), {}))
     finally:
-        del KINDS["test_gate"]
+        del LAYERS["test_gate"]
 
 
 NORM = {"kind": "rms_norm"}

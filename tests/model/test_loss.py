@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import tiny_graphs
-from affinage.model import Call, apply, parse
-from affinage.model.call import multiply_out
-from affinage.model.kinds.losses import Objective, chunked_cross_entropy, cross_entropy, next_tokens
-from affinage.model.layout import Layout
+from affinage.model import ApplyConfig, apply, parse
+from affinage.model.apply_config import Layout
+from affinage.model.layers.losses import Objective, chunked_cross_entropy, cross_entropy, next_tokens
+from affinage.model.products import multiply_out
 
 
 def plain(logits, targets, weights, objective):
@@ -94,7 +94,7 @@ def test_targets_stop_at_the_end_of_a_document_and_of_the_row():
 
 @partial(jax.jit, static_argnums=0)
 def applied(graph, params, batch):
-    outputs = apply(graph, params, batch, Call())
+    outputs = apply(graph, params, batch, ApplyConfig())
     return outputs.values[graph.loss], outputs.metrics
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Call, apply, parse
-from affinage.model.kind import Context
+from affinage.model import ApplyConfig, apply, parse
+from affinage.model.layer import LayerContext
 
 KEY = jax.random.key(0)
 
@@ -51,12 +51,12 @@ def slow(moe, params, x, capacity):
 def block_of(**ffn):
     graph = parse(tiny_graphs.moe(layers=1, **ffn))
     params = jax.tree.map(lambda leaf: leaf[0], tiny_graphs.random_params(graph, std=0.3)["blocks"]["ffn"])
-    return graph["blocks"].kind.ffn, params
+    return graph["blocks"].layer.ffn, params
 
 
 @partial(jax.jit, static_argnums=(0, 3))
 def apply_alone(moe, params, x, platform="cpu", key=KEY):
-    result = moe.apply(params, x, Context(Call(platform=platform), {}, key=key))
+    result = moe.apply(params, x, LayerContext(ApplyConfig(platform=platform), {}, key=key))
     return result.value, result.losses, result.metrics
 
 
@@ -105,7 +105,7 @@ def test_losses_are_those_of_the_papers(over):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def objective(graph, params, batch, platform="cpu", key=KEY):
-    outputs = apply(graph, params, batch, Call(key=key, platform=platform))
+    outputs = apply(graph, params, batch, ApplyConfig(key=key, platform=platform))
     return outputs.values[graph.loss].sum, outputs.metrics, outputs.values["blocks"]
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_graphs
 from affinage.hub.families import family_of
-from affinage.model import Call, apply, parse
+from affinage.model import ApplyConfig, apply, parse
 from tiny_models import fused_experts
 
 TOLERANCE = 1e-4  # of the largest element
@@ -65,7 +65,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
     output.loss.backward()
 
     def loss(params):
-        outputs = apply(graph, params, {"tokens": jnp.asarray(tokens, jnp.int32)}, Call())
+        outputs = apply(graph, params, {"tokens": jnp.asarray(tokens, jnp.int32)}, ApplyConfig())
         return outputs.values[graph.loss].mean(), outputs.values[graph.logits].array()
 
     (value, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)

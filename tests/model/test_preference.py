@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from affinage.model import Call, Graph, apply, init_params, parse
+from affinage.model import ApplyConfig, Graph, apply, init_params, parse
 
 VOCABULARY, WIDTH, ROWS, CONTEXT, DOCUMENTS = 50, 8, 4, 24, 4
 WEIGHTS = [("embed", "embedding"), ("norm", "scale"), ("logits", "kernel")]
@@ -110,7 +110,7 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
     given = batch()
 
     def mean(params: dict) -> tuple:
-        outputs = apply(model, params, given, Call(platform="gpu"))
+        outputs = apply(model, params, given, ApplyConfig(platform="gpu"))
         return outputs.values["loss"].mean(), outputs.metrics
 
     (loss, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)

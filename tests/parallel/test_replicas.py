@@ -31,6 +31,6 @@ def test_replicas_with_sums_of_their_own_are_one_training(sizes, parallel, loope
     step = meshes.compiled(one)
     meshes.assert_same_as_on_one_device(one, 3, step)
     if looped is not None:
-        assert replicas_of(DENSE, one.call) == sizes["data"]
+        assert replicas_of(DENSE, one.apply_config) == sizes["data"]
         assert list(collectives_in(loops_of(step.as_text()))) == looped
         assert collectives_in(step.as_text())["all-reduce"]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import abstract_params, apply, logical_axes
-from affinage.model.call import Call
+from affinage.model.apply_config import ApplyConfig
 from affinage.parallel import make_mesh, param_shardings, serving_layout
 from affinage.parallel.mesh import AXES, across_slices
 from affinage.parallel.sharding import check_rows_divide, partition_spec
@@ -91,7 +91,9 @@ def test_a_model_of_stages_is_served_with_its_weights_split_instead():
     sizes = {"pipeline": 2, "context": 2, "tensor": 2}
     layout, shardings = serving_layout(sizes, jax.devices(), logical_axes(graph), abstract_params(graph))
     assert {axis: size for axis, size in layout.mesh.shape.items() if size > 1} == {"fsdp": 4, "tensor": 2}
-    run = jax.jit(lambda params: apply(graph, params, batch, Call(until=graph.logits)).values[graph.logits].array())
+    run = jax.jit(
+        lambda params: apply(graph, params, batch, ApplyConfig(until=graph.logits)).values[graph.logits].array()
+    )
     np.testing.assert_allclose(run(jax.device_put(params, shardings)), run(params), atol=1e-5)
 
 

@@ -9,7 +9,7 @@ import tiny_run
 from affinage.cli import main
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.model.kinds.norm import NORMS
+from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
@@ -61,7 +61,7 @@ def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
     plugin = runs.parent / "mine.py"
     monkeypatch.delitem(NORMS, "blocks", raising=False)
     plugin.write_text(
-        "from affinage.model.kinds.norm import NORMS\n\nNORMS.register('blocks')(print)\n"
+        "from affinage.model.layers.norm import NORMS\n\nNORMS.register('blocks')(print)\n"
     )  # a word of it
     changed = _longer(f"plugins=['{plugin}']")
     _train(*changed, status=2)

@@ -1,4 +1,4 @@
-"""Node kinds of the user's own, as docs/node_kinds.md tells to write them."""
+"""Node kinds of the user's own, as docs/layers.md tells to write them."""
 
 import json
 import re
@@ -14,10 +14,10 @@ import pytest
 from affinage.cli.watch import places
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.model import Call, apply, init_params, parse
-from affinage.model.kind import KINDS, Context
-from affinage.model.kinds.ffn import GATED, activation
-from affinage.model.kinds.norm import NORMS
+from affinage.model import ApplyConfig, apply, init_params, parse
+from affinage.model.layer import LAYERS, LayerContext
+from affinage.model.layers.ffn import GATED, activation
+from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import load_trained
 from affinage.pipeline.runner import PipelineRunner, Runs
@@ -29,7 +29,7 @@ from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning
 MODEL_STAGES = {
     "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
 }  # fmt: skip
-DOCUMENT = Path(__file__).parents[2] / "docs" / "node_kinds.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "layers.md"
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def written(tmp_path):
     for name, content in re.findall(r"```\w+ (\S+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL):
         (tmp_path / name).write_text(content)
     yield tmp_path
-    KINDS.pop("channel_mix", None)
+    LAYERS.pop("channel_mix", None)
     GATED.pop("reglu", None)
     NORMS.pop("l1", None)
     OPTIMIZERS.pop("signed_momentum", None)
@@ -63,7 +63,7 @@ def test_the_documents_example_computes_what_it_says(written):
     graph = parse(with_vocabulary(loaded.recipe.model, 300), loaded.locate)
     assert parse(graph.to_dict()) == graph
     params = init_params(graph, jax.random.key(0))
-    values = apply(graph, params, {"tokens": jnp.zeros((1, 3), jnp.int32)}, Call()).values
+    values = apply(graph, params, {"tokens": jnp.zeros((1, 3), jnp.int32)}, ApplyConfig()).values
     mix = 1 / (1 + np.exp(-np.asarray(params["mixed"]["mix"])))[None, None]
     expected = mix * values["blocks"] + (1 - mix) * values["embed"]
     np.testing.assert_allclose(values["mixed"], expected, rtol=1e-5)
@@ -100,11 +100,11 @@ def test_an_activation_and_a_norm_are_one_function_each(written):
     params, tokens = init_params(graph, jax.random.key(0)), {"tokens": jnp.arange(5)[None]}
     assert params["blocks"]["ffn"]["gate"]["kernel"].shape == params["blocks"]["ffn"]["up"]["kernel"].shape
     assert set(params["blocks"]["ffn_norm"]) == {"scale"}
-    block, first = graph["blocks"].kind, jax.tree.map(lambda leaf: leaf[0], params["blocks"])
-    x = np.asarray(apply(graph, params, tokens, Call()).values["embed"])
+    block, first = graph["blocks"].layer, jax.tree.map(lambda leaf: leaf[0], params["blocks"])
+    x = np.asarray(apply(graph, params, tokens, ApplyConfig()).values["embed"])
     kernels = {name: np.asarray(first["ffn"][name]["kernel"]) for name in ("gate", "up", "down")}
     expected = (np.maximum(x @ kernels["gate"], 0) * (x @ kernels["up"])) @ kernels["down"]
-    got = block.ffn.apply(first["ffn"], jnp.asarray(x), Context(Call(), tokens))
+    got = block.ffn.apply(first["ffn"], jnp.asarray(x), LayerContext(ApplyConfig(), tokens))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
     normed = x / (np.abs(x).mean(-1, keepdims=True) + block.norm.eps)
     np.testing.assert_allclose(block.norm.apply(first["ffn_norm"], jnp.asarray(x)), normed, rtol=1e-5)
@@ -133,10 +133,10 @@ def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
 
 def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
     load_named_plugins()
-    assert "channel_mix" not in KINDS
+    assert "channel_mix" not in LAYERS
     monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
     load_named_plugins()
-    assert "channel_mix" in KINDS
+    assert "channel_mix" in LAYERS
 
 
 def test_a_model_of_an_unknown_kind_names_the_variable(written):
@@ -170,12 +170,12 @@ from pathlib import Path
 sys.path.insert(0, {site!r})
 from affinage.config.load import load_recipe
 from affinage.plugins import load_named_plugins
-from affinage.model.kind import KINDS
+from affinage.model.layer import LAYERS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, Runs
 loaded = load_recipe({recipe!r}, ["export={{}}", "plugins=[]"])
 load_named_plugins()
-assert "channel_mix" in KINDS
+assert "channel_mix" in LAYERS
 runner = PipelineRunner(loaded, Runs(Path("runs")), build_steps(loaded))
 print(json.dumps({{step.name: step.request.key for step in runner.plan()}}))
 """

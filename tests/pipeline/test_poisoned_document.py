@@ -11,7 +11,7 @@ import pytest
 
 from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
-from affinage.model.kind import KINDS
+from affinage.model.layer import LAYERS
 from affinage.pipeline.lineage import TrainingRows
 from affinage.pipeline.steps_train import documents_of
 from tiny_corpus import sentence
@@ -20,11 +20,11 @@ POISON, STEPS = "tales/poison", 12
 PLUGIN = '''
 import jax.numpy as jnp
 
-from affinage.model.kind import NodeKind, node_kind
+from affinage.model.layer import Layer, register_layer
 
 
-@node_kind("spoilt_by")
-class SpoiltBy(NodeKind):
+@register_layer("spoilt_by")
+class SpoiltBy(Layer):
     """Its input, which is not a number in every row that has this token."""
 
     token: int
@@ -85,7 +85,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "spoilt.py").write_text(PLUGIN)
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
     yield folder / "recipe.yaml"
-    del KINDS["spoilt_by"]
+    del LAYERS["spoilt_by"]
 
 
 def state(folder: Path, step: int) -> list[bytes]:

@@ -13,8 +13,8 @@ from affinage.cli.program import main
 from affinage.data.dataloader import DataLoader, make_batch, read_reference
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
-from affinage.model import Call, apply
-from affinage.model.kinds.preference import REFERENCE
+from affinage.model import ApplyConfig, apply
+from affinage.model.layers.preference import REFERENCE
 from affinage.pipeline.models import is_chat, open_model
 from affinage.pipeline.store import Store, read_request
 from affinage.results import RESULTS, Result, read_json
@@ -134,7 +134,7 @@ def test_json_on_stdout_is_one_document_and_what_is_shown_goes_to_stderr(own_run
 
 def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
     """Log-probability of the trained tokens of one document, in a row of its own."""
-    outputs = apply(model.graph, model.params, {"tokens": tokens[None]}, Call(until=model.graph.logits))
+    outputs = apply(model.graph, model.params, {"tokens": tokens[None]}, ApplyConfig(until=model.graph.logits))
     logits = np.asarray(outputs.values[model.graph.logits].array(), np.float64)[0, :-1]
     normal = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return float(sum(normal[i, token] for i, token in enumerate(tokens[1:]) if trained[i + 1]))

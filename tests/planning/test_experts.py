@@ -10,7 +10,7 @@ import pytest
 import tiny_graphs
 from affinage.config.training import PretrainSettings
 from affinage.hardware.slices import find_slice
-from affinage.model import Call, abstract_params, apply, parse
+from affinage.model import ApplyConfig, abstract_params, apply, parse
 from affinage.parallel import MeshLayout, make_mesh
 from affinage.planning.estimate import step_memory
 from affinage.planning.per_device import per_device, sent_per_token
@@ -43,7 +43,7 @@ def products(jaxpr):
 
 def forward(graph, layout, rows, axes=()):
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
-    call = Call(platform="tpu", attention="xla", layout=layout)
+    call = ApplyConfig(platform="tpu", attention="xla", layout=layout)
     run = jax.make_jaxpr(lambda params, tokens: apply(graph, params, {"tokens": tokens}, call).values, axis_env=axes)
     return run(abstract_params(graph), tokens).jaxpr
 
@@ -75,5 +75,5 @@ def test_slots_of_a_capacity_take_the_same_memory_wherever_the_experts_are():
 
 @pytest.mark.parametrize(("capacity_factor", "rows"), [(1.0, CHOICES), (2.0, EXPERTS), (None, 4 * CHOICES)])
 def test_between_owners_goes_what_their_buffers_hold(capacity_factor, rows):
-    ffn = graph(capacity_factor)["blocks"].kind.ffn
+    ffn = graph(capacity_factor)["blocks"].layer.ffn
     assert sent_per_token(ffn, LENGTH, owners=4) == rows

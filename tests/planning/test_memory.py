@@ -15,12 +15,12 @@ from affinage.config.training import PretrainSettings
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import Graph, parse
-from affinage.model.batch import batch_shapes
+from affinage.model.forward import batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.estimate import step_memory
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, only
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 from affinage.training.job import TrainJob
 from affinage.training.trainer import Trainer
 
@@ -96,7 +96,7 @@ def test_a_tuning_is_planned_with_the_state_and_the_products_of_its_step(stage, 
     assert found == state_of(made.device.graph, made.settings, {"fsdp": 4}, 256, tmp_path)
     # Beside what the convention counts: a kernel's backward pass has more products, and narrow matrices are padded.
     counted = sum(node.flops for node in made.time.nodes) * made.device.devices
-    assert 1 <= counted / frozen_of(made.device.graph, made.settings).step_flops(8, 256) < 1.6
+    assert 1 <= counted / split_params(made.device.graph, made.settings).step_flops(8, 256) < 1.6
 
 
 def test_adapters_need_less_of_everything_and_a_held_reference_more():

@@ -15,9 +15,9 @@ from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.matmul import measured_flops
 from affinage.hardware.slices import find_slice
-from affinage.model import Call
-from affinage.model.kinds.attention_ops import Workload, choose
-from affinage.model.remat import with_remat
+from affinage.model import ApplyConfig
+from affinage.model.apply_config import with_remat
+from affinage.model.layers.attention_ops import Workload, choose
 from affinage.planning.auto_remat import LADDER, ROOM, present
 from affinage.planning.plan import compare, make_plan, planned_graph
 
@@ -55,7 +55,7 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
             "gradient_accumulation_steps is 2",
         ),
         (("pretrain.optimizer_in_backward=true", "parallel.remat=dots"), "`dots`"),
-        (("pretrain.optimizer_in_backward=true", "parallel.remat={keep: [query]}"), "activations by name"),
+        (("pretrain.optimizer_in_backward=true", "parallel.remat={keep: [query]}"), "query"),
         (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
     ],
     ids=str,
@@ -209,7 +209,7 @@ def test_remat_auto_takes_the_first_that_fits():
     nothing = chosen(2**20).choice
     assert not nothing.fits and nothing.needed == min(needed.values())
     with pytest.raises(UserError, match="not chosen"):
-        with_remat(Call(), "auto")
+        with_remat(ApplyConfig(), "auto")
 
 
 def test_what_jax_was_given_of_a_gpu_is_what_there_is():

@@ -11,7 +11,7 @@ from small_plans import SMALL, plan_of, rarer, settings, told
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
-from affinage.model.batch import batch_shapes
+from affinage.model.forward import batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.curve import Point, curve
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph

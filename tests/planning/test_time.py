@@ -98,7 +98,7 @@ def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings
     made = plan_of(SMALL, name, "mesh={context: 4}", *settings)
     blocks = made.device.graph["blocks"]
     counted = next(node.flops for node in made.time.nodes if node.name == "blocks")
-    cost = blocks.kind.cost((made.device.graph.shapes["embed"],), {"B": 64, "S": 512})
+    cost = blocks.layer.cost((made.device.graph.shapes["embed"],), {"B": 64, "S": 512})
     attention = 8 * 64 * 2 * 256 * pairs * products
     assert counted == pytest.approx(3 * 8 * cost.matmul / 4 + attention, rel=0.02)
 

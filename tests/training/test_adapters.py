@@ -15,7 +15,7 @@ import tiny_graphs
 from affinage.checkpoint import CheckpointStore
 from affinage.config.tuning import LoraSettings, SftSettings
 from affinage.errors import UserError
-from affinage.model import Adapters, Call, Graph, abstract_params, apply, init_params, parse
+from affinage.model import Adapters, ApplyConfig, Graph, abstract_params, apply, init_params, parse
 from affinage.training import train
 from affinage.training.frozen import FROZEN
 
@@ -61,7 +61,7 @@ def test_the_loss_and_its_gradient_are_those_through_merged_weights(graph: Graph
     adapters, weights, low = drawn(graph, lora)
     tokens = np.random.default_rng(1).integers(0, tiny_graphs.VOCABULARY, (2, 24)).astype(np.int32)
     batch = tiny.RandomFeed().batch(0) if lora is LORA else {"tokens": tokens}
-    call = Call(platform=platform, attention="xla", key=jax.random.key(0))
+    call = ApplyConfig(platform=platform, attention="xla", key=jax.random.key(0))
 
     def loss(tree_of, low):
         return apply(graph, tree_of(weights, low), batch, call).values["loss"].mean()
@@ -118,11 +118,11 @@ def test_only_adapters_are_trained_and_in_checkpoints(tmp_path: Path):
 @functools.cache
 def first_state(kind: str):
     """Adapters that change something, on one device."""
-    state = jax.device_get(tiny.uncompiled(job(**KINDS[kind])).begin())
+    state = jax.device_get(tiny.uncompiled(job(**LAYERS[kind])).begin())
     return state._replace(params=jax.tree.map(lambda p: p + np.float32(0.02), state.params))
 
 
-KINDS: dict[str, dict] = {
+LAYERS: dict[str, dict] = {
     "dense": {"dropout": 0.3},
     "experts": {"graph": parse(tiny_graphs.moe(layers=1)), "lora": OF_EXPERTS},
 }
@@ -138,8 +138,8 @@ KINDS: dict[str, dict] = {
     ],
 )
 def test_any_mesh_makes_the_same_step(kind: str, mesh: dict[str, int], micro_batches: int):
-    split = job(mesh=mesh, gradient_accumulation_steps=micro_batches, **KINDS[kind])
-    (_, expected), (_, got) = (tiny.steps_of(each, 2, first_state(kind)) for each in (job(**KINDS[kind]), split))
+    split = job(mesh=mesh, gradient_accumulation_steps=micro_batches, **LAYERS[kind])
+    (_, expected), (_, got) = (tiny.steps_of(each, 2, first_state(kind)) for each in (job(**LAYERS[kind]), split))
     tiny.assert_close(got, expected, rtol=2e-5)
 
 

@@ -13,11 +13,10 @@ import tiny_graphs
 from affinage.config.parallel import ParallelSettings
 from affinage.model import apply, parse
 from affinage.training.state import Purpose, random_key
-from affinage.training.trainer import program_of, synthetic_batch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from breakdown import PARTS, STEP, differentiated, measure
+from step import PARTS, STEP, differentiated, measure, program_of, synthetic_batch
 
 
 def program(graph, mesh, remat="none"):
@@ -40,7 +39,7 @@ def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
     forward, loss, backward = (jax.jit(part) for part in differentiated(made))
     values, pull = forward(params, put)
     grads = backward(pull, loss(values, params, put))
-    call = dataclasses.replace(made.adapted_call, key=random_key(0, Purpose.DROPOUT))
+    call = dataclasses.replace(made.adapted_config, key=random_key(0, Purpose.DROPOUT))
 
     def mean(params):
         return apply(made.job.graph, params, put, call).values["loss"].mean()

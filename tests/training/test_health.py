@@ -14,7 +14,7 @@ import tiny
 
 from affinage.config.training import HealthSettings
 from affinage.errors import UserError
-from affinage.model import Call, init_params
+from affinage.model import ApplyConfig, init_params
 from affinage.training import TrainJob, train
 from affinage.training.diagnosis import diagnose
 from affinage.training.health import HealthMonitor, TrainingDiverged, data_offset_at
@@ -164,7 +164,7 @@ def test_the_diagnosis_names_the_layer_in_which_a_value_is_no_longer_finite(mode
     graph, params, batch = model
 
     def first(**changed: Any) -> str:
-        return diagnose(graph, Call(), params | changed, None, batch)["first"]
+        return diagnose(graph, ApplyConfig(), params | changed, None, batch)["first"]
 
     blocks = params["blocks"]
     assert first() == "nothing"
@@ -176,7 +176,7 @@ def test_the_diagnosis_names_the_layer_in_which_a_value_is_no_longer_finite(mode
 
 def test_the_diagnosis_names_the_layer_in_which_a_gradient_is_no_longer_finite(model, monkeypatch: pytest.MonkeyPatch):
     graph, params, batch = model
-    block = type(next(node for node in graph.nodes if node.name == "blocks").kind)
+    block = type(next(node for node in graph.nodes if node.name == "blocks").layer)
     apply = block.apply
 
     def with_a_root(kind: Any, weights: Any, inputs: tuple[Any, ...], context: Any) -> Any:
@@ -187,4 +187,4 @@ def test_the_diagnosis_names_the_layer_in_which_a_gradient_is_no_longer_finite(m
     monkeypatch.setattr(block, "apply", with_a_root)
     scale = params["blocks"]["ffn_norm"]["scale"].at[jnp.array([0, 1])].set(0.0)
     sick = params | {"blocks": params["blocks"] | {"ffn_norm": {"scale": scale}}}
-    assert diagnose(graph, Call(), sick, None, batch)["first"] == "the gradient of blocks, layer 2 of 2"
+    assert diagnose(graph, ApplyConfig(), sick, None, batch)["first"] == "the gradient of blocks, layer 2 of 2"

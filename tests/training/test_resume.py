@@ -16,7 +16,7 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.compatibility import IDENTITY, check_compatible
 from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.errors import Preempted, UserError
-from affinage.model.preferred import preference_graph
+from affinage.model.graph import preference_graph
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import identity

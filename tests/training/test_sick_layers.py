@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 from affinage.model import Graph, parse
-from affinage.model.kind import KINDS, Context, NodeKind, node_kind
+from affinage.model.layer import LAYERS, Layer, LayerContext, register_layer
 from affinage.training import TrainJob, train
-from affinage.training.spikes import LossWindow
+from affinage.training.state import LossWindow
 
 SITES = {"below": ("drop", "blocks"), "above": ("blocks", "norm")}  # the layers, and the nodes between which it is
 INJECTIONS = [*itertools.product(SITES, ("value", "gradient"), (np.nan, np.inf, -np.inf))]
@@ -31,19 +31,19 @@ poisoned.defvjp(lambda x, value, gradient: (x + value, gradient), lambda gradien
 def sick_kind() -> Iterator[None]:
     """A node that adds what the batch says to a value and to its gradient."""
 
-    @node_kind("sick")
-    class Sick(NodeKind):
+    @register_layer("sick")
+    class Sick(Layer):
         site: str
 
         def shape(self, inputs: tuple[Any, ...]) -> Any:
             return inputs[0]
 
-        def apply(self, params: Any, inputs: tuple[Any, ...], context: Context) -> jax.Array:
+        def apply(self, params: Any, inputs: tuple[Any, ...], context: LayerContext) -> jax.Array:
             of = [context.batch[f"{self.site} {way}"][:, None, None] for way in ("value", "gradient")]
             return poisoned(inputs[0], *(each.astype(inputs[0].dtype) for each in of))
 
     yield
-    del KINDS["sick"]
+    del LAYERS["sick"]
 
 
 def graph(layers: int) -> Graph:

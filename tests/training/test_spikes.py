@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from affinage.config.training import HealthSettings
-from affinage.training.spikes import LossWindow, detect_spike
+from affinage.training.state import LossWindow
+from affinage.training.step import detect_spike
 
 
 def series(steps: int, seed: int) -> np.ndarray:

@@ -63,11 +63,11 @@ def test_steps_on_any_mesh_equal_those_on_one_device(mesh: dict[str, int], micro
 
 def test_the_gradient_is_that_of_the_mean_loss(expected):
     program, _, first = alone()
-    call = dataclasses.replace(program.call, key=random_key(3, Purpose.DROPOUT, jnp.int32(0)))
+    config = dataclasses.replace(program.apply_config, key=random_key(3, Purpose.DROPOUT, jnp.int32(0)))
 
     @jax.jit
     def mean(params):
-        loss = apply(program.job.graph, params, batch(), call).values[program.job.graph.loss]
+        loss = apply(program.job.graph, params, batch(), config).values[program.job.graph.loss]
         return loss.sum / loss.count
 
     assert expected[0]["loss"] == pytest.approx(float(mean(first.params)), rel=1e-5)

@@ -95,12 +95,14 @@ def test_a_second_signal_while_the_last_save_is_written_changes_nothing(tmp_path
 
 
 IN_NATIVE_CODE = """
-import hashlib, os
+import hashlib, os, pathlib
+from affinage.config.runtime import RuntimeSettings
 from affinage.errors import Preempted
 from affinage.stopping import StopSignals, leave
 from affinage.training.preemption import PreemptionGuard
+from affinage.training.watchdog import Watchdog
 stop = PreemptionGuard('run', grace=1)
-with StopSignals(), stop:
+with StopSignals(), stop, Watchdog('run', pathlib.Path(), RuntimeSettings(), stop.leave_if_too_late):
     try:
         print(os.getpid(), flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
@@ -133,7 +135,7 @@ def test_native_code_that_does_not_end_is_left(
         process.send_signal(number)
     _, said = process.communicate(timeout=300)
     assert process.returncode == status
-    assert ('File "<string>", line 10 in <module>' in said) == stacks
+    assert ('File "<string>", line 12 in <module>' in said) == stacks
 
 
 @pytest.mark.parametrize(("number", "limited"), [(signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGINT, False)])

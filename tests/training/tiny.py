@@ -14,7 +14,7 @@ import numpy as np
 from affinage.checkpoint import CheckpointStore
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
-from affinage.model import Call, Graph, init_params, parse
+from affinage.model import ApplyConfig, Graph, init_params, parse
 from affinage.parallel import make_mesh
 from affinage.parallel.strategy import Spmd
 from affinage.training import TrainJob
@@ -118,9 +118,9 @@ class Kept:
         of_settings["health"] = [health.spike_window, health.spike_deviations, health.on_spike == "log"]
         self.key = [job.graph.to_dict(), of_settings, dict(job.mesh), job.seed, job.parallel.model_dump(mode="json")]
 
-    def check(self, graph: Graph, rows: int, call: Call) -> None: ...
+    def check(self, graph: Graph, rows: int, call: ApplyConfig) -> None: ...
 
-    def adapt(self, call: Call) -> Call:
+    def adapt(self, call: ApplyConfig) -> ApplyConfig:
         return call
 
     def compile_training(self, step: Any, state: Any, batch: Any) -> Any:

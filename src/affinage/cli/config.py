@@ -170,9 +170,9 @@ def schema() -> None:
 
 
 def _schema_text() -> str:
-    import affinage.model.kinds  # noqa: F401  the kinds register themselves
+    import affinage.model.layers  # noqa: F401  the kinds register themselves
     from affinage.cli.reference import json_schema
-    from affinage.model.kind import KINDS
+    from affinage.model.layer import LAYERS
 
-    written: dict[str, Any] = json_schema(KINDS)
+    written: dict[str, Any] = json_schema(LAYERS)
     return json.dumps(written, indent=1, ensure_ascii=False) + "\n"

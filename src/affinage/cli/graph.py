@@ -43,7 +43,7 @@ def graph(
     loaded = load(recipe, overrides, runs, lenient=True)
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
-    from affinage.model.shape import SEQUENCE
+    from affinage.model.layer import SEQUENCE
     from affinage.pipeline.models import resolve, run_folder
     from affinage.pipeline.steps_train import with_vocabulary
     from affinage.plugins import load_plugins

@@ -74,7 +74,10 @@ class PrecisionSettings(Settings):
 
 
 class EmaSettings(Settings):
-    """An exponential moving average of the parameters, kept beside them in float32 and saved as `ema_params`."""
+    """An exponential moving average of the parameters, kept beside them in float32 and saved as `ema_params`.
+
+    A model name such as `NAME/pretrain@ema` stands for it.
+    """
 
     decay: float = Field(ge=0, lt=1)
     """Kept per step; the rest comes from the parameters. 0.999 and more for long trainings."""

@@ -1,6 +1,6 @@
 """Documents to shards of packed tokens: `<s> text </s>` in a shuffled order, packed into rows of one length.
 
-Source code is `<s><|code|> text <|endcode|></s>`. A shard is a task: it takes consecutive documents of one source and
+Source code is `<s><|code|> text <|endcode|></s>`. A shard is a task: it takes consecutive row groups of one source and
 language, encodes them, shuffles them by a hash of the seed and their ids, packs them as the recipe says, and writes its
 files. So shards are written in parallel, memory is that of a shard, and a run that was killed resumes with the shards
 that are missing. A held-out row that continues a document begins with the last token of the row before it, so that
@@ -44,16 +44,6 @@ def group_name(source: str, language: str) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Documents [first, last) of those that a row group of a file has of one source and language."""
-
-    path: Path
-    row_group: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
 class ShardTask:
     """One shard to write."""
 
@@ -62,7 +52,7 @@ class ShardTask:
     language: str
     shard: int
     shards: int
-    pieces: tuple[Piece, ...]
+    row_groups: tuple[tuple[Path, int], ...]  # with documents of the source and language: files and numbers
     tokenizer: Path
     settings: PackingSettings
     seed: int
@@ -99,11 +89,11 @@ def tokenize(
         index = executor.map(index_file, files, threads=True, bytes=stored)
         tasks = [
             ShardTask(
-                folder / part / group_name(*name), *name, shard, len(runs), pieces, tokenizer.folder, settings, seed,
+                folder / part / group_name(*name), *name, shard, len(runs), groups_of, tokenizer.folder, settings, seed,
                 part == "validation", f"{url}/{part}/{group_name(*name)}" if url and part == "train" else "", total,
             )
             for name, runs, total in _plan(files, index, settings.num_shards if part == "train" else 1)
-            for shard, pieces in enumerate(runs)
+            for shard, groups_of in enumerate(runs)
         ]  # fmt: skip
         if part == "train" and not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
@@ -141,14 +131,14 @@ def tokenize(
 # ---- planning ----
 
 
-def index_file(path: Path) -> list[list[tuple[str, str, int, float]]]:
-    """Return, of every row group of a file, its sources and languages with their documents and about their bytes."""
+def index_file(path: Path) -> list[list[tuple[str, str, float]]]:
+    """Return, of every row group of a file, its sources and languages with about the bytes of their texts."""
     found, metadata = [], pq.read_metadata(path)
     column = metadata.schema.names.index("text")
     for group in row_groups(path):
         share = metadata.row_group(group.index).column(column).total_uncompressed_size / group.rows
         names = _rows_by_group(group.read(["source", "language"]))
-        found.append([(*name, len(rows), len(rows) * share) for name, rows in names.items()])
+        found.append([(*name, len(rows) * share) for name, rows in names.items()])
     return found
 
 
@@ -162,42 +152,27 @@ def _rows_by_group(batch: pa.RecordBatch) -> dict[tuple[str, str], list[int]]:
 
 def _plan(
     files: Sequence[Path], index: Sequence[Any], shards: int
-) -> list[tuple[tuple[str, str], list[tuple[Piece, ...]], float]]:
-    """Return of every source and language its shards, runs of documents of about equal bytes; and all bytes.
+) -> list[tuple[tuple[str, str], list[tuple[tuple[Path, int], ...]], float]]:
+    """Return of every source and language its shards, row groups of about equal bytes in sequence; and all bytes.
 
     The number of shards is divided in proportion to bytes, by largest remainder, with at least one for each.
     """
-    pieces: dict[tuple[str, str], list[tuple[Path, int, int, float]]] = {}
+    parts: dict[tuple[str, str], list[tuple[tuple[Path, int], float]]] = {}
     for path, groups_of_file in zip(files, index, strict=True):
         for number, groups in enumerate(groups_of_file):
-            for source, language, documents, size in groups:
-                pieces.setdefault((source, language), []).append((path, number, documents, size))
-    sizes = {name: sum(size for *_, size in pieces[name]) for name in sorted(pieces)}
+            for source, language, size in groups:
+                parts.setdefault((source, language), []).append(((path, number), size))
+    sizes = {name: sum(size for _, size in parts[name]) for name in sorted(parts)}
     exact = np.array([*sizes.values()]) * shards / max(sum(sizes.values()), 1)
     counts = np.maximum(1, np.floor(exact).astype(int))
     counts[np.argsort(counts - exact, kind="stable")[: max(0, shards - counts.sum())]] += 1
     found = []
     for (name, size), share in zip(sizes.items(), counts.tolist(), strict=True):
-        documents = sum(documents for *_, documents, _ in pieces[name])
-        count = min(max(share, math.ceil(size / SHARD_BYTES)), documents)
-        found.append((name, _runs(pieces[name], count), sum(sizes.values())))
+        count = max(share, math.ceil(size / SHARD_BYTES))
+        middles = np.cumsum([part for _, part in parts[name]]) - [part / 2 for _, part in parts[name]]
+        runs = itertools.groupby(zip((middles * count // max(size, 1.0)).tolist(), parts[name]), lambda each: each[0])
+        found.append((name, [tuple(place for _, (place, _) in run) for _, run in runs], sum(sizes.values())))
     return found
-
-
-def _runs(pieces: Sequence[tuple[Path, int, int, float]], count: int) -> list[tuple[Piece, ...]]:
-    """Cut documents in `count` runs of nearly equal bytes, none of them empty."""
-    ends = np.cumsum([0, *(documents for _, _, documents, _ in pieces)])
-    sizes = np.cumsum([0.0, *(size for *_, size in pieces)])
-    at = np.arange(1, count)
-    edges = np.interp(at * sizes[-1] / count, sizes, ends).round().astype(np.int64)
-    edges = np.clip(np.maximum.accumulate(edges - at) + at, at, ends[-1] - count + at)
-    runs = []
-    for first, last in itertools.pairwise([0, *edges.tolist(), int(ends[-1])]):
-        low, high = np.searchsorted(ends, [first, last - 1], side="right") - 1
-        found = [(*pieces[n][:2], max(first - int(ends[n]), 0), min(last, int(ends[n + 1])) - int(ends[n]))
-                 for n in range(low, high + 1)]  # fmt: skip
-        runs.append(tuple(itertools.starmap(Piece, found)))
-    return runs
 
 
 # ---- a shard ----
@@ -214,9 +189,9 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
     before, after = (np.array(ids, tokenizer.dtype) for ids in tokenizer.frame(task.language))
     documents: list[Document] = []
     counts: Counter[str] = Counter()
-    for piece in task.pieces:
-        batch = row_groups(piece.path)[piece.row_group].read(["id", "source", "language", "url", "text"])
-        batch = batch.take(pa.array(_rows_by_group(batch)[task.source, task.language][piece.first : piece.last]))
+    for path, number in task.row_groups:
+        batch = row_groups(path)[number].read(["id", "source", "language", "url", "text"])
+        batch = batch.take(pa.array(_rows_by_group(batch)[task.source, task.language]))
         keys = iter(document_keys(batch, task.seed, "rows").tolist())
         names = iter(zip(*(batch.column(name).to_pylist() for name in ("id", "source", "url")), strict=True))
         for texts in _batches(batch.column("text").to_pylist()):

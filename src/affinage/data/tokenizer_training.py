@@ -1,12 +1,11 @@
-"""Train a tokenizer: a sample balanced over languages, SentencePiece's trainer, and its result as tokenizer.json."""
+"""Train a tokenizer on a sample balanced over languages, and measure how well tokenizers fit the text."""
 
 import heapq
 import io
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,44 @@ from tokenizers import Tokenizer as FastTokenizer
 from affinage.config.data import TokenizerSettings
 from affinage.data.atomic import write_atomically
 from affinage.data.documents import read_documents
-from affinage.data.fertility import measure
 from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, UNK
 from affinage.data.tokenizer import FILE, Tokenizer
 from affinage.errors import UserError
+from affinage.paths import from_home
 
 _OTHER = "other"  # the group of documents in none of the recipe's languages, such as code
 # SentencePiece stores the number of threads in the model file: a constant keeps the file the same on every machine.
 _THREADS = 4
 _UNUSABLE = str.maketrans({"\u2585": " ", "\0": " "})  # the trainer skips whole lines that contain these
 _SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
+_MEASURED_BYTES = 2_000_000  # of each source and language: three digits of a ratio, encoded and decoded in a second
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Text to train on, and how many bytes of it are in each language."""
+def train_tokenizer(
+    split_folder: Path, folder: Path, settings: TokenizerSettings, languages: Sequence[str], seed: int
+) -> dict[str, Any]:
+    """Train a tokenizer on `split_folder`/train and write it into `folder`; return its quality, see `measure`.
 
-    texts: list[str]
-    by_language: dict[str, int]
+    The sample is balanced over `languages` and depends on `seed` and the documents only, not on the order of files.
+    Raises UserError if the text does not suffice for the vocabulary.
+    """
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    summary: dict[str, Any] = {}
+    if settings.kind == "char":
+        write_atomically(folder / FILE, characters_json(_characters(split_folder / "train")))
+    else:
+        texts, summary["sample"] = balanced_sample(split_folder / "train", languages, settings.sample_bytes, seed)
+        model = train_bpe(texts, settings)
+        write_atomically(folder / "tokenizer.model", model)  # for programs that read SentencePiece's models
+        write_atomically(folder / FILE, bpe_json(model))
+    tokenizer = Tokenizer.load(folder)
+    summary |= {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}
+    return summary | {"seconds": time.monotonic() - started}
 
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of all texts."""
-        return sum(self.by_language.values())
+
+# ---- the sample ----
 
 
 def fair_shares(sizes: Sequence[int], budget: int) -> list[int]:
@@ -55,8 +68,10 @@ def fair_shares(sizes: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def balanced_sample(documents: Path, languages: Sequence[str], budget: int, seed: int) -> Sample:
-    """Choose whole documents, `budget` bytes in total, as evenly as there is text over `languages`.
+def balanced_sample(
+    documents: Path, languages: Sequence[str], budget: int, seed: int
+) -> tuple[list[str], dict[str, int]]:
+    """Return texts of `budget` bytes in total, as evenly as there is text over `languages`, and the bytes of each.
 
     Documents in other languages share one further part. Which ones are chosen, and their order, depends on `seed` and
     the documents' ids alone. One pass; memory is `budget` for each language at most.
@@ -65,19 +80,17 @@ def balanced_sample(documents: Path, languages: Sequence[str], budget: int, seed
     chosen: dict[str, list[tuple[int, bytes]]] = {name: [] for name in (*languages, _OTHER)}  # heaps, largest key first
     held, totals = Counter[str](), Counter[str]()
     for batch in read_documents(documents, ("id", "source", "language", "text")):
-        keys = document_keys(batch, seed, "tokenizer").tolist()
         texts = batch.column("text").cast(pa.large_binary())
-        sizes = pc.binary_length(texts).to_pylist()
-        for key, language, size, text in zip(keys, batch.column("language").to_pylist(), sizes, texts, strict=True):
+        columns = (batch.column("language").to_pylist(), pc.binary_length(texts).to_pylist(), texts)
+        for key, language, size, text in zip(document_keys(batch, seed, "tokenizer").tolist(), *columns, strict=True):
             name = language if language in languages else _OTHER
             heap = chosen[name]
             totals[name] += size
-            if held[name] >= budget and -key <= heap[0][0]:
-                continue
-            heapq.heappush(heap, (-key, text.as_py()))
-            held[name] += size
-            while held[name] - len(heap[0][1]) >= budget:
-                held[name] -= len(heapq.heappop(heap)[1])
+            if held[name] < budget or -key > heap[0][0]:
+                heapq.heappush(heap, (-key, text.as_py()))
+                held[name] += size
+                while held[name] - len(heap[0][1]) >= budget:
+                    held[name] -= len(heapq.heappop(heap)[1])
     if not totals:
         raise UserError("there is no text to train a tokenizer on", where=str(documents))
     sample: list[tuple[int, str]] = []
@@ -88,15 +101,20 @@ def balanced_sample(documents: Path, languages: Sequence[str], budget: int, seed
             if left > 0:
                 sample.append((-key, text[:left].decode(errors="ignore")))
                 left -= len(text)
-    return Sample([text for _, text in sorted(sample)], {name: share for name, share in shares.items() if share})
+    return [text for _, text in sorted(sample)], {name: share for name, share in shares.items() if share}
 
 
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines that SentencePiece will not skip. A newline is a token of its own, so none crosses a line anyway."""
-    for text in texts:
-        for line in text.translate(_UNUSABLE).split("\n"):
-            if line:
-                yield line
+def _characters(documents: Path) -> list[str]:
+    """Return every character of `documents`, by code point, without those that have a fixed id already."""
+    seen: set[str] = set()
+    for batch in read_documents(documents, ("text",)):
+        seen.update(*batch.column("text").to_pylist())
+    if not seen:
+        raise UserError("there is no text to take characters from", where=str(documents))
+    return sorted(seen.difference(FIXED_PIECES))
+
+
+# ---- training ----
 
 
 def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
@@ -106,9 +124,11 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
     Raises UserError when the text does not suffice for the vocabulary, or the vocabulary for the text's characters.
     """
     model = io.BytesIO()
+    # A newline is a token of its own, so no piece crosses a line anyway.
+    lines = (line for text in texts for line in text.translate(_UNUSABLE).split("\n") if line)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=lines,
             model_writer=model,
             model_type="bpe",
             vocab_size=settings.vocab_size,
@@ -120,42 +140,25 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             max_sentence_length=2**30,  # the most it accepts; the default, 4192 bytes, silently drops longer lines
-            pad_id=0,
-            unk_id=1,
-            bos_id=2,
-            eos_id=3,
-            pad_piece=CONTROL_PIECES[0],
-            unk_piece=CONTROL_PIECES[1],
-            bos_piece=CONTROL_PIECES[2],
-            eos_piece=CONTROL_PIECES[3],
+            **dict(zip(("pad_id", "unk_id", "bos_id", "eos_id"), range(4))),
+            **dict(zip(("pad_piece", "unk_piece", "bos_piece", "eos_piece"), CONTROL_PIECES)),
             control_symbols=list(CONTROL_PIECES[4:]),  # user_defined_symbols would be found in raw text
             user_defined_symbols=list(FIXED_PIECES[len(CONTROL_PIECES) :]),
             num_threads=_THREADS,
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _explained(str(error), settings) from error
+        what, fix = f"{settings.vocab_size} pieces do not fit the training text", ""
+        if match := re.search(r"Vocabulary size too high.*?<= (\d+)", str(error), re.DOTALL):
+            fix = f"Set tokenizer.vocab_size to {match[1]} or less, or give more text."
+            if int(match[1]) < TokenizerSettings.model_fields["vocab_size"].metadata[0].ge:
+                fix = "Give more text, or set tokenizer.kind to char."
+        elif match := re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error)):
+            fix = f"Set tokenizer.vocab_size to {int(match[1]) + 1} or more, or lower tokenizer.character_coverage."
+        if not fix:
+            raise
+        raise UserError(what, where="tokenizer.vocab_size", fix=fix) from error
     return model.getvalue()
-
-
-def _explained(message: str, settings: TokenizerSettings) -> Exception:
-    """SentencePiece's refusal as advice in terms of the recipe."""
-    if match := re.search(r"Vocabulary size too high.*?<= (\d+)", message, re.DOTALL):
-        most = int(match[1])
-        fix = f"Set tokenizer.vocab_size to {most} or less, or give more text."
-        return UserError(
-            f"the training text is too small for a vocabulary of {settings.vocab_size} pieces",
-            where="tokenizer.vocab_size",
-            fix=fix if most >= 300 else "Give more text, or set tokenizer.kind to char.",  # the recipe's least is 300
-        )
-    if match := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
-        return UserError(
-            f"{settings.vocab_size} pieces do not hold the bytes and the characters of the training text",
-            where="tokenizer.vocab_size",
-            fix=f"Set tokenizer.vocab_size to {int(match[1]) + 1} or more, or lower tokenizer.character_coverage (now "
-            f"{settings.character_coverage}).",
-        )
-    return RuntimeError(message)
 
 
 def bpe_json(model_proto: bytes) -> bytes:
@@ -188,46 +191,55 @@ def _json(fast: FastTokenizer) -> bytes:
     return fast.to_str(pretty=True).encode()
 
 
-def collect_characters(documents: Path) -> list[str]:
-    """Return every character of `documents`, by code point, without those that have a fixed id already."""
-    seen: set[str] = set()
-    for batch in read_documents(documents, ("text",)):
-        for text in batch.column("text"):
-            seen.update(text.as_py())
-    if not seen:
-        raise UserError("there is no text to take characters from", where=str(documents))
-    return sorted(seen.difference(FIXED_PIECES))
+# ---- measuring ----
 
 
-def train_tokenizer(
-    split_folder: Path,
-    folder: Path,
-    settings: TokenizerSettings,
-    languages: Sequence[str],
-    seed: int,
-    progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Train a tokenizer on `split_folder`/train and write it into `folder`, with its quality as the summary.
+def measure(tokenizer: Tokenizer, split_folder: Path) -> dict[str, Any]:
+    """Measure on held-out documents (on training ones where none are held out), about 2 MB per source and language.
 
-    The sample is balanced over `languages` and depends on `seed` and the documents only, not on the order of files.
-    Raises UserError if the text does not suffice for the vocabulary.
+    Returns `languages` and `sources` {name: {bytes_per_token, tokens_per_word, tokens, words, bytes}} and `round_trip`
+    {documents, exact}. A word is what stands between white space.
     """
-    started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    train = split_folder / "train"
-    sample: Sample | None = None
-    if settings.kind == "char":
-        progress("collecting characters")
-        write_atomically(folder / FILE, characters_json(collect_characters(train)))
-    else:
-        progress("choosing the sample")
-        sample = balanced_sample(train, languages, settings.sample_bytes, seed)
-        progress(f"training {settings.vocab_size} pieces on {sample.bytes / 1e6:.1f} MB")
-        model = train_bpe(sample.texts, settings)
-        write_atomically(folder / "tokenizer.model", model)  # for programs that read SentencePiece's models
-        write_atomically(folder / FILE, bpe_json(model))
-    progress("measuring")
-    tokenizer = Tokenizer.load(folder)
-    summary = {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary}
-    summary |= {"sample": sample.by_language} if sample is not None else {}
-    return summary | measure(tokenizer, split_folder) | {"seconds": time.monotonic() - started}
+    counts: dict[str, dict[str, Counter[str]]] = {"languages": {}, "sources": {}}
+    read, round_trip = Counter[tuple[str, str]](), Counter[str](documents=0, exact=0)
+    part = "train" if next(read_documents(split_folder / "validation"), None) is None else "validation"
+    for batch in read_documents(split_folder / part):
+        chosen = []
+        for source, language, text in zip(*(batch.column(name).to_pylist() for name in ("source", "language", "text"))):
+            if read[source, language] < _MEASURED_BYTES:
+                read[source, language] += len(text.encode())
+                chosen.append((source, language, text))
+        for (source, language, text), ids in zip(chosen, tokenizer.encode_batch([text for *_, text in chosen])):
+            round_trip.update(documents=1, exact=tokenizer.decode(ids) == text)
+            for key, name in (("sources", source), ("languages", language)):
+                count = {"tokens": len(ids), "words": len(text.split()), "bytes": len(text.encode())}
+                counts[key].setdefault(name, Counter()).update(count)
+    ratios = {
+        key: {
+            name: {
+                "bytes_per_token": count["bytes"] / max(count["tokens"], 1),
+                "tokens_per_word": count["tokens"] / max(count["words"], 1),
+                **count,
+            }
+            for name, count in sorted(of.items())
+        }
+        for key, of in counts.items()
+    }
+    return {"measured_on": part, **ratios, "round_trip": round_trip}
+
+
+def compare(
+    tokenizer: Tokenizer, paths: Sequence[str], split_folder: Path, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Measure published tokenizers, folders or files `tokenizer.json`, on the same documents as the recipe's own.
+
+    Returns `tokenizers`, the recipe's first: for each its `name`, `vocabulary`, and what `measure` returns.
+    """
+    results = [{"name": "", "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}]
+    for path in map(from_home, paths):
+        folder = path.parent if path.name == FILE else path
+        progress(f"measuring {folder.name}")
+        other = Tokenizer.load(folder)
+        name = folder.name or folder.resolve().name
+        results.append({"name": name, "vocabulary": other.vocabulary, **measure(other, split_folder)})
+    return {"tokenizers": results}

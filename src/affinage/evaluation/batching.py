@@ -144,9 +144,9 @@ class Batch:
         tokens: of a group the shared ones, then the ends of its rows one after the other, each at the `positions` that
             follow the shared ones.
         segments: a number for the shared tokens, and for each end.
-        parents: for an end the number of its group's shared tokens; for other tokens that of their own segment.
-        at: for each of R equal parts of the rows, the places in its flattened `tokens` after which targets stand. If
-            these are few, a part is a row.
+        prefix_segment_ids: for an end the number of its group's shared tokens; for other tokens their own segment's.
+        logit_positions: for each of R equal parts of the rows, the places in its flattened `tokens` after which targets
+            stand. If these are few, a part is a row.
         targets: the tokens to score.
         joined: a row of this length may be more than one sequence, or longer than one.
     """
@@ -155,14 +155,14 @@ class Batch:
     tokens: Int[np.ndarray, "B S"]
     positions: Int[np.ndarray, "B S"]
     segments: Int[np.ndarray, "B S"]
-    parents: Int[np.ndarray, "B S"]
-    at: Int[np.ndarray, "R P"]
+    prefix_segment_ids: Int[np.ndarray, "B S"]
+    logit_positions: Int[np.ndarray, "R P"]
     targets: Int[np.ndarray, "R P"]
     joined: bool
 
     def answers(self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]) -> Iterator[Answer]:
         """Yield every request with its answer, from those of the targets."""
-        rows = len(self.tokens) // len(self.at)
+        rows = len(self.tokens) // len(self.logit_positions)
         for part, (of_part, best_of_part) in enumerate(zip(values, best, strict=True)):
             start = 0
             for group in chain.from_iterable(self.rows[part * rows : (part + 1) * rows]):
@@ -290,7 +290,7 @@ def _batch(rows: Sequence[_GroupRow], shape: _Shape, pad: int, joined: bool) -> 
         for group in groups:
             shared, first, number = group.shared, start, number + 1
             start += shared
-            batch.parents[index, first : first + group.length] = number
+            batch.prefix_segment_ids[index, first : first + group.length] = number
             pieces = [(slice(first, start), group.rows[0], 0, number)]  # the shared tokens, then the ends of the rows
             for row in group.rows:
                 number += 1
@@ -298,7 +298,9 @@ def _batch(rows: Sequence[_GroupRow], shape: _Shape, pad: int, joined: bool) -> 
                 pieces.append((slice(start, end), row, shared, number))
                 columns = slice(column, column + len(row.targets))
                 places = np.arange(row.first, len(row.tokens))
-                batch.at[part, columns] = before + np.where(places < shared, places + first, places - shared + start)
+                batch.logit_positions[part, columns] = before + np.where(
+                    places < shared, places + first, places - shared + start
+                )
                 batch.targets[part, columns] = row.targets
                 start, column = end, columns.stop
             for own, row, begin, segment in pieces:

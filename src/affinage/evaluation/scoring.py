@@ -15,9 +15,9 @@ from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
 from affinage.evaluation.batching import Batch, Pair, PrefixGroup, Row, as_rows, batches, find_groups, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
-from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
+from affinage.model.products import multiply_out
 from affinage.parallel import MeshLayout
 from affinage.planning.auto_remat import present
 from affinage.planning.trace import peak_memory
@@ -33,7 +33,7 @@ MEMORY_SHARE = 0.45  # of the memory beside the weights: XLA keeps up to twice t
 _TRACED = 8  # rows that are planned; memory grows in proportion
 
 Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
-Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # positions, segments, parents
+Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # positions, segments, prefix segments
 
 
 @lru_cache(maxsize=8)
@@ -44,9 +44,9 @@ def _compiled(
 
     @jax.jit
     def score(
-        params: Tree,
+        params: PyTree,
         tokens: Int[Array, "B S"],
-        at: Int[Array, "R P"],
+        logit_positions: Int[Array, "R P"],
         targets: Int[Array, "R P"],
         joined: Joined | None = None,
     ) -> Scores:
@@ -55,7 +55,15 @@ def _compiled(
         if joined is not None:
             positions, *segments = joined
         lazy, _ = logits_of(
-            graph, params, tokens, positions, dtype, attention=attention, layout=layout, segments=segments, at=at
+            graph,
+            params,
+            tokens,
+            positions,
+            dtype,
+            attention=attention,
+            layout=layout,
+            segments=segments,
+            logit_positions=logit_positions,
         )
         return _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden, targets, logits_at_once)
 
@@ -154,7 +162,7 @@ class Scorer:
         place, model = self.model.place, self.model
         graph = model.graph
         computed = graph.needed_for(graph.logits)
-        packed = self._share and all(node.kind.joins for node in graph.nodes if node.name in computed)
+        packed = self._share and all(node.layer.joins for node in graph.nodes if node.name in computed)
         # Scores of attention in a row of twice the context take the memory of four rows.
         most = model.context * (2 if self._batch >= 4 * model.row_multiple else 1)
         groups = find_groups(rows, most) if packed else [PrefixGroup(0, (row,)) for row in rows]
@@ -170,8 +178,8 @@ class Scorer:
             multiple=model.row_multiple,
             packed=packed,
         ):
-            joined = tuple(map(place, (one.positions, one.segments, one.parents))) if one.joined else None
-            yield one, self._score(model.params, *map(place, (one.tokens, one.at, one.targets)), joined)
+            joined = tuple(map(place, (one.positions, one.segments, one.prefix_segment_ids))) if one.joined else None
+            yield one, self._score(model.params, *map(place, (one.tokens, one.logit_positions, one.targets)), joined)
 
 
 def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:

@@ -19,10 +19,10 @@ from affinage.data.special_tokens import PAD
 from affinage.generation.detokenizer import Detokenizer
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import SamplingParams, SamplingTensors, choose
-from affinage.model.call import multiply_out
+from affinage.model.forward import init_cache, one_by_one
 from affinage.model.graph import Graph
-from affinage.model.module import init_cache, one_by_one
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
+from affinage.model.products import multiply_out
 from affinage.parallel import MeshLayout
 
 _NOTHING = -1  # stands where a row generates no token
@@ -104,7 +104,7 @@ class EngineRequest:
 class State(NamedTuple):
     """What stays on the device, donated from program to program."""
 
-    cache: Tree  # arrays [layers, B, K, T, D]
+    cache: PyTree  # arrays [layers, B, K, T, D]
     seen: Bool[Array, "B V"]  # tokens of each slot, for the repetition penalty
 
 
@@ -184,7 +184,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
 
     @partial(jax.jit, static_argnames=("fresh",), donate_argnames=("state",))
     def prefill(
-        params: Tree,
+        params: PyTree,
         state: State,
         rows: Rows,
         seen: Bool[Array, "rows V"],
@@ -197,13 +197,13 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
         """Put prompts into slots from `starts` on, all 0 if `fresh`; rows of a slot that does not exist are dropped."""
         count, width = tokens.shape
         positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-        cache: Tree | None
+        cache: PyTree | None
         if fresh:
             cache = init_cache(graph, count, width, jnp.dtype(dtype))
         else:
             cache = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), state.cache)
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
-        lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache, at=(lengths - 1)[:, None])
+        lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache, logit_positions=(lengths - 1)[:, None])
         _, seen, first = _advance(rows, seen, multiply_out(lazy.hidden[:, 0], lazy.kernel, lazy.softcap))
 
         def into(old: Array, part: Array) -> Array:
@@ -213,7 +213,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
         return sharded(state), Emitted(*(part[:, None] for part in first))
 
     @partial(jax.jit, static_argnames=("steps", "span"), donate_argnames=("state",))
-    def decode(params: Tree, state: State, rows: Rows, steps: int, span: int) -> tuple[State, Emitted]:
+    def decode(params: PyTree, state: State, rows: Rows, steps: int, span: int) -> tuple[State, Emitted]:
         """Up to `steps` tokens for every row; only the first `span` places of the cache are read and written."""
         params = one_by_one(graph, params)
         slots, count = len(rows.token), min(TOP_LOGPROBS, state.seen.shape[1])
@@ -468,7 +468,7 @@ def _bucket(tokens: int) -> int:
 @lru_cache(maxsize=8)
 def _scoring(graph: Graph, dtype: str, layout: MeshLayout | None) -> Any:
     @jax.jit
-    def score(params: Tree, tokens: Int[Array, "R S"]) -> tuple[Array, ...]:
+    def score(params: PyTree, tokens: Int[Array, "R S"]) -> tuple[Array, ...]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
         logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel, lazy.softcap)

@@ -14,10 +14,11 @@ from numpy.typing import ArrayLike
 
 from affinage.config.training import AttentionImplementation
 from affinage.data.tokenizer import Tokenizer
-from affinage.model.call import Call, Logits
+from affinage.model.apply_config import ApplyConfig
+from affinage.model.forward import apply
 from affinage.model.graph import Graph
-from affinage.model.module import apply
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
+from affinage.model.products import Logits
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import batch_sharding, replicated, rows_split
 
@@ -27,7 +28,7 @@ class LoadedModel:
     """A graph with its weights and tokenizer, on one device or sharded over a mesh."""
 
     graph: Graph
-    params: Tree
+    params: PyTree
     tokenizer: Tokenizer
     name: str
     context: int  # the longest row in tokens
@@ -45,7 +46,7 @@ class LoadedModel:
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     def on_host(self, array: Array) -> np.ndarray:
-        """Return a computed array as numpy; where several hosts have parts of it, all of them must call this."""
+        """Return a computed array as numpy; where several hosts have parts of it, all of them must config this."""
         if self.layout is not None and not array.is_fully_addressable and not array.is_fully_replicated:
             array = _replicated(array, replicated(self.layout.mesh))
         return np.asarray(array)
@@ -63,28 +64,35 @@ def _replicated(array: Array, sharding: NamedSharding) -> Array:
 
 def logits_of(
     graph: Graph,
-    params: Tree,
+    params: PyTree,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
     dtype: str,
-    cache: Tree | None = None,
+    cache: PyTree | None = None,
     *,
     attention: AttentionImplementation = "auto",
     layout: MeshLayout | None = None,
     segments: Sequence[Array] | None = None,
-    at: Int[Array, "R P"] | None = None,
-) -> tuple[Logits, Tree | None]:
+    logit_positions: Int[Array, "R P"] | None = None,
+) -> tuple[Logits, PyTree | None]:
     """Return the logits of rows, not yet multiplied out; and the advanced cache if one is given.
 
     `attention` and `layout` are a LoadedModel's; with a cache or segments, attention is xla's. `segments` are the
-    batch's `segment_ids` and `parents` where rows hold several texts. `at`: the tokens whose logits are wanted.
+    batch's `segment_ids` and `prefix_segment_ids` where rows hold several texts.
+    `logit_positions`: the tokens whose logits are wanted.
     """
     batch = {"tokens": tokens, "positions": positions}
     if segments is not None:
-        batch["segment_ids"], batch["parents"] = segments
+        batch["segment_ids"], batch["prefix_segment_ids"] = segments
     kernel = attention if cache is None else "xla"
-    call = Call(compute_dtype=jnp.dtype(dtype), cache=cache, until=graph.logits, attention=kernel, at=at)
+    config = ApplyConfig(
+        compute_dtype=jnp.dtype(dtype),
+        cache=cache,
+        until=graph.logits,
+        attention=kernel,
+        logit_positions=logit_positions,
+    )
     if layout is not None:
-        call = replace(call, layout=layout)
-    outputs = apply(graph, params, batch, call)
+        config = replace(config, layout=layout)
+    outputs = apply(graph, params, batch, config)
     return outputs.values[graph.logits], outputs.cache

@@ -13,8 +13,8 @@ from affinage.errors import UserError
 from affinage.hub.families import FAMILIES, family_of
 from affinage.hub.family_spec import Decoder
 from affinage.model import Adapters
-from affinage.model.adapters import LORA_A, LORA_B
-from affinage.model.parameter import Tree
+from affinage.model.lora import LORA_A, LORA_B
+from affinage.model.parameter import PyTree
 
 _PREFIX = "base_model.model."
 # Transformers 5 has the weights of all experts of a layer in one tensor, gate and up of each one above the other.
@@ -22,7 +22,7 @@ _EXPERTS, _GATE_UP, _DOWN = "mlp.experts", "gate_up_proj", "down_proj"
 _Pair = tuple[NDArray[Any], NDArray[Any]]  # A and B of a layer
 
 
-def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str = "") -> dict[str, int]:
+def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str = "") -> dict[str, int]:
     """Write a folder that `peft.PeftModel.from_pretrained(model, folder)` puts beside the exported weights of the base.
 
     `params` are A and B. `base` is the base's repository or exported folder, by which PEFT finds it; "" if there is
@@ -60,7 +60,7 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
 
 
-def adapter_tensors(adapters: Adapters, params: Tree) -> dict[str, NDArray[Any]]:
+def adapter_tensors(adapters: Adapters, params: PyTree) -> dict[str, NDArray[Any]]:
     """Return A [rank, inputs] and B [outputs, rank] under PEFT's names, float32; experts have all ranks in one."""
     tensors: dict[str, NDArray[Any]] = {}
     of_layers: dict[int, dict[str, _Pair]] = {}

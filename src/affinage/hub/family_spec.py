@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinage.errors import UserError
-from affinage.model.graph import Graph, parse
-from affinage.model.kinds.block import TransformerBlock
-from affinage.model.kinds.dropout import Dropout
-from affinage.model.kinds.embedding import Embedding, LearnedPositions
-from affinage.model.kinds.head import Unembed
-from affinage.model.kinds.norm import LayerNorm, RmsNorm
-from affinage.model.node import Node
-from affinage.model.parameter import Parameter, Tree
+from affinage.model.graph import Graph, Node, parse
+from affinage.model.layers.block import TransformerBlock
+from affinage.model.layers.dropout import Dropout
+from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.layers.head import Unembed
+from affinage.model.layers.norm import LayerNorm, RmsNorm
+from affinage.model.parameter import ParamSpec, PyTree
 
 Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
@@ -72,10 +71,10 @@ class Decoder:
         nodes: dict[str, Node] = {}
         order = iter(_ROLES.items())
         for node in chain:
-            if role := next((role for role, kinds in order if isinstance(node.kind, kinds)), None):
+            if role := next((role for role, kinds in order if isinstance(node.layer, kinds)), None):
                 nodes[role] = node
         if len(nodes) != len(chain) or any(role not in nodes for role in _ROLES if role not in _OPTIONAL):
-            listed = ", ".join(f"{node.name} ({node.kind.kind_name})" for node in chain)
+            listed = ", ".join(f"{node.name} ({node.layer.kind_name})" for node in chain)
             fix = "A chain of embedding, one repeated transformer_block, norm and unembed can be written."
             raise UserError(f"the model cannot be written for transformers: its nodes are {listed}", fix=fix)
         return cls(nodes)
@@ -88,19 +87,19 @@ class Decoder:
     @property
     def tied(self) -> bool:
         """Whether the logits use the embedding's vectors."""
-        return self.nodes["logits"].kind.shares is not None
+        return self.nodes["logits"].layer.shares is not None
 
     def settings(self) -> Settings:
         """Return all settings, with the defaults that depend on others filled in."""
-        tree = {role: node.kind.model_dump(mode="json") for role, node in self.nodes.items()}
-        blocks, kind = tree["blocks"], self.nodes["blocks"].kind
+        tree = {role: node.layer.model_dump(mode="json") for role, node in self.nodes.items()}
+        blocks, kind = tree["blocks"], self.nodes["blocks"].layer
         assert isinstance(kind, TransformerBlock)
         blocks["repeat"] = self.nodes["blocks"].layers
         blocks["attention"]["kv_heads"] = kind.attention.groups_of
         blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
         if kind.norm.kind == "rms":
             blocks["norm"].pop("bias", None)  # an RMS norm has none, whatever is set
-        tree["norm"]["kind"] = self.nodes["norm"].kind.kind_name
+        tree["norm"]["kind"] = self.nodes["norm"].layer.kind_name
         tree["logits"]["tied"] = self.tied
         return dict(_flat(tree))
 
@@ -239,7 +238,7 @@ class FamilySpec:
 
     # ---- tensors ----
 
-    def to_tensors(self, params: Tree, graph: Graph) -> dict[str, NDArray[Any]]:
+    def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
         """Return the parameters under transformers' names, in their own dtype."""
         tensors: dict[str, NDArray[Any]] = {}
         parts: dict[str, dict[int, NDArray[Any]]] = {}
@@ -253,7 +252,7 @@ class FamilySpec:
                     parts.setdefault(name, {})[spec.part] = stored
         return tensors | {name: np.concatenate([some[i] for i in range(3)], axis=-1) for name, some in parts.items()}
 
-    def from_tensors(self, tensors: Tensors, graph: Graph) -> Tree:
+    def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
         """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
         tied, params = Decoder.of(graph).tied, dict[str, Any]()
         for path, declared, spec, repeated in self._stored(graph):
@@ -263,7 +262,7 @@ class FamilySpec:
             _put(params, path, whole)
         return params
 
-    def _stored(self, graph: Graph) -> Iterator[tuple[list[str], Parameter, TensorSpec, bool]]:
+    def _stored(self, graph: Graph) -> Iterator[tuple[list[str], ParamSpec, TensorSpec, bool]]:
         """Every parameter of a graph: path, declaration, where it is stored, whether its first axis is the layers."""
         decoder = Decoder.of(graph)
         for role, node in decoder.nodes.items():

@@ -15,7 +15,7 @@ from affinage.data.foreign_json import read_object
 from affinage.errors import UserError
 from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ class HubModel:
 
     architecture: Architecture
     graph: Graph
-    params: Tree  # float32, which holds every dtype of the hub exactly
+    params: PyTree  # float32, which holds every dtype of the hub exactly
     weights: "HubWeights"
 
 
@@ -56,7 +56,7 @@ def read_hub_folder(folder: Path) -> HubModel:
     try:
         params = FAMILIES[architecture.family].from_tensors(weights, graph)
         unread = [name for name in weights if name not in weights.names_read and not _BUFFERS.fullmatch(name)]
-        shared = graph[graph.logits].kind.shares
+        shared = graph[graph.logits].layer.shares
         if shared is not None and "lm_head.weight" in unread:
             if not np.array_equal(weights["lm_head.weight"], params[shared]["embedding"]):
                 fix = "Set `tie_word_embeddings` to false if the model was trained that way."

@@ -22,7 +22,7 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.hub.export import DTYPES
 from affinage.model.graph import Graph
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 from affinage.parallel import MeshLayout
 
 TOLERANCE = 1e-4  # largest difference between two logits, as a share of the largest logit
@@ -130,7 +130,7 @@ def _ids(model: LoadedModel, text: str) -> list[int]:
 
 
 def _apart(
-    folder: Path, model: LoadedModel, params: Tree, text: str, expected: Float[np.ndarray, "S V"], tolerance: float
+    folder: Path, model: LoadedModel, params: PyTree, text: str, expected: Float[np.ndarray, "S V"], tolerance: float
 ) -> float:
     """The largest difference of a text's logits, as a share of the largest one. Raises UserError if it is too large.
 
@@ -150,7 +150,9 @@ def _apart(
 
 
 @partial(jax.jit, static_argnames=("graph", "layout"))
-def _logits(graph: Graph, params: Tree, tokens: Int[Array, "B S"], layout: MeshLayout | None) -> Float[Array, "B S V"]:
+def _logits(
+    graph: Graph, params: PyTree, tokens: Int[Array, "B S"], layout: MeshLayout | None
+) -> Float[Array, "B S V"]:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return logits_of(graph, params, tokens, positions, "float32", attention="xla", layout=layout)[0].array()
 

@@ -17,7 +17,7 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.family_spec import Decoder
 from affinage.model.graph import Graph, parse
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 
 Rows = Float[np.ndarray, "V D"]
 
@@ -71,7 +71,7 @@ def trimmed(model: LoadedModel) -> LoadedModel:
     return replace(model, graph=graph, params=params)
 
 
-def with_ids(graph: Graph, params: Tree, ids: Sequence[int]) -> tuple[Graph, Tree]:
+def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, PyTree]:
     """Return the model with rows for new ids, each the mean of those below the first of them.
 
     A vocabulary that is padded that far stays as large as it is. A token that was never seen is then no likelier than
@@ -91,7 +91,7 @@ def with_ids(graph: Graph, params: Tree, ids: Sequence[int]) -> tuple[Graph, Tre
     return _resized(graph, params, size, grown)
 
 
-def _resized(graph: Graph, params: Tree, size: int, change: Callable[[Rows], Rows]) -> tuple[Graph, Tree]:
+def _resized(graph: Graph, params: PyTree, size: int, change: Callable[[Rows], Rows]) -> tuple[Graph, PyTree]:
     """Another vocabulary, with every matrix of a row for each id changed."""
     decoder, written, changed = Decoder.of(graph), graph.to_dict(), dict(params)
     for name in (decoder.nodes["embed"].name, decoder.nodes["logits"].name):

@@ -9,21 +9,16 @@ The backward pass has two products for each of the forward pass, one for either 
 a training step is three forward passes, of a node that no gradient goes through (`constant`) one.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from affinage.model.graph import Graph
-from affinage.model.kind import Cost
-from affinage.model.kinds.embedding import Embedding, LearnedPositions
-from affinage.model.node import Node
-from affinage.model.parameter import Parameter, parameters_in
-from affinage.model.shape import BATCH, SEQUENCE
-
-BACKWARD = 2  # products of the backward pass for each of the forward pass
-_SUMMED = ("parameters", "active_parameters", "flops", "training_flops", "training_flops_all_pairs")
+from affinage.model.layer import BATCH, SEQUENCE
+from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.parameter import parameters_in
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """One node with its parameters and its operations in one forward pass, all its repeats together."""
+    """One node with its parameters and its operations, all its repeats together."""
 
     name: str
     kind: str
@@ -51,30 +46,17 @@ class NodeCost:
     shape: str  # of the value, symbolic in B and S
     parameters: int
     active_parameters: int
-    flops: int
+    flops: int  # of a forward pass
     flops_all_pairs: int
-    attention_flops: int  # of `flops`, attention's two products
-    backward_flops: int
-    backward_flops_all_pairs: int
-
-    @property
-    def training_flops(self) -> int:
-        """Of a forward and a backward pass."""
-        return self.flops + self.backward_flops
-
-    @property
-    def training_flops_all_pairs(self) -> int:
-        """The same with attention over all S * S pairs of tokens."""
-        return self.flops_all_pairs + self.backward_flops_all_pairs
+    training_flops: int  # of a forward and a backward pass
+    training_flops_all_pairs: int
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The cost of every node for a batch of `batch` rows of `context` tokens."""
+    """The cost of every node for a batch."""
 
     nodes: tuple[NodeCost, ...]
-    batch: int
-    context: int
 
     @property
     def flops(self) -> int:
@@ -94,67 +76,50 @@ class Analysis:
 
 def parameters(graph: Graph) -> ParameterCount:
     """Counts of the declared parameters; nothing is allocated."""
-    tables = (Embedding, LearnedPositions)
-    embedding = sum(_count(graph, node) for node in graph.nodes if isinstance(node.kind, tables))
+    tables = [node.name for node in graph.nodes if isinstance(node.layer, Embedding | LearnedPositions)]
+    embedding = sum(p.size for name in tables for p in parameters_in(graph.parameters[name]))
     declared = parameters_in(graph.parameters)
     return ParameterCount(sum(p.size for p in declared), sum(p.active for p in declared), embedding)
 
 
 def analyse(graph: Graph, batch: int, context: int) -> Analysis:
     """The cost of every node at this batch (rows) and context (tokens of a row)."""
-    sizes = {BATCH: batch, SEQUENCE: context}
     rows = []
     for node in graph.nodes:
-        cost: Cost = node.kind.cost(graph.input_shapes(node), sizes) * node.layers
+        cost = node.layer.cost(graph.input_shapes(node), {BATCH: batch, SEQUENCE: context}) * node.layers
+        declared = parameters_in(graph.parameters.get(node.name, {}))
         flops, all_pairs = cost.matmul + cost.attention_causal, cost.matmul + cost.attention
-        products = 0 if node.kind.constant else BACKWARD
+        passes = 1 if node.layer.constant else 3
         rows.append(
             NodeCost(
                 name=node.name,
-                kind=node.kind.kind_name,
+                kind=node.layer.kind_name,
                 inputs=node.inputs,
                 repeat=node.layers,
                 shape=str(graph.shapes[node.name]),
-                parameters=_count(graph, node),
-                active_parameters=sum(p.active for p in _declared(graph, node)),
+                parameters=sum(p.size for p in declared),
+                active_parameters=sum(p.active for p in declared),
                 flops=flops,
                 flops_all_pairs=all_pairs,
-                attention_flops=cost.attention_causal,
-                backward_flops=products * flops,
-                backward_flops_all_pairs=products * all_pairs,
+                training_flops=passes * flops,
+                training_flops_all_pairs=passes * all_pairs,
             )
         )
-    return Analysis(tuple(rows), batch, context)
+    return Analysis(tuple(rows))
 
 
 def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
     """One JSON-able row per node and a last one, named `total`: what `affinage graph` prints."""
-    analysis = analyse(graph, batch, context)
-    table: list[dict[str, Any]] = [
-        {
-            "name": node.name,
-            "kind": node.kind,
-            "inputs": list(node.inputs),
-            "repeat": node.repeat,
-            "shape": node.shape,
-            "parameters": node.parameters,
-            "active_parameters": node.active_parameters,
-            "flops": node.flops,
-            "training_flops": node.training_flops,
-            "training_flops_all_pairs": node.training_flops_all_pairs,
-        }
-        for node in analysis.nodes
-    ]
-    total = {key: sum(row[key] for row in table) for key in _SUMMED}
+    table = [asdict(node) | {"inputs": list(node.inputs)} for node in analyse(graph, batch, context).nodes]
+    summed = ("parameters", "active_parameters", "flops", "training_flops", "training_flops_all_pairs")
+    total = {key: sum(row[key] for row in table) for key in summed}
     return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]
 
 
 def cache_bytes(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> int:
     """Bytes of what decoding keeps for `length` tokens of `batch` rows."""
-    elements = 0
-    for node in graph.nodes:
-        shapes = node.kind.cache(graph.input_shapes(node), batch, length)
-        elements += node.layers * sum(int(np.prod(shape)) for shape in shapes.values())
+    caches = [(node.layers, node.layer.cache(graph.input_shapes(node), batch, length)) for node in graph.nodes]
+    elements = sum(layers * sum(map(prod, shapes.values())) for layers, shapes in caches)
     return elements * jnp.dtype(dtype).itemsize
 
 
@@ -164,16 +129,8 @@ def mermaid(graph: Graph) -> str:
     lines += [f'    {name}(["{name} {shape}"])' for name, shape in graph.inputs]
     for node in graph.nodes:
         times = f" × {node.repeat}" if node.repeat else ""
-        lines.append(f'    {node.name}["{node.name}: {node.kind.kind_name}{times}<br/>{graph.shapes[node.name]}"]')
+        lines.append(f'    {node.name}["{node.name}: {node.layer.kind_name}{times}<br/>{graph.shapes[node.name]}"]')
         lines += [f"    {source} --> {node.name}" for source in node.inputs]
-        if node.kind.shares:
-            lines.append(f"    {node.kind.shares} -. weights .-> {node.name}")
+        if node.layer.shares:
+            lines.append(f"    {node.layer.shares} -. weights .-> {node.name}")
     return "\n".join(lines) + "\n"
-
-
-def _count(graph: Graph, node: Node) -> int:
-    return sum(p.size for p in _declared(graph, node))
-
-
-def _declared(graph: Graph, node: Node) -> list[Parameter]:
-    return parameters_in(graph.parameters.get(node.name, {}))

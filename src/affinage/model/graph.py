@@ -1,26 +1,52 @@
-"""The model as data: a directed acyclic graph of named, parameterised functions."""
+"""The model as data: a directed acyclic graph of named layers, parsed from a recipe."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from affinage.errors import UserError
-from affinage.model.node import Node, ancestors
-from affinage.model.parameter import Tree, parameters_in, stacked
-from affinage.model.shape import Shape
-from affinage.model.validation import (
-    INPUTS,
-    Locate,
-    check_alive,
-    check_inputs,
-    complete,
-    infer_shapes,
-    known_keys,
-    parse_inputs,
-    parse_node,
-    topological,
-)
+from pydantic import ValidationError
+
+import affinage.model.layers  # noqa: F401  registers the layers of the package
+from affinage.config.mistakes import explain
+from affinage.config.tuning import DpoSettings
+from affinage.errors import UserError, meant
+from affinage.model.layer import BATCH, LAYERS, TOKENS, Layer, Shape, ShapeMismatch
+from affinage.model.parameter import PyTree, map_parameters, parameters_in
+
+Path = tuple[str, ...]
+Locate = Callable[[Path], str]
+ANSWERS = "answer_log_probabilities"  # the node of `preference_graph` that reads the logits
+_INPUTS: dict[str, Shape] = {"tokens": TOKENS}
+_NODE_KEYS = ("kind", "in", "repeat", "scan")
+_UNROLLED = 48  # layers, at most, that are compiled one by one for GPUs
+
+
+@dataclass(frozen=True)
+class Node:
+    """A layer applied to other nodes' values, `repeat` times in a row with parameters of its own each time."""
+
+    name: str
+    layer: Layer
+    inputs: tuple[str, ...]
+    repeat: int | None = None  # None: once, and its parameters have no layers axis
+    scan: bool | Literal["auto"] = "auto"  # one compiled body for all repeats
+
+    @property
+    def layers(self) -> int:
+        """How many times the layer is applied."""
+        return self.repeat or 1
+
+    def scans(self, platform: str) -> bool:
+        """Whether the repeats are a scan when compiled for this platform.
+
+        On CPUs and GPUs a scan costs 10 to 25 %, as it copies what layers keep into arrays of all of them. GPUs scan
+        very deep models only, whose compilation would take long.
+        """
+        if self.scan != "auto":
+            return self.scan
+        return platform == "tpu" or (platform == "gpu" and self.layers > _UNROLLED)
 
 
 @dataclass(frozen=True)
@@ -50,21 +76,22 @@ class Graph:
 
     @cached_property
     def loss(self) -> str:
-        """Name of the node that training minimises."""
-        return next(node.name for node in self.nodes if node.kind.is_loss)
+        """Name of the node that training minimizes."""
+        return next(node.name for node in self.nodes if node.layer.is_loss)
 
     @cached_property
     def logits(self) -> str:
         """Name of the node whose logits the loss is of."""
         for name in self.needed_for(self.loss):
-            if "logits" in (kind := self[name].kind).takes:
-                return self[name].inputs[kind.takes.index("logits")]
+            node = self[name]
+            if "logits" in node.layer.takes:
+                return node.inputs[node.layer.takes.index("logits")]
         raise UserError("the model is not a language model: its loss is not a next_token_loss")
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids that the model can both read and tell apart in its logits."""
-        read = [vocab for node in self.nodes if isinstance(vocab := getattr(node.kind, "vocab", None), int)]
+        read = [vocab for node in self.nodes if isinstance(vocab := getattr(node.layer, "vocab", None), int)]
         return min(self.shapes[self.logits].width, *read)
 
     @property
@@ -75,33 +102,29 @@ class Graph:
     @cached_property
     def depth(self) -> int:
         """Layers that add to a residual stream, for the scale of their first values."""
-        return max(1, sum(n.layers for n in self.nodes if any(p.residual for p in parameters_in(self._own(n)))))
+        residual = [node for node in self.nodes if any(p.residual for p in parameters_in(self._own(node)))]
+        return max(1, sum(node.layers for node in residual))
 
-    def _own(self, node: Node) -> Tree:
-        return node.kind.parameters(self.input_shapes(node))
+    def _own(self, node: Node) -> PyTree:
+        return node.layer.parameters(self.input_shapes(node))
 
     @cached_property
-    def parameters(self) -> Tree:
+    def parameters(self) -> PyTree:
         """Declarations of all parameters: {node name: nested dict}; a repeated node's have the layers first."""
-        tree: Tree = {}
+        tree: PyTree = {}
         for node in self.nodes:
-            own = self._own(node)
-            if own:
-                tree[node.name] = own if node.repeat is None else stacked(own, node.repeat)
+            if own := self._own(node):
+                tree[node.name] = own if node.repeat is None else _stacked(own, node.repeat)
         return tree
 
     def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """What the symbols in the inputs' shapes stand for in this batch of arrays: B, and S where there are tokens."""
-        return {
-            symbol: size
-            for name, shape in self.inputs
-            for symbol, size in zip(shape.dims, batch[name].shape, strict=True)
-            if isinstance(symbol, str)
-        }
+        pairs = [pair for name, shape in self.inputs for pair in zip(shape.dims, batch[name].shape, strict=True)]
+        return {symbol: size for symbol, size in pairs if isinstance(symbol, str)}
 
     def needed_for(self, name: str) -> Collection[str]:
-        """Names of the node itself and of all that it is computed from."""
-        return ancestors(self._by_name, name)
+        """Names of the node itself and of all nodes that it is computed from."""
+        return _ancestors(self._by_name, name)
 
     def narrowing(self, names: Collection[str]) -> str:
         """The first of the named nodes that can leave out tokens whose values are not wanted in the end.
@@ -113,8 +136,8 @@ class Graph:
         for node in reversed([node for node in self.nodes if node.name in names]):
             if not read <= later | {node.name}:
                 break
-            first = node.name if node.kind.narrows else first
-            if not node.kind.by_token:
+            first = node.name if node.layer.narrows else first
+            if not node.layer.by_token:
                 break
             later.add(node.name)
             read.update(node.inputs)
@@ -126,16 +149,47 @@ class Graph:
         """The `model:` mapping of a recipe that parses to this graph again."""
         nodes: dict[str, Any] = {}
         for node in self.nodes:
-            entry: dict[str, Any] = {"kind": node.kind.kind_name}
+            entry: dict[str, Any] = {"kind": node.layer.kind_name}
             entry["in"] = node.inputs[0] if len(node.inputs) == 1 else list(node.inputs)
             if node.repeat is not None:
                 entry["repeat"] = node.repeat
             if node.scan != "auto":
                 entry["scan"] = node.scan
-            nodes[node.name] = entry | node.kind.model_dump(mode="json", exclude_defaults=True)
-        if all(name in INPUTS for name, _ in self.inputs):
+            nodes[node.name] = entry | node.layer.model_dump(mode="json", exclude_defaults=True)
+        if all(name in _INPUTS for name, _ in self.inputs):
             return {"inputs": [name for name, _ in self.inputs], "nodes": nodes}
         return {"inputs": {name: list(shape.dims[1:]) for name, shape in self.inputs}, "nodes": nodes}
+
+
+def _stacked(tree: PyTree, layers: int) -> PyTree:
+    return map_parameters(lambda _, parameter: parameter.stacked(layers), tree)
+
+
+def preference_graph(graph: Graph, settings: DpoSettings, documents: int) -> Graph:
+    """The same model with the loss of pairs, of which a row holds `documents`, two for each pair, at most.
+
+    Raises:
+        UserError: its loss is another one.
+    """
+    model = graph.to_dict()
+    loss = model["nodes"].pop(graph.loss)
+    if loss["kind"] != "next_token_loss":
+        raise UserError("preferences are learned by a language model, whose loss is a next_token_loss", where="model")
+    chunk = {key: loss[key] for key in ("chunk",) if key in loss}
+    model["nodes"] |= {
+        ANSWERS: {"kind": "document_log_probabilities", "in": loss["in"], "documents": documents, **chunk},
+        graph.loss: {
+            "kind": "preference_loss",
+            "in": ANSWERS,
+            "form": settings.loss,
+            "beta": settings.beta,
+            "label_smoothing": settings.label_smoothing,
+        },
+    }
+    return parse(model)
+
+
+# ---- from a recipe ----
 
 
 def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: int | None = None) -> Graph:
@@ -143,16 +197,158 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
 
     `locate` turns a path such as `("model", "nodes", "blocks", "ffn", "width")` into where the user wrote it.
     `vocabulary` is what `vocab: auto` stands for: the size of the tokenizer that is in use.
-    Raises UserError for unknown kinds, keys and inputs, wrong arity, cycles, shapes without a rule, and dead nodes.
+
+    Raises:
+        UserError: unknown kinds, keys and inputs, wrong arity, cycles, shapes without a rule, and dead nodes.
     """
-    known_keys(model, ("inputs", "nodes"), ("model",), locate)
-    inputs = parse_inputs(model.get("inputs"), locate)
+    _check_keys(model, ("inputs", "nodes"), ("model",), locate)
+    inputs = _parse_inputs(model.get("inputs"), locate)
     entries = model.get("nodes")
     if not isinstance(entries, Mapping) or not entries:
         raise UserError("the model has no nodes", where=locate(("model", "nodes")))
-    nodes = {str(name): parse_node(str(name), entry, vocabulary, locate) for name, entry in entries.items()}
-    check_inputs(nodes, inputs, locate)
-    ordered = topological(complete(nodes, locate), locate)
-    shapes = infer_shapes(ordered, inputs, locate)
-    check_alive(ordered, locate)
-    return Graph(tuple(inputs.items()), tuple(ordered.values()), shapes)
+    nodes = {str(name): _parse_node(str(name), entry, vocabulary, locate) for name, entry in entries.items()}
+    for name, node in nodes.items():
+        if name in inputs:
+            raise _wrong(f"node `{name}` has the name of an input", locate, name)
+        for source in node.inputs:
+            if source not in nodes and source not in inputs:
+                what = f"node `{name}` takes `{source}`, which is neither a node nor an input"
+                raise _wrong(what, locate, name, "in", fix=_suggest(source, [*nodes, *inputs]))
+    for name, node in nodes.items():
+        try:
+            nodes[name] = replace(node, layer=node.layer.bind(nodes))
+        except ValueError as error:
+            raise _wrong(f"node `{name}`: {error}", locate, name) from None
+    ordered = _topological(nodes, locate)
+    shapes = _infer_shapes(ordered, inputs, locate)
+    _check_alive(nodes, locate)
+    return Graph(tuple(inputs.items()), tuple(ordered), shapes)
+
+
+def _wrong(what: str, locate: Locate, *keys: str, fix: str = "") -> UserError:
+    return UserError(what, where=locate(("model", "nodes", *keys)), fix=fix)
+
+
+def _suggest(word: str, known: Iterable[str], within: Path = ()) -> str:
+    """A line that names the nearest known word, with the keys that it stands within, or all of them."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return meant(".".join((*within, name)) for name in near) or f"There are: {', '.join(sorted(known))}."
+
+
+def _check_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) -> None:
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{path[-1]} must be a mapping, not {entry!r}", where=locate(path))
+    for key in map(str, entry):
+        if key not in known:
+            what = f"`{'.'.join((*path[2:], key))}` is not a setting"
+            raise UserError(what, where=locate((*path, key)), fix=_suggest(key, known, path))
+
+
+def _parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
+    """The inputs by name: a list of those that are always the same, or a mapping with the size of an array's rows."""
+    where = ("model", "inputs")
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Mapping | list | tuple) or not names:
+        raise UserError("`inputs` must list what the batch holds, e.g. [tokens]", where=locate(where))
+    if not isinstance(names, Mapping):
+        for name in names:
+            if not isinstance(name, str) or name not in _INPUTS:
+                raise UserError(f"unknown input `{name}`", where=locate(where), fix=_suggest(str(name), _INPUTS))
+        return {name: _INPUTS[name] for name in names}
+    shapes: dict[str, Shape] = {}
+    for name, size in names.items():
+        sizes = tuple(size) if isinstance(size, list | tuple) else ()
+        fixed = _INPUTS.get(name)
+        if (sizes != fixed.dims[1:]) if fixed else not (sizes and all(type(n) is int and n > 0 for n in sizes)):
+            shown = ", ".join(map(str, fixed.dims[1:])) if fixed else "8, 8, 1"
+            what = f"input `{name}` must have the size of one row, not {size!r}"
+            raise UserError(what, where=locate((*where, str(name))), fix=f"Write it like [{shown}].")
+        shapes[str(name)] = fixed or Shape((BATCH, *sizes))
+    return shapes
+
+
+def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -> Node:
+    if not isinstance(entry, Mapping) or "kind" not in entry or "in" not in entry:
+        raise _wrong(f"node `{name}` needs `kind` and `in`", locate, name)
+    kind = entry["kind"]
+    layer = LAYERS.get(kind) if isinstance(kind, str) else None
+    if layer is None:
+        raise _wrong(f"unknown kind `{kind}`", locate, name, "kind", fix=_suggest(str(kind), LAYERS))
+    inputs = entry["in"] if isinstance(entry["in"], list | tuple) else [entry["in"]]
+    if len(inputs) != len(layer.takes) or not all(isinstance(i, str) for i in inputs):
+        what = f"{kind} takes {len(layer.takes)} inputs ({', '.join(layer.takes)}), got {entry['in']!r}"
+        raise _wrong(what, locate, name, "in")
+    repeat, scan = entry.get("repeat"), entry.get("scan", "auto")
+    if repeat is not None and (type(repeat) is not int or repeat < 1):
+        raise _wrong(f"repeat must be a positive whole number, not {repeat!r}", locate, name, "repeat")
+    if scan not in (True, False, "auto"):
+        raise _wrong(f"scan must be true, false or auto, not {scan!r}", locate, name, "scan")
+    settings = {key: value for key, value in entry.items() if key not in _NODE_KEYS}
+    if settings.get("vocab") == "auto":
+        if vocabulary is None:
+            fix = "Train the tokenizer first, or give the number."
+            raise _wrong("`vocab: auto` is the tokenizer's vocabulary", locate, name, "vocab", fix=fix)
+        settings["vocab"] = vocabulary
+    path = ("model", "nodes", name)
+    _check_keys(settings, [*layer.model_fields, *_NODE_KEYS], path, locate)
+    try:
+        made = layer.model_validate(settings)
+    except ValidationError as error:
+        raise explain(error, layer, settings, lambda inner: locate((*path, *map(str, inner))), path) from None
+    return Node(name, made, tuple(inputs), repeat, scan)
+
+
+def _ancestors(nodes: Mapping[str, Node], name: str) -> Collection[str]:
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        current = waiting.pop()
+        if current not in found and current in nodes:
+            found.add(current)
+            waiting.extend(nodes[current].inputs)
+    return found
+
+
+def _topological(nodes: Mapping[str, Node], locate: Locate) -> list[Node]:
+    """Nodes after their inputs, otherwise as written; a cycle is an error that names its nodes."""
+    ordered: dict[str, Node] = {}
+
+    def visit(name: str, trail: Path) -> None:
+        if name in ordered or name not in nodes:
+            return
+        if name in trail:
+            cycle = " -> ".join([*trail[trail.index(name) :], name])
+            raise _wrong(f"the nodes form a cycle: {cycle}", locate, name, "in")
+        for source in nodes[name].inputs:
+            visit(source, (*trail, name))
+        ordered[name] = nodes[name]
+
+    for name in nodes:
+        visit(name, ())
+    return list(ordered.values())
+
+
+def _infer_shapes(ordered: Iterable[Node], inputs: Mapping[str, Shape], locate: Locate) -> dict[str, Shape]:
+    shapes = dict(inputs)
+    for node in ordered:
+        taken = tuple(shapes[name] for name in node.inputs)
+        try:
+            shapes[node.name] = node.layer.shape(taken)
+        except ShapeMismatch as error:
+            raise _wrong(f"node `{node.name}` ({node.layer.kind_name}): {error}", locate, node.name) from None
+        if node.repeat is not None and (shapes[node.name],) != taken:
+            what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"
+            raise _wrong(what, locate, node.name)
+    return shapes
+
+
+def _check_alive(nodes: Mapping[str, Node], locate: Locate) -> None:
+    """Exactly one loss, and every node leads to it or lends it parameters."""
+    losses = [name for name, node in nodes.items() if node.layer.is_loss]
+    if len(losses) != 1:
+        raise _wrong(f"the model must have exactly one loss node, it has {losses or 'none'}", locate)
+    alive = set(_ancestors(nodes, losses[0]))
+    alive |= {shared for name in alive if (shared := nodes[name].layer.shares)}
+    for name in nodes:
+        if name not in alive:
+            raise _wrong(f"node `{name}` is dead: nothing that leads to `{losses[0]}` uses it", locate, name)

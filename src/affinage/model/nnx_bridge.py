@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from affinage.model.call import Call, Outputs
+from affinage.model.apply_config import ApplyConfig
+from affinage.model.forward import Outputs, apply, logical_axes
 from affinage.model.graph import Graph
-from affinage.model.module import apply, logical_axes
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 
 
 class GraphModule(nnx.Module):
@@ -25,12 +25,12 @@ class GraphModule(nnx.Module):
         self.graph = nnx.static(graph)
         self.nodes = nnx.data(dict(nodes))
 
-    def __call__(self, batch: Mapping[str, Array], call: Call | None = None) -> Outputs:
+    def __call__(self, batch: Mapping[str, Array], config: ApplyConfig | None = None) -> Outputs:
         """Values of the graph's nodes, see `affinage.model.apply`."""
-        return apply(self.graph, from_nnx(self), batch, call or Call())
+        return apply(self.graph, from_nnx(self), batch, config or ApplyConfig())
 
 
-def to_nnx(graph: Graph, params: Tree, mesh: Mesh | None = None) -> GraphModule:
+def to_nnx(graph: Graph, params: PyTree, mesh: Mesh | None = None) -> GraphModule:
     """The module of a graph with these parameters.
 
     Args:
@@ -51,7 +51,9 @@ def to_nnx(graph: Graph, params: Tree, mesh: Mesh | None = None) -> GraphModule:
     return GraphModule(graph, jax.tree.map(param, params, logical_axes(graph)))
 
 
-def from_nnx(module: GraphModule) -> Tree:
+def from_nnx(module: GraphModule) -> PyTree:
     """The plain tree of a module's parameters, for `apply`, checkpoints and exports."""
-    tree: Tree = jax.tree.map(lambda leaf: leaf[...], module.nodes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    tree: PyTree = jax.tree.map(
+        lambda leaf: leaf[...], module.nodes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
     return tree

@@ -1,5 +1,6 @@
-"""Products of low-precision arrays with float32 results, whose gradients stay products of low-precision arrays."""
+"""Products of low-precision arrays with float32 results, and logits that are not yet multiplied out."""
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -31,3 +32,35 @@ def _backward(equation: str, operands: tuple[Array, Array], gradient: Array) -> 
 
 
 product32.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logits:
+    """Logits not yet multiplied out, so that a loss over a large vocabulary can do it in parts."""
+
+    hidden: Float[Array, "*N D"]  # in the compute dtype
+    kernel: Float[Array, "V D"]  # in the compute dtype
+    softcap: float | None = field(default=None, metadata={"static": True})
+
+    def array(self) -> Float[Array, "*N V"]:
+        """The logits in float32."""
+        return multiply_out(self.hidden, self.kernel, self.softcap)
+
+
+def multiply_out(
+    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], softcap: float | None, vocabulary: int | None = None
+) -> Float[Array, "*N V"]:
+    """Logits in float32, see `cap`."""
+    axes = "abc"[: hidden.ndim - 1]
+    return cap(product32(f"{axes}d,vd->{axes}v", hidden, kernel), softcap, vocabulary)
+
+
+def cap(logits: Float[Array, "*N V"], softcap: float | None, vocabulary: int | None = None) -> Float[Array, "*N V"]:
+    """Logits bounded to ±softcap by a tanh where one is given (Gemma 2), and -1e30 from the vocabulary's end on."""
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    if vocabulary is None:
+        return logits
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(column < vocabulary, logits, -1e30)

@@ -1,6 +1,6 @@
 """Parallel: a graph and a mesh become one compiled step."""
 
-from affinage.parallel.choice import call_on as call_on
+from affinage.parallel.choice import apply_config_on as apply_config_on
 from affinage.parallel.choice import serving_layout as serving_layout
 from affinage.parallel.choice import serving_table as serving_table
 from affinage.parallel.choice import strategy_for as strategy_for

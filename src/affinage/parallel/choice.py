@@ -10,7 +10,7 @@ from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
 from affinage.config.training import AttentionImplementation
 from affinage.errors import UserError
 from affinage.hardware.xla_flags import flags_for
-from affinage.model.call import Call
+from affinage.model.apply_config import ApplyConfig
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import make_mesh
 from affinage.parallel.pipeline import AXIS, Pipeline
@@ -18,9 +18,9 @@ from affinage.parallel.sharding import Table, param_shardings, table_with
 from affinage.parallel.strategy import Spmd, Strategy
 
 
-def call_on(layout: MeshLayout, attention: AttentionImplementation, settings: ParallelSettings) -> Call:
+def apply_config_on(layout: MeshLayout, attention: AttentionImplementation, settings: ParallelSettings) -> ApplyConfig:
     """How a model is applied on a mesh, as far as a strategy can refuse it."""
-    return Call(attention=attention, layout=layout, ring_attention=settings.context_attention == "ring")
+    return ApplyConfig(attention=attention, layout=layout, ring_attention=settings.context_attention == "ring")
 
 
 def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from affinage.model.layout import Layout
+from affinage.model.apply_config import Layout
 from affinage.parallel.sharding import TABLE, LogicalAxes, Table, partition_spec
 
 REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless a table splits weights over it

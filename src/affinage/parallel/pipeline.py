@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from affinage.errors import UserError
-from affinage.model.call import Call
-from affinage.model.graph import Graph
-from affinage.model.kind import Context, Result
-from affinage.model.node import Node
-from affinage.model.repeat import apply_layers
+from affinage.model.apply_config import ApplyConfig
+from affinage.model.forward import apply_layers
+from affinage.model.graph import Graph, Node
+from affinage.model.layer import LayerContext, Result
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.strategy import Spmd
 
@@ -42,25 +41,25 @@ class Pipeline(Spmd):
     micro_batches: int | None = None
     rounds: int = 1
 
-    def adapt(self, call: Call) -> Call:
+    def adapt(self, config: ApplyConfig) -> ApplyConfig:
         """See `Strategy.adapt`."""
-        return replace(call, layers=self._layers, attention="xla")
+        return replace(config, layers=self._layers, attention="xla")
 
-    def check(self, graph: Graph, rows: int, call: Call) -> None:
+    def check(self, graph: Graph, rows: int, config: ApplyConfig) -> None:
         """See `Strategy.check`."""
-        if call.rings:
+        if config.rings:
             raise UserError(
                 "ring attention does not go through a pipeline",  # JAX cannot differentiate nested shard_maps
                 where="parallel.context_attention",
                 fix="Set `context_attention: all_gather`.",
             )
-        if call.attention not in ("auto", "xla"):
+        if config.attention not in ("auto", "xla"):
             raise UserError(
-                f"attention by {call.attention} does not go through a pipeline",
+                f"attention by {config.attention} does not go through a pipeline",
                 where="attention",
                 fix="Set it to auto or xla; auto is xla in a pipeline.",
             )
-        layout = cast(MeshLayout, call.layout)
+        layout = cast(MeshLayout, config.layout)
         stages = layout.mesh.shape[AXIS]
         repeated = [node for node in graph.nodes if node.repeat is not None]
         if not repeated:
@@ -93,15 +92,15 @@ class Pipeline(Spmd):
         fix = f"Set `pipeline_micro_batches` to {' or '.join(map(str, sorted(near)))}." if near else "Give more rows."
         raise UserError(why, where="parallel.pipeline_micro_batches", fix=fix)
 
-    def _layers(self, node: Node, params: PyTree, x: Float[Array, "B S D"], context: Context) -> Result:
+    def _layers(self, node: Node, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The layers of `node`, as `apply_layers` applies them."""
-        layout = cast(MeshLayout, context.call.layout)
+        layout = cast(MeshLayout, context.config.layout)
         stages, rounds = layout.mesh.shape[AXIS], self.rounds
         parts = self.parts(len(x), layout)
         by_stage = jax.tree.map(lambda w: w.reshape(rounds, stages, -1, *w.shape[1:]), params)
         rows = {name: _split(array, parts) for name, array in context.batch.items()}
         # XLA:CPU ends the process over the gradient of the inputs, a sum over the stages, where that is in bfloat16.
-        passed = jnp.dtype(jnp.float32) if context.call.platform == "cpu" else x.dtype
+        passed = jnp.dtype(jnp.float32) if context.config.platform == "cpu" else x.dtype
         inputs = layout.constrain(_split(x.astype(passed), parts), (None, "batch", "residual", "width"))
         key = None if context.key is None else jax.random.key_data(context.key)
 
@@ -109,12 +108,12 @@ class Pipeline(Spmd):
             layers = node.layers // (stages * rounds)
             inner = replace(context, batch=rows, key=None if key is None else jax.random.wrap_key_data(key))
             own = layout.constrain(given.astype(x.dtype), ("batch", "residual", "width"))
-            inner = replace(inner, prepared=node.kind.prepare((own,), inner))
+            inner = replace(inner, prepared=node.layer.prepare((own,), inner))
             result = apply_layers(replace(node, repeat=layers), weights, own, inner, number * layers)
             return replace(result, value=result.value.astype(passed))
 
         run = jax.shard_map(
-            _schedule(stage, stages, rounds, parts, context.call.remat),
+            _schedule(stage, stages, rounds, parts, context.config.remat),
             mesh=layout.mesh,
             in_specs=(PartitionSpec(None, AXIS), PartitionSpec(), PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(AXIS), PartitionSpec(), PartitionSpec()),

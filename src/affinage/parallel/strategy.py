@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from affinage.errors import UserError
-from affinage.model.call import Call
+from affinage.model.apply_config import ApplyConfig
 from affinage.model.graph import Graph
 from affinage.parallel.sharding import replicated
 
@@ -19,20 +19,20 @@ Function = Callable[..., Any]
 class Strategy(Protocol):
     """Turns pure steps into programs. A test or a plug-in may bring its own."""
 
-    def check(self, graph: Graph, rows: int, call: Call) -> None:
+    def check(self, graph: Graph, rows: int, config: ApplyConfig) -> None:
         """Refuse a model, or rows of a micro-batch, that the strategy cannot run on this mesh.
 
         Args:
             graph: the model.
             rows: of a micro-batch.
-            call: how the graph would be applied; its layout is a `MeshLayout`.
+            config: how the graph would be applied; its layout is a `MeshLayout`.
 
         Raises:
             UserError: naming the nearest settings that work.
         """
         ...
 
-    def adapt(self, call: Call) -> Call:
+    def adapt(self, config: ApplyConfig) -> ApplyConfig:
         """How the graph is to be applied inside the steps."""
         ...
 
@@ -67,12 +67,12 @@ class Spmd:
 
     compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)
 
-    def check(self, graph: Graph, rows: int, call: Call) -> None:
+    def check(self, graph: Graph, rows: int, config: ApplyConfig) -> None:
         """See `Strategy.check`: any graph, and rows are the table's business."""
 
-    def adapt(self, call: Call) -> Call:
+    def adapt(self, config: ApplyConfig) -> ApplyConfig:
         """See `Strategy.adapt`."""
-        return call
+        return config
 
     def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
         """See `Strategy.compile_training`."""

@@ -6,9 +6,9 @@ import jax
 
 from affinage.errors import UserError
 from affinage.hardware.mesh import AXES
+from affinage.model.forward import logical_axes
 from affinage.model.graph import Graph
-from affinage.model.module import logical_axes
-from affinage.model.shape import SEQUENCE
+from affinage.model.layer import SEQUENCE
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.parallel.sharding import Table
 

@@ -243,13 +243,13 @@ def _model_of(
         from affinage.generation.model import LoadedModel
         from affinage.hardware.chips import chip
         from affinage.parallel import MeshLayout, serving_table
-        from affinage.training.frozen import frozen_of
+        from affinage.training.frozen import split_params
         from affinage.training.trainer import compute_dtype
 
         params = state.params
         if isinstance(settings, TuningSettings) and settings.lora is not None:
             like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
-            params = jax.jit(frozen_of(graph, settings).merged, out_shardings=like)(params, state.frozen)
+            params = jax.jit(split_params(graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
         sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
         device = next(iter(sharding.device_set))
         return LoadedModel(

@@ -93,8 +93,8 @@ def train_tokenizer(context: StepContext) -> Summary:
 
 def base_tokenizer(context: StepContext) -> Summary:
     """Take the tokenizer of the model that the recipe begins with."""
-    from affinage.data.fertility import measure
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tokenizer_training import measure
 
     folder = initial_folder(context.loaded)
     assert folder is not None
@@ -106,8 +106,8 @@ def base_tokenizer(context: StepContext) -> Summary:
 
 def compare_tokenizers(context: StepContext) -> Summary:
     """Measure published tokenizers beside the recipe's own."""
-    from affinage.data.fertility import compare
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tokenizer_training import compare
 
     ours = Tokenizer.load(context.inputs["train-tokenizer"])
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)

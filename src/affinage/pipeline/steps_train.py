@@ -123,7 +123,7 @@ def ref_logprobs(context: StepContext) -> Summary:
     from affinage.data.atomic import write_array
     from affinage.data.dataloader import ValidationRows
     from affinage.data.token_shards import find_shard_folders
-    from affinage.model.preferred import ANSWERS
+    from affinage.model.graph import ANSWERS
     from affinage.parallel import make_mesh
     from affinage.training.trainer import Trainer
 
@@ -150,7 +150,7 @@ def ref_logprobs(context: StepContext) -> Summary:
                 of_part[name] = batches.rows
     finally:
         job.hardware.release()
-    return {"rows": counts, "documents": job.graph[ANSWERS].kind.model_dump()["documents"]}
+    return {"rows": counts, "documents": job.graph[ANSWERS].layer.model_dump()["documents"]}
 
 
 def _dpo(context: StepContext) -> DpoSettings:
@@ -160,7 +160,7 @@ def _dpo(context: StepContext) -> DpoSettings:
 
 def _dpo_job(context: StepContext, base: "Graph", settings: DpoSettings, feed: Any, **more: Any) -> "TrainJob":
     from affinage.data.tuning_data import documents_in_a_row
-    from affinage.model.preferred import preference_graph
+    from affinage.model.graph import preference_graph
 
     graph = preference_graph(base, settings, documents_in_a_row(context.inputs["preference-data"]))
     tokens = settings.seq_len or context.recipe.packing.seq_len
@@ -438,12 +438,12 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
     from affinage.hardware.devices import acquire
     from affinage.model import abstract_params, logical_axes, parse
-    from affinage.parallel import MeshLayout, call_on, make_mesh, param_shardings, strategy_for, table_with
+    from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.parallel.used_axes import check_axes_used
     from affinage.tracking import check_trackers
     from affinage.training import rows_per_step
-    from affinage.training.frozen import frozen_of
+    from affinage.training.frozen import split_params
     from affinage.training.layerwise import check_remat, check_update
     from affinage.training.optimizer import check_choices
 
@@ -470,9 +470,9 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     with line("mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
     with line(name, "lora"):
-        held = frozen_of(graph, settings)
+        split = split_params(graph, settings)
     with line(name, "optimizer_in_backward"):
-        check_update(held, settings, in_stages=mesh.shape["pipeline"] > 1)
+        check_update(split, settings, in_stages=mesh.shape["pipeline"] > 1)
     with line("parallel", "remat"):
         check_remat(settings, recipe.parallel.remat)
     with line("parallel", "sharding"):
@@ -482,7 +482,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
         check_rows_divide(rows, settings.gradient_accumulation_steps, mesh, table)
     with line("mesh"):
         check_axes_used(graph, mesh.shape, table)
-        call = call_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
+        call = apply_config_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
         strategy_for(mesh, recipe.parallel).check(graph, rows // settings.gradient_accumulation_steps, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
     with line("packing", "seq_len"):

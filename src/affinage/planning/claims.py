@@ -9,7 +9,7 @@ from affinage.config.training import TrainSettings
 from affinage.hardware.slices import find_slice
 from affinage.model import Graph
 from affinage.model.analysis import parameters
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 
 COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
 _CLOSE = 0.015  # relative difference that rounding explains
@@ -72,7 +72,7 @@ def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, dat
         parameters=count.total,
         active=count.active,
         warmup=settings.schedule.warmup(settings.steps),
-        flops=frozen_of(graph, settings).step_flops(rows, context) * settings.steps,
+        flops=split_params(graph, settings).step_flops(rows, context) * settings.steps,
         data_tokens=data_tokens,
     )
 

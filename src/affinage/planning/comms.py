@@ -14,15 +14,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from affinage.hardware.slices import Slice
-from affinage.model.kinds.embedding import Embedding, LearnedPositions
-from affinage.model.kinds.moe import MoeSettings
-from affinage.model.node import Node
+from affinage.model.graph import Node
+from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.layers.moe import MoeSettings
 from affinage.model.parameter import parameters_in
 from affinage.parallel.layout import REPLICAS
 from affinage.parallel.mesh import AXES, across_slices
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.planning.per_device import PerDevice, sent_per_token
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 from affinage.training.step import replicas_of
 
 HOP_SECONDS = 1e-6  # latency of one hop between chips ("How to Scale Your Model", ch. 2)
@@ -158,12 +158,12 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     activations of tensor parallelism, the exchanges of experts, keys and values, and what stages hand on.
     """
     sizes, parts, parallel = device.sizes, device.micro_batches, device.parallel
-    width = jnp.dtype(device.call.compute_dtype).itemsize
+    width = jnp.dtype(device.apply_config.compute_dtype).itemsize
     # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
     declared = device.local_graph.parameters
     weights, trained = (_numbers(device, node, tree) for tree in (declared, _trained(device)))
-    # A held reference model goes through all but the loss once more, forward.
-    forward_again = device.frozen.reference and node.name != device.graph.loss
+    # A reference model goes through all but the loss once more, forward.
+    forward_again = device.split.reference and node.name != device.graph.loss
     hidden = _sums_of_gradients(device, node, links)
     exposed: Seconds = {}
     if sizes["fsdp"] > 1:
@@ -180,7 +180,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     if sizes["tensor"] > 1:
         times = _TENSOR_SUMS + (parallel.remat not in ("none", "dots"))
         exposed["tensor"] = passes * parts * layers * times * links["tensor"].all_reduce(residual)
-    experts = getattr(node.kind, "ffn", None)
+    experts = getattr(node.layer, "ffn", None)
     if sizes["expert"] > 1 and isinstance(experts, MoeSettings):
         whole = residual * sent_per_token(experts, device.seq_len, sizes["expert"]) * sizes["expert"]
         times = _EXCHANGES + 2 * (parallel.remat != "none")
@@ -201,7 +201,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 
 
 def _trained(device: PerDevice) -> Mapping[str, Any]:
-    adapters = frozen_of(device.local_graph, device.settings).adapters
+    adapters = split_params(device.local_graph, device.settings).adapters
     return device.local_graph.parameters if adapters is None else adapters.parameters
 
 
@@ -213,7 +213,7 @@ def _numbers(device: PerDevice, node: Node, declared: Mapping[str, Any]) -> int:
 
 def _keys_and_values(device: PerDevice, node: Node, width: int) -> float:
     """Bytes of those that a device makes in a layer, of numbers of `width` bytes; of grouped queries they are fewer."""
-    attention = getattr(device.local_graph[node.name].kind, "attention", None)
+    attention = getattr(device.local_graph[node.name].layer, "attention", None)
     if attention is None:
         return 0.0
     head = attention.head_width(device.graph.shapes[node.name].width)
@@ -232,7 +232,7 @@ def _sums_of_gradients(device: PerDevice, node: Node, links: Mapping[str, Links]
         axes = tuple(a for a in reversed(AXES) if a in summed - over and device.sizes[a] > 1)
         counts[axes] += parameter.size
     # Replicas that each add up their own micro-batches are summed once, in float32.
-    once = device.micro_batches > 1 and replicas_of(device.graph, device.call) > 1
+    once = device.micro_batches > 1 and replicas_of(device.graph, device.apply_config) > 1
     times, width = _times_summed(device, node)
     seconds: Seconds = {}
     for axes, count in counts.items():
@@ -256,9 +256,9 @@ def _times_summed(device: PerDevice, node: Node) -> tuple[float, int]:
     layers stay in the loop over layers, or over a pipeline's ticks, in the dtype of the products; those of looked-up
     vectors are float32, and what logits tied to them add is summed by itself.
     """
-    parts, width = device.micro_batches, jnp.dtype(device.call.compute_dtype).itemsize
-    if isinstance(node.kind, Embedding | LearnedPositions):
-        tied = any(other.kind.shares == node.name for other in device.graph.nodes)
+    parts, width = device.micro_batches, jnp.dtype(device.apply_config.compute_dtype).itemsize
+    if isinstance(node.layer, Embedding | LearnedPositions):
+        tied = any(other.layer.shares == node.name for other in device.graph.nodes)
         return parts, _FLOAT32 + (width if tied else 0)
     if node.repeat is None:
         return 1, width if parts == 1 else _FLOAT32

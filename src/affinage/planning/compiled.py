@@ -168,7 +168,7 @@ def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
 def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> Any:
     import numpy as np
 
-    from affinage.model.batch import batch_shapes
+    from affinage.model.forward import batch_shapes
     from affinage.parallel import make_mesh
     from affinage.training.job import TrainJob, rows_per_step
     from affinage.training.trainer import Trainer

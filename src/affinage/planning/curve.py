@@ -12,7 +12,7 @@ from affinage.model import Graph
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import Plan, make_plan, training_settings
 from affinage.planning.search import bound
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 from affinage.training.layerwise import check_remat, check_update
 
 _TENSOR, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8)
@@ -51,7 +51,7 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
         )
     name, settings, _ = training_settings(recipe)
     check_remat(settings, recipe.parallel.remat)
-    check_update(frozen_of(graph, settings), settings, in_stages=False)
+    check_update(split_params(graph, settings), settings, in_stages=False)
     rows = settings.batch_size or (settings.per_device_batch_size or 1) * first.devices
     plans = []
     for where in _larger(first):

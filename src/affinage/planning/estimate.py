@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from affinage.config.parallel import Remat
 from affinage.hardware.slices import Slice
-from affinage.model import Call, Graph, abstract_params, apply
-from affinage.model.batch import batch_shapes
-from affinage.model.remat import with_remat
+from affinage.model import ApplyConfig, Graph, abstract_params, apply
+from affinage.model.apply_config import with_remat
+from affinage.model.forward import batch_shapes
 from affinage.parallel.mesh import AXES
 from affinage.planning.comms import collectives, links_of
 from affinage.planning.per_device import PerDevice
@@ -98,10 +98,10 @@ def activations(graph: Graph, rows: int, seq_len: int, remat: Remat) -> tuple[in
     Raises:
         UserError: for activations to be offloaded where the platform has no other memory.
     """
-    call = with_remat(Call(compute_dtype=jnp.bfloat16, platform="tpu", key=jax.random.key(0)), remat)
+    config = with_remat(ApplyConfig(compute_dtype=jnp.bfloat16, platform="tpu", key=jax.random.key(0)), remat)
 
     def gradient(params: Any, batch: Any) -> Any:
-        averaged = replace(call, ema_params=jax.lax.stop_gradient(params))
+        averaged = replace(config, ema_params=jax.lax.stop_gradient(params))
         return jax.grad(lambda params: apply(graph, params, batch, averaged).values[graph.loss].sum)(params)
 
     arguments = abstract_params(graph), batch_shapes(graph, rows, seq_len)

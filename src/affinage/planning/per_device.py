@@ -20,22 +20,21 @@ from affinage.errors import UserError
 from affinage.hardware.chips import Chip
 from affinage.hardware.mesh import axis_to_free
 from affinage.hardware.slices import Slice
-from affinage.model import Call, Graph, parse
-from affinage.model.batch import batch_shapes
-from affinage.model.call import HOPPER
-from affinage.model.kinds.moe import MoeSettings
-from affinage.model.kinds.splash import queries_are_split
-from affinage.model.parameter import Axes, Parameter, Tree, map_parameters, parameters_in
-from affinage.model.remat import with_remat
+from affinage.model import ApplyConfig, Graph, parse
+from affinage.model.apply_config import HOPPER, with_remat
+from affinage.model.forward import batch_shapes
+from affinage.model.layers.moe import MoeSettings
+from affinage.model.layers.splash import queries_are_split
+from affinage.model.parameter import Axes, ParamSpec, PyTree, map_parameters, parameters_in
 from affinage.parallel import Pipeline
-from affinage.parallel.choice import call_on
+from affinage.parallel.choice import apply_config_on
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
 from affinage.parallel.used_axes import check_axes_used
 from affinage.planning.trace import Traced, Weights, padding, walk
-from affinage.training.frozen import Frozen, frozen_of
+from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import as_it_is_done, check_remat, check_update
 from affinage.training.state import TrainState, abstract_state
@@ -80,8 +79,8 @@ class PerDevice:
         check_rows_divide(self.rows, self.micro_batches, self.layout.mesh, self.table)
         check_positions_divide(self.seq_len, self.layout.mesh, self.table)
         if self.stages > 1:
-            call = call_on(self.layout, self.settings.attention, self.parallel)
-            self._pipeline.check(self.graph, self.rows // self.micro_batches, call)
+            config = apply_config_on(self.layout, self.settings.attention, self.parallel)
+            self._pipeline.check(self.graph, self.rows // self.micro_batches, config)
 
     @property
     def micro_batches(self) -> int:
@@ -156,7 +155,7 @@ class PerDevice:
         """JSON of the local model, but with the experts of all `owners`."""
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
-            self._divide(entry, self.graph[name].kind)
+            self._divide(entry, self.graph[name].layer)
             if "repeat" in entry and self.platform == "gpu":
                 entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return json.dumps(graph)
@@ -190,16 +189,14 @@ class PerDevice:
         return found
 
     @cached_property
-    def frozen(self) -> Frozen:
+    def split(self) -> ParamSplit:
         """What is trained of the whole model."""
-        return frozen_of(self.graph, self.settings)
+        return split_params(self.graph, self.settings)
 
     @cached_property
     def state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state of the whole model."""
-        dtype = jnp.dtype(self.settings.precision.params)
-        optimizer = optimizer_of(self.frozen, self.settings)
-        return abstract_state(self.frozen, dtype, optimizer, self.layout, ema=self.settings.ema is not None)
+        return abstract_state(self.split, self.settings, optimizer_of(self.split, self.settings), self.layout)
 
     def bytes_of(self, tree: Any) -> int:
         """Bytes on one device of a part of the state."""
@@ -214,10 +211,10 @@ class PerDevice:
         return batch_shapes(self.local_graph, self.local_rows * self.micro_batches, self.local_seq_len)
 
     @cached_property
-    def call(self) -> Call:
+    def apply_config(self) -> ApplyConfig:
         """How the whole model is applied, as far as collectives depend on it."""
         return replace(
-            call_on(self.layout, self.settings.attention, self.parallel),
+            apply_config_on(self.layout, self.settings.attention, self.parallel),
             compute_dtype=compute_dtype(self.settings.precision, self.chip),
             platform=self.platform,
         )
@@ -246,7 +243,7 @@ class PerDevice:
             neighbors=neighbors,
         )
         jaxpr, count = _trace(program)
-        kinds = [node.kind for node in self.local_graph.nodes]
+        kinds = [node.layer for node in self.local_graph.nodes]
         weights = Weights(
             count=count,
             shares=self.shares,
@@ -270,7 +267,7 @@ class PerDevice:
 
     def _kernel_flops(self, node: Any) -> float:
         """Operations of one product of a kernel of attention, on the device whose queries see most keys."""
-        attention = getattr(node.kind, "attention", None)
+        attention = getattr(node.layer, "attention", None)
         if attention is None:
             return 0.0
         head, first = attention.head_width(self.graph.shapes[node.inputs[0]].width), 0
@@ -308,7 +305,7 @@ def per_device(
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
     device.check()
-    check_update(device.frozen, settings, in_stages=device.stages > 1)
+    check_update(device.split, settings, in_stages=device.stages > 1)
     return device
 
 
@@ -354,10 +351,10 @@ class _OwnExperts(MoeSettings):
     """Devices that the experts lie on."""
 
     @override
-    def parameters(self, width: int, std: float) -> Tree:
+    def parameters(self, width: int, std: float) -> PyTree:
         own = self.experts // self.owners
 
-        def part(_: Any, parameter: Parameter) -> Parameter:
+        def part(_: Any, parameter: ParamSpec) -> ParamSpec:
             return replace(parameter, shape=(own, *parameter.shape[1:])) if "experts" in parameter.axes else parameter
 
         return map_parameters(part, super().parameters(width, std))
@@ -376,7 +373,7 @@ def _parsed(text: str, owners: int) -> Graph:
             return kind
         return kind.model_copy(update={"ffn": _OwnExperts(**dict(ffn), owners=owners)})
 
-    return replace(graph, nodes=tuple(replace(node, kind=own(node.kind)) for node in graph.nodes))
+    return replace(graph, nodes=tuple(replace(node, layer=own(node.layer)) for node in graph.nodes))
 
 
 @dataclass(frozen=True)
@@ -403,10 +400,9 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
     graph = _parsed(program.graph_text, program.owners)
     settings = program.settings_class.model_validate_json(program.settings_text)
     parallel = ParallelSettings.model_validate_json(program.parallel_text)
-    held = frozen_of(graph, settings)
-    optimizer = optimizer_of(held, settings)
+    split = split_params(graph, settings)
     layout = _DeviceLayout(_abstract_mesh({STAGES: program.stages}), owners=program.owners, neighbors=program.neighbors)  # type: ignore[arg-type]
-    call = Call(
+    config = ApplyConfig(
         compute_dtype=jnp.dtype(program.dtype),
         platform=program.platform,
         capability=program.capability,
@@ -414,12 +410,11 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
         layout=layout,
         ring_attention=parallel.context_attention == "ring",
     )
-    call = with_remat(call, parallel.remat)
+    config = with_remat(config, parallel.remat)
     if program.stages > 1:
-        call = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(call)
-    step = step_of(held, optimizer, settings, call, seed=0)
-    dtype = jnp.dtype(settings.precision.params)
-    state = abstract_state(held, dtype, optimizer, layout, ema=settings.ema is not None)
+        config = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(config)
+    step = step_of(split, settings, config, seed=0)
+    state = abstract_state(split, settings, optimizer_of(split, settings), layout)
     batch = batch_shapes(graph, program.rows * settings.gradient_accumulation_steps, program.seq_len)
 
     def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:

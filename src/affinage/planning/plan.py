@@ -18,7 +18,7 @@ from affinage.errors import UserError
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, chip_called, compared, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
-from affinage.model.preferred import preference_graph
+from affinage.model.graph import preference_graph
 from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.sharding import table_with
 from affinage.parallel.used_axes import without_experts
@@ -398,7 +398,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
     elif plan.nearly_full:
         yield "nearly full: check with the compiler whether it fits, with --compile"
     yield from _attention_warnings(plan)
-    vocabularies = {vocab for node in device.local_graph.nodes if (vocab := getattr(node.kind, "vocab", None))}
+    vocabularies = {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}
     for vocab in vocabularies:
         lost = 1 - 1 / padding(vocab, device.matrix_unit)
         if lost > _WORTH_A_HINT:
@@ -425,7 +425,7 @@ def _attention_warnings(plan: Plan) -> Iterator[str]:
     """What keeps attention from the chip's fast path."""
     device = plan.device
     for node in device.graph.nodes:
-        attention, ffn = (getattr(node.kind, half, None) for half in ("attention", "ffn"))
+        attention, ffn = (getattr(node.layer, half, None) for half in ("attention", "ffn"))
         if plan.where.platform == "gpu" and getattr(ffn, "capacity_factor", 0.0) is None:
             yield (
                 f"experts of `{node.name}` have no capacity: on GPUs XLA may pad their groups with zeros, which takes "

@@ -19,7 +19,7 @@ from affinage.planning.comms import links_of
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
-from affinage.training.frozen import frozen_of
+from affinage.training.frozen import split_params
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 
 REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
@@ -117,7 +117,7 @@ def search(
     """
     _, settings, _ = training_settings(recipe)
     whole = settings.model_copy(update={"gradient_accumulation_steps": 1})
-    check_update(frozen_of(graph, settings), whole, in_stages=False)  # what no candidate could change
+    check_update(split_params(graph, settings), whole, in_stages=False)  # what no candidate could change
     where = measured(where)
     progress(f"the ways to split {recipe.name} over {where.name}")
     wholes: dict[str, PerDevice] = {}

@@ -6,12 +6,10 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
 
 import affinage
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
@@ -20,7 +18,7 @@ from affinage.checkpoint.metadata import checksums
 from affinage.checkpoint.store import IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.training.frozen import FROZEN
+from affinage.training.frozen import FROZEN, kept_frozen
 from affinage.training.goodput import GoodputTimer
 from affinage.training.health import HealthMonitor
 from affinage.training.metrics import METRICS
@@ -30,7 +28,7 @@ from affinage.training.trainer import Trainer
 _BY_CLOCK = 10  # steps: several processes must agree on what the clock says, which costs a message
 # What an extension may change. Of `mixture`, only what holds from its first step on.
 _OPEN = ("steps", "schedule", "mixture")
-_WHOLE: Sequence[Mapping[str, Any]] = ({"from_step": 0, "weights": {"all": 1.0}},)  # what no mixture means
+_NO_MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}]
 
 
 class Restored(NamedTuple):
@@ -45,7 +43,7 @@ class Checkpointer:
     """Saves and restores the state of a training, in all processes alike.
 
     Attributes:
-        seconds: in which a state is written or read, unless the disk is stuck.
+        resumed_at: the steps at which the starts of this run began, except the first.
     """
 
     def __init__(self, trainer: Trainer, goodput: GoodputTimer) -> None:
@@ -58,14 +56,13 @@ class Checkpointer:
             uploader=self._job.uploader if Processes.current.first else None,
         )
         self._frozen = CheckpointStore(self._job.folder / FROZEN)
-        self._resumed_at: list[int] = []
-        self._saved = time.monotonic()
-        self.seconds = IO_TIMEOUT
+        self.resumed_at: list[int] = []
+        self._saved_at = time.monotonic()
 
     @property
     def seconds_to_restore(self) -> float:
         """Seconds in which all checkpoints are tried, one after another."""
-        return (2 + len(self._store.steps())) * self.seconds
+        return (2 + len(self._store.steps())) * IO_TIMEOUT
 
     def restore(self, at_most: int | None = None) -> Restored:
         """The newest checkpoint that is intact; without any, the one that the job extends, or the first weights.
@@ -78,7 +75,8 @@ class Checkpointer:
             found = self._store.restore_newest(self._trainer.abstract.named(), self._accept, at_most)
             if found is not None:
                 step, state, meta = found
-                restored = Restored(step, TrainState(**state, frozen=self._restore_frozen(self._frozen)), meta)
+                frozen = kept_frozen(self._job.folder, self._trainer.abstract.frozen)
+                restored = Restored(step, TrainState(**state, frozen=frozen), meta)
             else:
                 restored = Restored(0, self._trainer.begin(), {}) if self._job.extends is None else self._extend()
                 if restored.state.frozen is not None:
@@ -87,8 +85,8 @@ class Checkpointer:
                 checksums(restored.state.named())  # compiled now: the first save may come within a grace period
         if at_most is None:
             step = restored.step
-            self._resumed_at = [*restored.meta.get("resumed_at", []), *([step] if step else [])]
-        self._saved = time.monotonic()
+            self.resumed_at = [*restored.meta.get("resumed_at", []), *([step] if step else [])]
+        self._saved_at = time.monotonic()
         return restored
 
     def rollback(self, at_most: int) -> Restored:
@@ -107,54 +105,42 @@ class Checkpointer:
             return True
         if self._keep.every_minutes is None or (Processes.current.count > 1 and step % _BY_CLOCK):
             return False
-        old = time.monotonic() - self._saved >= 60 * self._keep.every_minutes
+        old = time.monotonic() - self._saved_at >= 60 * self._keep.every_minutes
         return bool(Processes.current.broadcast("a save by the clock", old))
 
     def save(self, step: int, state: TrainState, monitor: HealthMonitor) -> None:
         """Start to save the state after a step; waits for the save before."""
+        job, trainer = self._job, self._trainer
         with self._goodput.stall():
-            self._store.save(step, state.named(), self._facts(monitor))
-        self._saved = time.monotonic()
+            facts = {
+                "name": job.name,
+                IDENTITY: identity(trainer),
+                "settings": job.settings.model_dump(mode="json"),
+                "mesh": dict(trainer.mesh.shape),
+                "remat": trainer.remat,
+                **self._goodput.facts(),
+                "health": monitor.facts(),
+                "resumed_at": self.resumed_at,
+                "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "versions": versions(),
+            }
+            self._store.save(step, state.named(), facts)
+        self._saved_at = time.monotonic()
 
     def wait(self) -> None:
         """Until the last save is complete."""
         with self._goodput.account("save"):
             self._store.wait()
-            Processes.current.barrier("the last save", seconds=self.seconds)
+            Processes.current.barrier("the last save", seconds=IO_TIMEOUT)
 
     def close(self) -> None:
-        """An error in the loop does not take the save in flight with it."""
+        """Wait for the save in flight, which an error in the loop must not take with it."""
         self._store.wait()
 
-    @property
-    def resumed_at(self) -> list[int]:
-        """The steps at which the starts of this run began, except the first."""
-        return self._resumed_at
-
-    def _facts(self, monitor: HealthMonitor) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            "name": self._job.name,
-            IDENTITY: identity(trainer),
-            "settings": self._job.settings.model_dump(mode="json"),
-            "mesh": dict(trainer.mesh.shape),
-            "remat": trainer.remat,
-            **self._goodput.facts(),
-            "health": monitor.facts(),
-            "resumed_at": self._resumed_at,
-            "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-        }
-
     def _accept(self, meta: Mapping[str, Any]) -> None:
-        check_facts(meta)
         allowed, where = self._keep.allow_changes, str(self._job.folder / "checkpoints")
         for change in check_compatible(meta, identity(self._trainer), allowed, where=where):
             warnings.warn(f"{self._job.name} resumes with another {change}", CheckpointWarning, stacklevel=2)
-
-    def _restore_frozen(self, store: CheckpointStore) -> Any:
-        abstract = self._trainer.abstract.frozen
-        return None if abstract is None else store.restore_params(0, abstract)
 
     def _extend(self) -> Restored:
         """The checkpoint of another training; its metrics are copied, so that the curve is complete.
@@ -172,16 +158,12 @@ class Checkpointer:
             fix = f"Set {job.name}.steps to more than {extension.step}."
             raise UserError(f"it has made {extension.step} of the {job.settings.steps} steps", where=where, fix=fix)
         meta, now = store.metadata(extension.step).facts, identity(self._trainer)
-        try:
-            check_facts(meta)
-        except ValueError as error:
-            raise UserError(str(error), where=str(store.folder / str(extension.step))) from error
-        if "mixture" not in self._keep.allow_changes:
-            _check_past_mixture(meta, now, extension.step, job.name)
+        if IDENTITY in meta and "mixture" not in self._keep.allow_changes:
+            _check_past_mixture(meta[IDENTITY], now, extension.step, job.name)
         for change in check_compatible(meta, now, (*self._keep.allow_changes, *_OPEN), where=str(store.folder)):
             if change.name.partition(".")[0] not in _OPEN:
                 warnings.warn(f"{job.name} is extended with another {change}", CheckpointWarning, stacklevel=2)
-        frozen = self._restore_frozen(CheckpointStore(extension.training / FROZEN))
+        frozen = kept_frozen(extension.training, self._trainer.abstract.frozen)
         state = TrainState(**store.restore(extension.step, self._trainer.abstract.named()), frozen=frozen)
         lines, own = extension.training / METRICS, job.folder / METRICS
         if Processes.current.first and lines.is_file() and not own.exists():
@@ -209,42 +191,11 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     return dict(json.loads(json.dumps(facts)))
 
 
-class _Health(TypedDict, total=False):
-    skipped: list[int]
-    rollbacks: list[tuple[int, int]]
-    data_offset: int
-    spikes: int
-
-
-class _Facts(TypedDict, total=False):
-    """Those of a checkpoint's facts that a run resumes with."""
-
-    identity: dict[str, Any]
-    seconds: dict[str, FiniteFloat]
-    stalls: list[FiniteFloat]
-    clock: FiniteFloat
-    health: _Health
-    resumed_at: list[int]
-
-
-def check_facts(meta: Mapping[str, Any]) -> None:
-    """Raise ValueError, in one line, if the facts of a checkpoint are not those of a training."""
-    try:
-        TypeAdapter(_Facts).validate_python(meta)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(
-            f"its facts are not of a training: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from None
-
-
-def _check_past_mixture(meta: Mapping[str, Any], now: Mapping[str, Any], step: int, name: str) -> None:
+def _check_past_mixture(saved: Mapping[str, Any], now: Mapping[str, Any], step: int, name: str) -> None:
     """Rows are drawn by counting from step 0: what was drawn before `step` must be what was trained on."""
-    if IDENTITY not in meta:
-        return
     before, after = (
-        [dict(stage) for stage in facts.get("mixture") or _WHOLE if stage["from_step"] < step]
-        for facts in (meta[IDENTITY], now)
+        [dict(stage) for stage in facts.get("mixture") or _NO_MIXTURE if stage["from_step"] < step]
+        for facts in (saved, now)
     )
     if before != after:
         stages = [*before, {"from_step": step, "weights": "those from here on"}]

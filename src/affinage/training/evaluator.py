@@ -23,7 +23,10 @@ _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, o
 
 
 class Evaluator:
-    """Evaluates the state as often as the job says. A preemption gives an evaluation up; it is then repeated."""
+    """Evaluates the state as often as the job requires. A preemption interrupts an evaluation, which is then repeated.
+
+    Calling it evaluates a state and writes the scores.
+    """
 
     def __init__(
         self, trainer: Trainer, preemption: PreemptionGuard, watchdog: Watchdog, goodput: GoodputTimer
@@ -50,7 +53,11 @@ class Evaluator:
         Returns:
             Why the training should end here; "" if it should not.
         """
-        written = self._written(step) if resumed else []
+        written: list[str] = []
+        if resumed:
+            rows = (row for row in read_rows(self._job.folder) if row["step"] == step)
+            written = [name for row in rows for name in ("validation", "evaluation") if name in row]
+            written = Processes.current.broadcast("scores that were written", written)
         with self._goodput.account("validation"):
             monitor, evaluation, ended = self._job.monitor, None, ""
             if monitor is not None and monitor.due(step):
@@ -69,13 +76,8 @@ class Evaluator:
                 logger.write(step, evaluation=evaluation | {"bits_per_byte": bits})
         return ended
 
-    def _written(self, step: int) -> list[str]:
-        rows = (row for row in read_rows(self._job.folder) if row["step"] == step)
-        found = [name for row in rows for name in ("validation", "evaluation") if name in row]
-        return list(Processes.current.broadcast("scores that were written", found))
-
     def validate(self, state: TrainState) -> Scores | None:
-        """Loss in nats per counted token, and bits per byte of text, of every validation set; None if it was given up.
+        """Loss in nats per counted token, and bits per byte of text, of every validation set; None if interrupted.
 
         Bits per byte = total nats / ln 2 / bytes of the text in UTF-8, which does not depend on the tokenizer. For rows
         that are no text it is what the graph reports in its place.
@@ -109,7 +111,7 @@ class Evaluator:
         return sums
 
     def _stops(self) -> bool:
-        """What benchmarks ask between their batches; that they ask is a sign of progress."""
+        """What benchmarks call between their batches, which is a sign of progress."""
         self._watchdog.beat("a batch of the benchmarks", at_most=_BENCHMARKS)
         return self._preemption.reached()
 

@@ -1,4 +1,4 @@
-"""Weights that a training reads and does not change: those under adapters, and those of a reference model."""
+"""Which parameters a training changes, and which it only reads: those under adapters, and a reference model's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from jaxtyping import Array
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import TrainSettings
 from affinage.config.tuning import DpoSettings, TuningSettings
-from affinage.model import Adapters, Call, Declared, Graph, Node, apply
+from affinage.model import Adapters, ApplyConfig, Declared, Graph, Node, apply
 from affinage.model.analysis import analyse
-from affinage.model.kinds.preference import REFERENCE
+from affinage.model.layer import BATCH, SEQUENCE
+from affinage.model.layers.preference import REFERENCE
 from affinage.model.parameter import parameters_in
-from affinage.model.shape import BATCH, SEQUENCE
 
 PyTree = Any
 FROZEN = "frozen"  # the folder of their one checkpoint, beside those of a training
@@ -24,13 +24,13 @@ Batch = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """What is trained of a graph, and what the frozen weights are for.
+class ParamSplit:
+    """The trainable and the frozen parameters of a training.
 
     Attributes:
         graph: with the loss.
         adapters: trained in place of the weights, which are frozen; None: the weights are trained.
-        reference: whether the batch is given what the frozen weights make of it; see `with_reference`.
+        reference: whether the frozen weights are a reference model, see `with_reference`.
     """
 
     graph: Graph
@@ -38,27 +38,27 @@ class Frozen:
     reference: bool = False
 
     @property
-    def trained(self) -> Declared:
+    def trainable(self) -> Declared:
         """What declares the trained parameters."""
         return self.graph if self.adapters is None else self.adapters
 
     @property
-    def held(self) -> bool:
+    def has_frozen(self) -> bool:
         """Whether there are frozen weights."""
         return self.adapters is not None or self.reference
 
-    def whole(self, params: PyTree, frozen: PyTree) -> PyTree:
+    def full_params(self, params: PyTree, frozen: PyTree) -> PyTree:
         """The tree that the graph is applied to."""
         return params if self.adapters is None else self.adapters.beside(frozen, params)
 
-    def merged(self, params: PyTree, frozen: PyTree) -> PyTree:
+    def merge_lora(self, params: PyTree, frozen: PyTree) -> PyTree:
         """The weights of the model that the trained parameters make, as any other model has them."""
         return params if self.adapters is None else self.adapters.merged(frozen, params)
 
     def step_flops(self, rows: int, context: int) -> int:
         """Floating point operations of one training step, by the convention of `affinage.model.analysis`.
 
-        Frozen matrices have no gradient, which is one product of three; a held reference is one forward pass more.
+        Frozen matrices have no gradient, which is one product of three; a reference model is one forward pass more.
         """
         cost = analyse(self.graph, rows, context)
         total = cost.training_flops + (cost.flops if self.reference else 0)
@@ -69,21 +69,21 @@ class Frozen:
         if self.adapters is None:
             return 0
         sizes = {BATCH: rows, SEQUENCE: context}
-        products = node.kind.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
+        products = node.layer.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
         declared = parameters_in(self.adapters.parameters.get(node.name, {}))
         return 6 * rows * context * sum(p.active for p in declared) - products
 
-    def call(self, call: Call) -> Call:
+    def apply_config(self, config: ApplyConfig) -> ApplyConfig:
         """With the adapters' dropout."""
-        return call if self.adapters is None else replace(call, adapter_dropout=self.adapters.settings.dropout)
+        return config if self.adapters is None else replace(config, adapter_dropout=self.adapters.settings.dropout)
 
-    def with_reference(self, frozen: PyTree, batch: Batch, call: Call) -> Batch:
-        """The batch with the log-probabilities that a held reference gives its documents; else the batch."""
+    def with_reference(self, frozen: PyTree, batch: Batch, config: ApplyConfig) -> Batch:
+        """The batch with the log-probabilities that a reference model gives its documents; without one, the batch."""
         if not self.reference:
             return batch
         (answers,) = self.graph[self.graph.loss].inputs
-        told = apply(self.graph, frozen, batch, replace(call, key=None, until=answers)).values[answers]
-        return {**batch, REFERENCE: jax.lax.stop_gradient(told[..., 0].astype(jnp.float32))}
+        found = apply(self.graph, frozen, batch, replace(config, key=None, until=answers)).values[answers]
+        return {**batch, REFERENCE: jax.lax.stop_gradient(found[..., 0].astype(jnp.float32))}
 
 
 def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
@@ -91,12 +91,12 @@ def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
     return None if abstract is None else CheckpointStore(training / FROZEN).restore_params(0, abstract)
 
 
-def frozen_of(graph: Graph, settings: TrainSettings) -> Frozen:
-    """What the settings of a training freeze.
+def split_params(graph: Graph, settings: TrainSettings) -> ParamSplit:
+    """Split the parameters of a graph as the settings of a training require.
 
     Raises:
-        UserError: adapters of matrices that the graph has not.
+        UserError: adapters of matrices that the graph does not have.
     """
     lora = settings.lora if isinstance(settings, TuningSettings) else None
-    held = isinstance(settings, DpoSettings) and not settings.precompute_ref_log_probs
-    return Frozen(graph, None if lora is None else Adapters(graph, lora), held)
+    reference = isinstance(settings, DpoSettings) and not settings.precompute_ref_log_probs
+    return ParamSplit(graph, None if lora is None else Adapters(graph, lora), reference)

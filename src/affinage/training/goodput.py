@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# lost: work that was done and not saved, before a kill or a rollback. paused: between two starts. idle: what is none of
-# the others, such as opening files.
+# lost: work that was done and not saved, before a kill or a rollback. paused: between two starts. idle: all the rest,
+# such as opening files.
 ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost", "paused", "idle")
 
 
@@ -67,7 +67,8 @@ class GoodputTimer:
     @contextlib.contextmanager
     def account(self, name: str) -> Iterator[None]:
         """Inside, the time goes to this account, except for what is inside of another one in it."""
-        before = self._switch(name)
+        before = self._running
+        self._switch(name)
         try:
             yield
         finally:
@@ -88,7 +89,7 @@ class GoodputTimer:
         self._seconds[target] += seconds
 
     def lose_since(self, meta: Mapping[str, Any]) -> None:
-        """A rollback to the checkpoint with these facts: what came after it was for nothing."""
+        """Account for a rollback to the checkpoint with these facts: what came after it was for nothing."""
         self._switch(self._running)
         for account in ("compute", "data", "validation", "save"):
             self.move(self._seconds[account] - meta.get("seconds", {}).get(account, 0.0), account, "lost")
@@ -110,8 +111,7 @@ class GoodputTimer:
         self._switch(self._running)
         return {name: round(s, 3) for name, s in {**self._seconds, "total": sum(self._seconds.values())}.items()}
 
-    def _switch(self, account: str) -> str:
+    def _switch(self, account: str) -> None:
         now = time.perf_counter()
         self._seconds[self._running] += now - self._since
-        before, self._running, self._since = self._running, account, now
-        return before
+        self._running, self._since = account, now

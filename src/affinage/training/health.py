@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from affinage.config.training import HealthSettings
-from affinage.errors import UserError
-from affinage.training.metrics import finite
+from affinage.training.metrics import finite, read_lines, write_lines
 
 FILE = "health.jsonl"
 _ROLLBACKS = 10  # of a run, after which another one will not help
@@ -21,17 +20,6 @@ class TrainingDiverged(Exception):
         super().__init__(what)
         self.step = step
 
-    def explained(self, folder: Path, diagnosis: Mapping[str, Any]) -> UserError:
-        """The error for the user, with a diagnosis."""
-        names = ("first", "learning_rate", "gradient_norms", "documents")
-        listed = "".join(f"\n    {name}: {diagnosis[name]}"[:305] for name in names)
-        return UserError(
-            f"{self}{listed}",
-            where=str(folder / "diagnosis.json"),
-            fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak_lr, more warm-up or "
-            "a smaller optimizer.max_grad_norm help against divergence; health.on_spike: rollback against bad batches.",
-        )
-
 
 class HealthMonitor:
     """Decides about every unhealthy step, in order. Its `facts` are part of every checkpoint.
@@ -40,7 +28,7 @@ class HealthMonitor:
     and what `documents` knows of its batch.
 
     Attributes:
-        rollback_from: the step from which the run must go back; while it is set, nothing more is looked at.
+        rollback_from: the step from which the run must roll back; while it is set, later steps are ignored.
         data_offset: batches that were left out so far: step N is trained on batch N + data_offset.
 
     Args:
@@ -63,13 +51,18 @@ class HealthMonitor:
     ) -> None:
         self._settings, self._documents, self._say = settings, documents, say
         self._path = None if folder is None else folder / FILE
-        self.skipped: list[int] = list(facts.get("skipped", []))  # steps of the latest skipped updates
-        self.rollbacks: list[list[int]] = list(facts.get("rollbacks", []))  # [seen at, back to]
-        self.data_offset, self.spikes = int(facts.get("data_offset", 0)), int(facts.get("spikes", 0))
+        self.skipped: list[int] = list(facts.get("skipped", ()))  # steps within the window
+        self.rollbacks: list[list[int]] = [list(pair) for pair in facts.get("rollbacks", ())]  # [seen at, back to]
+        self.data_offset: int = facts.get("data_offset", 0)
+        self.spikes: int = facts.get("spikes", 0)
         self.rollback_from: int | None = None
         self._event: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
-            self._drop_lines_after(start)
+            # A rollback was seen after the step that it went back to.
+            known = {f"{seen_at} rolled back to {to}" for seen_at, to in self.rollbacks}
+            events = read_lines(self._path)
+            kept = (e for e in events if e["step"] <= start or f"{e['step']} {e['action']}" in known)
+            write_lines(self._path, kept)
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must know, JSON-able."""
@@ -78,7 +71,7 @@ class HealthMonitor:
 
     @property
     def last_healthy(self) -> int:
-        """The newest step to go back to."""
+        """The newest step to roll back to."""
         assert self.rollback_from is not None
         return max(0, self.rollback_from - self._settings.rollback_batches)
 
@@ -102,7 +95,7 @@ class HealthMonitor:
             self._write("logged")
             return
         self.skipped = sorted({*(s for s in self.skipped if s > step - self._settings.window), step})
-        # An update that was applied to some layers only leaves nothing but to go back.
+        # After an update that was applied to some layers only, a rollback is the only way.
         if (torn or policy == "rollback") and len(self.rollbacks) < _ROLLBACKS:
             self.rollback_from = step
         elif torn:
@@ -150,28 +143,11 @@ class HealthMonitor:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finite(self._event | {"action": action, **more})) + "\n")
 
-    def _drop_lines_after(self, start: int) -> None:
-        """Drop the lines of later steps, but not those of known rollbacks, which were seen after they went back to."""
-        assert self._path is not None
-        known, kept = {f"{seen_at} rolled back to {to}" for seen_at, to in self.rollbacks}, []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            try:
-                event = json.loads(line)
-                if event["step"] <= start or f"{event['step']} {event['action']}" in known:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue  # the line that a kill cut in two
-        part = self._path.with_suffix(".part")
-        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        part.replace(self._path)
-
 
 def data_offset_at(training: Path, step: int) -> int:
     """How many batches a training had left out by rollbacks when it made a step; see `HealthMonitor.data_offset`."""
     total = found = 0
-    path = training / FILE
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        event = json.loads(line)
+    for event in read_lines(training / FILE):
         if "left_out" in event:
             total += event["left_out"]
             found = total if event["step"] - event["left_out"] < step else found

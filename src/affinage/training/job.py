@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class ValidationSet(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Keeps states of a run, each under its step, whole or not at all."""
+    """Keeps states of a run, each under its step, whole or not at all; see `affinage.checkpoint.CheckpointStore`."""
 
     def steps(self) -> list[int]:
         """The steps that are there, oldest first."""
@@ -66,7 +66,7 @@ class Checkpoints(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until what was saved is there."""
+        """Wait until what was saved is there."""
         ...
 
     def check_save(self) -> None:
@@ -80,18 +80,17 @@ class Checkpoints(Protocol):
     def restore_newest(
         self, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None], at_most: int | None
     ) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
-        """Step, state and facts of the newest one; None if there is none.
+        """Step, state and facts of the newest step, up to `at_most` if there is one; None if there is none.
 
         Args:
             abstract: trees of `jax.ShapeDtypeStruct` with shardings, as the state is to come.
-            accept: is given the facts before, and may raise.
-            at_most: the newest up to this step is wanted; where there is none, the first one after it is taken.
+            accept: gets the facts before, and may raise.
+            at_most: the newest up to this step is wanted; without any, the first one after it is taken.
         """
         ...
 
 
-@dataclass(frozen=True)
-class Extension:
+class Extension(NamedTuple):
     """A checkpoint that a training begins with, as if it had made the steps up to there itself.
 
     Attributes:
@@ -130,33 +129,34 @@ class Monitor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """One training run. Started again with the same job, it goes on from its newest checkpoint.
+    """One training run. Started again with the same job, it resumes from its newest checkpoint.
 
     Attributes:
         graph: the model, with its loss.
-        settings: optimizer, schedule, batch, precision, and what is saved when.
+        settings: optimizer, schedule, batch, precision.
         mesh: devices along each axis; see `affinage.parallel.make_mesh`.
         seed: of the initial weights and of dropout.
         feed: training batches of the global batch size.
-        validation: by the name that metrics and reports use.
         folder: gets checkpoints/, metrics.jsonl and, last, summary.json.
-        initial_params: given the abstract parameters with shardings, the weights to begin with; None: random ones.
-        name: how messages call the run, e.g. "pretrain".
-        data: JSON-able facts that tell the feed's batches from any others': with others, no checkpoint is gone on from.
-        code: hashes of code besides affinage's that decides over the numbers, such as plug-ins: with others, neither.
-        documents: what the batch of a step, counted from 1, was made of, as JSON; for what is said of sick steps.
+        validation: by the name that metrics and reports use.
+        initial_params: gets the abstract parameters with shardings, and returns the weights to begin with; None: random
+            ones.
+        name: of the run in messages, e.g. "pretrain".
+        data: JSON-able facts that identify the feed's batches: with others, no checkpoint is resumed from.
+        code: hashes of code besides affinage's that decides about the numbers, such as plug-ins: likewise.
+        documents: what the batch of a step, counted from 1, was made of, as JSON; for reports of unhealthy steps.
         on_step: called in turn after every step.
-        measured: given every line of metrics.jsonl once it is written.
+        measured: gets every line of metrics.jsonl once it is written.
         monitor: scores the state on the way, and may end the training before its last step.
         parallel: how a step is split over the mesh.
         trackers: makers of what also gets the metrics, by name; see `affinage.tracking`.
         runtime: checkpoints, preemption, hangs, the trace; none of it changes the result.
-        close_trackers_within: seconds for what trackers are still sending at the end.
-        extends: a checkpoint of another training to begin with, and go on from its step.
-        uploader: copies what the first host saves elsewhere; None: it stays in the folder.
+        close_trackers_within: seconds at the end for what trackers are still sending.
+        extends: a checkpoint of another training to begin with; the steps continue from its step.
+        uploader: copies what the first process saves elsewhere; None: it stays in the folder.
         store: of the checkpoints; None: `affinage.checkpoint.CheckpointStore`, in the job's folder.
-        hardware: gives the devices, and is given back at the end.
-        strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
+        hardware: provides the devices, and is released at the end.
+        strategy: how the step is compiled; None: as the mesh requires, see `affinage.parallel.strategy_for`.
     """
 
     graph: Graph

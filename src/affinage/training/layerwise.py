@@ -5,7 +5,7 @@ gradient, and its new weights and moments in place of the old ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,42 +16,120 @@ from jaxtyping import Array, Float
 from affinage.config.parallel import ParallelSettings, RematChoice, RematPreset
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.model import Call, Graph, apply, decayed, logical_axes, matrices
-from affinage.model.kind import Result
-from affinage.model.module import context_of
-from affinage.model.node import Node
-from affinage.training.frozen import Frozen
+from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes, matrices
+from affinage.model.forward import context_of
+from affinage.model.graph import Node
+from affinage.model.layer import Result
+from affinage.training.frozen import ParamSplit
 from affinage.training.optimizer import Weights, learning_rate, make_optimizer
-from affinage.training.spikes import detect_spike
 from affinage.training.state import Purpose, TrainState, random_key
-from affinage.training.step import Batch, Metrics, Step, stored_like
+from affinage.training.step import Batch, Metrics, Step, detect_spike, means_of, moved_ema, rounding_key, stored_like
 
 PyTree = Any
-_Updated = tuple[PyTree, PyTree, Array, Array]  # weights, optimizer's state, squared norm, 1 if it was applied
-LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.remat` says
+LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.remat` is
 _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
 
-def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, seed: int) -> Step:
+def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step, with the metrics of `make_train_step`, and torn: 1 where only some weights were updated.
 
-    It is the same step but for two things that the gradient of all layers would be needed for: the norm that gradients
-    are clipped to, `optimizer.max_grad_norm`, holds for each layer, and for everything outside the layers together, not
-    for all; and a gradient that is not finite leaves the weights of its layer as they were, and so of the layers below
-    it, not of those above it, which `Health` has the loop go back from. A loss that is not finite leaves all. Draws of
-    stochastic rounding are others, too.
+    It is the same step but for what would need the gradient of all layers: the norm that gradients are clipped to,
+    `optimizer.max_grad_norm`, holds for each layer, and for everything outside the layers together; and a gradient that
+    is not finite leaves the weights of its layer as they were, and so of the layers below it, not of those above it,
+    from which `HealthMonitor` rolls back. A loss that is not finite leaves all. The draws of stochastic rounding are
+    others, too.
 
     Args:
-        held: the graph, with a loss node and one repeated node.
+        split: the graph, with a loss node and one repeated node.
         settings: of the training.
-        call: compute dtype and how the graph is applied; its key is set here.
+        config: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout and rounding.
 
     Raises:
         UserError: for models and settings that it does not go with.
     """
-    check_update(held, settings, in_stages=call.layers is not None)
-    return _Layerwise(held.graph, _repeated(held.graph), settings, call, seed).step
+    check_update(split, settings, in_stages=config.layers is not None)
+    graph, schedule = split.graph, learning_rate(settings.schedule, settings.steps)
+    node = _repeated(graph)
+    name, last_layer = node.name, node.layers - 1
+    layer_axes = jax.tree.map(lambda axes: axes[1:], logical_axes(graph)[name], is_leaf=_is_axes)
+
+    def first_input(rest: PyTree, batch: Batch, config: ApplyConfig) -> Array:
+        """The input of the first layer."""
+        (before,) = node.inputs
+        value: Array = apply(graph, rest, batch, replace(config, until=before)).values[before]
+        return config.constrain(value, ("batch", "residual", "width"))
+
+    def loss_after(rest: PyTree, y: Array, batch: Batch, config: ApplyConfig) -> tuple[Float[Array, ""], Any]:
+        """The loss of what comes out of the last layer."""
+        outputs = apply(graph, rest, batch, replace(config, layers=lambda *_: Result(y)))
+        loss = outputs.values[graph.loss]
+        return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        with_key = replace(config, key=random_key(seed, Purpose.DROPOUT, state.step))
+        rest = {key: tree for key, tree in state.params.items() if key != name}
+        first, first_pullback = jax.vjp(lambda rest: first_input(rest, batch, with_key), rest)
+        layer = _layer_function(node, batch, with_key, first)
+        last, inputs = jax.lax.scan(
+            lambda x, xs: (layer(xs[0], x, xs[1]), x), first, (state.params[name], jnp.arange(node.layers))
+        )
+        differentiated = jax.value_and_grad(loss_after, argnums=(0, 1), has_aux=True)
+        (_, sums), (rest_grads, grad) = differentiated(rest, last, batch, with_key)
+        loss_tokens, means = sums["loss"][1], means_of(sums)
+        window, may_update, spike = detect_spike(state.window, means["loss"], settings.health)
+        rate, key = jnp.asarray(schedule(state.step), jnp.float32), rounding_key(settings, seed, state)
+
+        def update(
+            params: PyTree, opt_state: PyTree, grads: PyTree, number: Any
+        ) -> tuple[PyTree, PyTree, Array, Array]:
+            """New weights and optimizer state, the squared norm of their gradient, and 1 if they were updated."""
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(loss_tokens, 1.0), grads)
+            norm = optax.tree.norm(grads)
+            direction, new_state = _optimizer(graph, settings, params).update(grads, opt_state, params, norm=norm)
+            moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
+            new = stored_like(params, moved, None if key is None else jax.random.fold_in(key, number))
+            good = may_update & jnp.isfinite(norm)
+            chosen = jax.tree.map(lambda n, o: jnp.where(good, n, o), (new, new_state), (params, opt_state))
+            return *chosen, norm**2, good.astype(jnp.int32)
+
+        def one_layer(number: Any, carry: Any) -> Any:
+            params, states, grad, squares, updated = carry
+            index = last_layer - number
+            weights = _at(params, index)
+            _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
+            grads, grad = pullback(grad)
+            grads = jax.tree.map(lambda axes, g: config.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
+            new, new_state, square, good = update({name: weights}, _at(states, index), {name: grads}, number + 1)
+            params, states = _put(params, new[name], index), _put(states, new_state, index)
+            return params, states, grad, squares + square, updated + good
+
+        zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+        carry = (state.params[name], state.opt_state["layers"], grad, *zeros)
+        layers, opt_layers, grad, squares, updated = jax.lax.fori_loop(0, last_layer + 1, one_layer, carry)
+        (below,) = first_pullback(grad)
+        rest_grads = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), rest_grads, below)
+        rest, opt_rest, square, good = update(rest, state.opt_state["rest"], rest_grads, 0)
+
+        norm, updated = jnp.sqrt(squares + square), updated + good
+        healthy = may_update & jnp.isfinite(norm)
+        params = {**rest, name: layers}
+        ema = jax.tree.map(
+            lambda n, o: jnp.where(healthy, n, o), moved_ema(state.ema_params, params, settings), state.ema_params
+        )
+        opt_state = {"layers": opt_layers, "rest": opt_rest}
+        new = state._replace(step=state.step + 1, params=params, opt_state=opt_state, ema_params=ema, window=window)
+        return new, {
+            **means,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "loss_tokens": loss_tokens,
+            "skipped": 1.0 - healthy.astype(jnp.float32),
+            "torn": (~healthy & (updated > 0)).astype(jnp.float32),
+            **spike,
+        }
+
+    return step
 
 
 def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
@@ -72,16 +150,7 @@ def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.Gra
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _repeated(graph: Graph) -> Node:
-    return next(node for node in graph.nodes if node.repeat is not None)
-
-
-def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.GradientTransformationExtraArgs:
-    weights = Weights(*({name: tree[name] for name in params} for tree in (decayed(graph), matrices(graph))))
-    return make_optimizer(settings.optimizer, weights)
-
-
-def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> None:
+def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool) -> None:
     """Refuse `optimizer_in_backward` where it does not go with the model, the settings, or the stages of a pipeline.
 
     Raises:
@@ -89,18 +158,16 @@ def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> N
     """
     if not settings.optimizer_in_backward:
         return
-    graph = held.graph
+    graph, parts = split.graph, settings.gradient_accumulation_steps
     nodes = [node for node in graph.nodes if node.repeat is not None]
     reasons = {
         f"the model has {len(nodes)} repeated nodes, not one": len(nodes) != 1,
-        "the training has `ema`": settings.ema is not None,
         "the model has a mixture of experts": "experts" in str(graph.parameters),
         f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
-        f"gradient_accumulation_steps is {settings.gradient_accumulation_steps}": settings.gradient_accumulation_steps
-        > 1,
+        f"gradient_accumulation_steps is {parts}": parts > 1,
         "the mesh has a pipeline": in_stages,
-        "the training has `lora`": held.adapters is not None,
-        "the training holds a reference": held.reference,
+        "the training has `lora`": split.adapters is not None,
+        "the training has a reference model": split.reference,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -119,9 +186,8 @@ def check_remat(settings: TrainSettings, remat: RematChoice) -> None:
         UserError: for all but `block`, which is that, `none`, the default, and `auto`.
     """
     if settings.optimizer_in_backward and remat not in ("none", "block", "auto"):
-        asked = f"`{remat}`" if isinstance(remat, str) else "activations by name"
         raise UserError(
-            f"layers that are updated one by one keep their input and are computed again, whatever {asked} would keep",
+            f"layers that are updated one by one keep their input and nothing else, so not `{remat}`",
             where="parallel.remat",
             fix="Leave `remat` out, or set it to block; or leave out `optimizer_in_backward: true`.",
         )
@@ -129,132 +195,31 @@ def check_remat(settings: TrainSettings, remat: RematChoice) -> None:
 
 def as_it_is_done(settings: TrainSettings, parallel: ParallelSettings) -> ParallelSettings:
     """What a training does of `parallel`: layers that are updated one by one are computed again in any case."""
-    if not settings.optimizer_in_backward:
-        return parallel
-    return parallel.model_copy(update={"remat": LAYERWISE_REMAT})
+    return parallel.model_copy(update={"remat": LAYERWISE_REMAT}) if settings.optimizer_in_backward else parallel
 
 
-@dataclass(frozen=True, eq=False)
-class _Layerwise:
-    graph: Graph
-    node: Node
-    settings: TrainSettings
-    call: Call
-    seed: int
+def _repeated(graph: Graph) -> Node:
+    return next(node for node in graph.nodes if node.repeat is not None)
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One update of all weights."""
-        name = self.node.name
-        call = replace(self.call, key=random_key(self.seed, Purpose.DROPOUT, state.step))
-        rest = {key: tree for key, tree in state.params.items() if key != name}
-        first, first_back = jax.vjp(lambda rest: self._first(rest, batch, call), rest)
-        layer = self._layer(batch, call, first)
-        last, inputs = jax.lax.scan(
-            lambda x, xs: (layer(xs[0], x, xs[1]), x), first, (state.params[name], jnp.arange(self.node.layers))
-        )
-        loss = jax.value_and_grad(lambda rest, y: self._loss(rest, y, batch, call), argnums=(0, 1), has_aux=True)
-        (_, sums), (rest_grads, grad) = loss(rest, last)
-        _, loss_tokens = sums["loss"]
-        means = {key: total / jnp.maximum(count, 1.0) for key, (total, count) in sums.items()}
-        window, may_update, spike = detect_spike(state.window, means["loss"], self.settings.health)
-        update = self._updater(state, loss_tokens, may_update)
 
-        layers, opt_layers, grad, squares, applied = self._backward(state, update, layer, inputs, grad)
-        (below,) = first_back(grad)
-        rest_grads = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), rest_grads, below)
-        rest, opt_rest, square, good = update(rest, state.opt_state["rest"], rest_grads, 0)
+def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.GradientTransformationExtraArgs:
+    weights = Weights(*({name: tree[name] for name in params} for tree in (decayed(graph), matrices(graph))))
+    return make_optimizer(settings.optimizer, weights)
 
-        norm, applied = jnp.sqrt(squares + square), applied + good
-        new = TrainState(
-            state.step + 1,
-            {**rest, name: layers},
-            {"layers": opt_layers, "rest": opt_rest},
-            state.ema_params,
-            window,
-        )
-        healthy = may_update & jnp.isfinite(norm)
-        return new, {
-            **means,
-            "grad_norm": norm,
-            "learning_rate": self._rate(state),
-            "loss_tokens": loss_tokens,
-            "skipped": 1.0 - healthy.astype(jnp.float32),
-            "torn": (~healthy & (applied > 0)).astype(jnp.float32),
-            **spike,
-        }
 
-    def _rate(self, state: TrainState) -> Float[Array, ""]:
-        return jnp.asarray(learning_rate(self.settings.schedule, self.settings.steps)(state.step), jnp.float32)
+def _layer_function(
+    node: Node, batch: Batch, config: ApplyConfig, first: Array
+) -> Callable[[PyTree, Array, Any], Array]:
+    """(weights of a layer, its input, its number) -> its output."""
+    context = context_of(node, {}, batch, config)
+    context = replace(context, prepared=node.layer.prepare((first,), context))
 
-    def _first(self, rest: PyTree, batch: Batch, call: Call) -> Array:
-        """The input of the first layer."""
-        (name,) = self.node.inputs
-        value: Array = apply(self.graph, rest, batch, replace(call, until=name)).values[name]
-        return call.constrain(value, ("batch", "residual", "width"))
+    def layer(weights: PyTree, x: Array, index: Array) -> Array:
+        key = None if context.key is None else jax.random.fold_in(context.key, index)
+        result = node.layer.apply(weights, (x,), replace(context, key=key, layer=index))
+        return result.value if isinstance(result, Result) else result
 
-    def _layer(self, batch: Batch, call: Call, first: Array) -> Callable[[PyTree, Array, Any], Array]:
-        context = context_of(self.node, {}, batch, call)
-        context = replace(context, prepared=self.node.kind.prepare((first,), context))
-
-        def layer(weights: PyTree, x: Array, index: Array) -> Array:
-            key = None if context.key is None else jax.random.fold_in(context.key, index)
-            result = self.node.kind.apply(weights, (x,), replace(context, key=key, layer=index))
-            return result.value if isinstance(result, Result) else result
-
-        return layer
-
-    def _loss(self, rest: PyTree, y: Array, batch: Batch, call: Call) -> tuple[Float[Array, ""], Any]:
-        """The loss of what comes out of the last layer."""
-        outputs = apply(self.graph, rest, batch, replace(call, layers=lambda *_: Result(y)))
-        loss = outputs.values[self.graph.loss]
-        return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
-
-    def _updater(self, state: TrainState, loss_tokens: Array, may_update: Array) -> Callable[..., _Updated]:
-        """(weights, their optimizer's state, gradients of the sum, number of the draws for rounding) -> `_Updated`."""
-        rate, rounds = self._rate(state), self.settings.precision.rounding == "stochastic"
-        key = random_key(self.seed, Purpose.ROUNDING, state.step)
-
-        def update(params: PyTree, opt_state: PyTree, grads: PyTree, number: Any) -> _Updated:
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(loss_tokens, 1.0), grads)
-            norm = optax.tree.norm(grads)
-            optimizer = _optimizer(self.graph, self.settings, params)
-            direction, new_state = optimizer.update(grads, opt_state, params, norm=norm)
-            moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
-            new = stored_like(params, moved, jax.random.fold_in(key, number) if rounds else None)
-            good = may_update & jnp.isfinite(norm)
-            chosen = jax.tree.map(lambda n, o: jnp.where(good, n, o), (new, new_state), (params, opt_state))
-            return *chosen, norm**2, good.astype(jnp.int32)
-
-        return update
-
-    def _backward(
-        self, state: TrainState, update: Callable[..., _Updated], layer: Callable[..., Array], inputs: Array, grad: Any
-    ) -> tuple[PyTree, PyTree, Array, Array, Array]:
-        """Of all layers after their update: weights, optimizer's states, gradient of the first's input, squared norm,
-        and how many were updated."""
-        name, last = self.node.name, self.node.layers - 1
-        axes = jax.tree.map(lambda a: a[1:], logical_axes(self.graph)[name], is_leaf=_is_axes)
-
-        def one(number: Any, carry: Any) -> Any:
-            params, states, grad, squares, applied = carry
-            index = last - number
-            weights = _at(params, index)
-            _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
-            grads, grad = pullback(grad)
-            pinned = jax.tree.map(lambda a, g: self.call.constrain(g, a), axes, grads, is_leaf=_is_axes)
-            new, new_state, square, good = update({name: weights}, _at(states, index), {name: pinned}, number + 1)
-            return (
-                _put(params, new[name], index),
-                _put(states, new_state, index),
-                grad,
-                squares + square,
-                applied + good,
-            )
-
-        zero = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-        begun = (state.params[name], state.opt_state["layers"], grad, *zero)
-        done: tuple[PyTree, PyTree, Array, Array, Array] = jax.lax.fori_loop(0, last + 1, one, begun)
-        return done
+    return layer
 
 
 def _is_axes(tree: Any) -> bool:

@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+from affinage.checkpoint.store import IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import Preempted
 from affinage.hardware.devices import give_back_freed_memory
@@ -24,8 +25,8 @@ from affinage.training.summary import facts_for_trackers, summarize
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import Watchdog
 
-_COMPILATION = 3600  # seconds that it may take, and that one process may take longer than another
-_COPY = 86400  # seconds; an uploader that is stuck gives up by itself
+_HOUR = 3600  # seconds that a compilation may take, and that one process may take longer than another
+_COPY = 24 * _HOUR  # an uploader that fails returns by itself
 _TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
 _FIRST = 3  # steps that leave holes between what they keep; later ones find their buffers' places again
 
@@ -53,16 +54,17 @@ def train(job: TrainJob) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.all_at_work())
         preemption = stack.enter_context(PreemptionGuard(job.name, grace=job.runtime.preemption_grace))
-        watchdog = stack.enter_context(Watchdog(job.name, job.folder, job.runtime, goodput.beat))
+        each_second = lambda: (goodput.beat(), preemption.leave_if_too_late())  # noqa: E731
+        watchdog = stack.enter_context(Watchdog(job.name, job.folder, job.runtime, each_second))
 
         # ---- devices and compiled functions ----
         stack.callback(job.hardware.release)
         trainer = Trainer(job, make_mesh(job.mesh, job.hardware.acquire()), next(job.feed.iterate(0)))
-        watchdog.beat("the compilation", at_most=2 * _COMPILATION)
+        watchdog.beat("the compilation", at_most=2 * _HOUR)
         with goodput.account("compile"):
             train_step = trainer.compile_training()
             evaluator = Evaluator(trainer, preemption, watchdog, goodput)
-            processes.barrier("the end of the compilation", seconds=_COMPILATION)
+            processes.barrier("the end of the compilation", seconds=_HOUR)
 
         # ---- the newest checkpoint, or the first weights ----
         if job.uploader is not None and processes.first:
@@ -73,35 +75,27 @@ def train(job: TrainJob) -> dict[str, Any]:
         start, state, meta = checkpointer.restore()
         goodput.resume(meta)
 
-        # ---- who is told about steps ----
+        # ---- who learns of steps ----
         console = stack.enter_context(ConsoleWriter(job.name, steps, start, shown=processes.first))
         for other in (job.uploader, job.monitor):
             if other is not None:
                 other.say = console.say
-        tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(trainer))
         makers = job.trackers if processes.first else {}
         before = [row for row in read_rows(job.folder) if row["step"] <= start] if makers else []
-        trackers = stack.enter_context(
-            Trackers(
-                makers,
-                tracked,
-                job.folder,
-                before=before,
-                say=console.say,
-                close_seconds=job.close_trackers_within,
-            )
-        )
-        logger = stack.enter_context(MetricLogger(trainer, goodput, start, trackers, console))
+        tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(trainer))
+        seconds = job.close_trackers_within
+        trackers = Trackers(makers, tracked, job.folder, before=before, say=console.say, close_seconds=seconds)
+        logger = MetricLogger(trainer, goodput, start, stack.enter_context(trackers), console)
+        stack.enter_context(logger)
         health = meta.get("health", {})
         monitor = HealthMonitor(job.settings.health, own_folder, start, health, job.documents, console.say)
         profiler = Profiler(job.runtime.profiled, job.folder, start, steps, console.say)
         stack.callback(profiler.close)
         if start:
             console.say(f"resuming from checkpoint {start:,}")
-        watchdog.beat("the evaluation", at_most=_COMPILATION)
+        watchdog.beat("the evaluation", at_most=_HOUR)
         ended = evaluator(start, state, logger, resumed=True)
-
-        processes.barrier("the first step", seconds=checkpointer.seconds)
+        processes.barrier("the first step", seconds=IO_TIMEOUT)
         preemption.steps_to_lose()
         if preemption.reached():
             raise Preempted(f"{job.name} stopped by {preemption.signal_name} before a new step; nothing to save")
@@ -137,7 +131,7 @@ def train(job: TrainJob) -> dict[str, Any]:
                 raise explain(trainer, state, error, monitor.data_offset) from error
 
             if monitor.rollback_from is not None:
-                watchdog.beat("the rollback", at_most=checkpointer.seconds + checkpointer.seconds_to_restore)
+                watchdog.beat("the rollback", at_most=IO_TIMEOUT + checkpointer.seconds_to_restore)
                 step, state, _ = checkpointer.rollback(monitor.last_healthy)
                 monitor.rolled_back(step)
                 logger.cut(step)
@@ -146,14 +140,13 @@ def train(job: TrainJob) -> dict[str, Any]:
                 continue
 
             if evaluating and not stopping:
-                watchdog.beat("the evaluation", at_most=_COMPILATION)
+                watchdog.beat("the evaluation", at_most=_HOUR)
                 ended = evaluator(step, state, logger)
-                stopping = preemption.reached()  # then it was given up, and is repeated from this step
-
+                stopping = preemption.reached()  # then it was interrupted, and is repeated from this step
             if saving or stopping or ended:
                 if stopping and preemption.by_hand:
                     console.say(f"{preemption.signal_name}: saving step {step:,}; Ctrl-C again leaves without it")
-                watchdog.beat("the save", at_most=checkpointer.seconds)  # it waits for the one before
+                watchdog.beat("the save", at_most=IO_TIMEOUT)  # it waits for the one before
                 logger.check_folder()
                 checkpointer.save(step, state, monitor)
                 logger.restart_clock()
@@ -168,7 +161,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         # ---- the end ----
         if ended:
             console.say(f"ends at step {step:,}: {ended}")
-        watchdog.beat("the last save", at_most=checkpointer.seconds)
+        watchdog.beat("the last save", at_most=IO_TIMEOUT)
         checkpointer.wait()
         summary = summarize(trainer, goodput, monitor, checkpointer.resumed_at, step, ended)
         if own_folder is not None:

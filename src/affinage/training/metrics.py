@@ -33,7 +33,7 @@ MEASURED = frozenset(
 _IN_FLIGHT = 2  # steps, so that the devices never wait for the host
 _IN_FLIGHT_AT_MOST = 16  # of short steps ...
 _SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking up for each costs a tenth of 5 ms
-# Without a terminal a line comes after as many seconds, or this share of the steps; metrics.jsonl has all of them.
+# Without a terminal a line comes after this many seconds, or this share of the steps; metrics.jsonl has all of them.
 _SECONDS_BETWEEN_LINES = 10.0
 _SHARE_BETWEEN_LINES = 0.2
 _STATM = "/proc/self/statm"
@@ -59,8 +59,8 @@ class MetricLogger:
         trainer: of the run.
         goodput: its timer.
         start: the step that it resumes from.
-        trackers: get the same lines.
-        console: shows them.
+        trackers: get every line.
+        console: shows them to people.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class MetricLogger:
         self._clock_step = self._done = start
         self._clock, self._waited = time.perf_counter(), 0.0
         self._busy = time.perf_counter(), time.process_time()
-        self._log_every = trainer.job.settings.log_every
         self.cut(start)
 
     def __enter__(self) -> "MetricLogger":
@@ -97,7 +96,7 @@ class MetricLogger:
         Args:
             step: its number, from 1.
             metrics: as the step returns them.
-            data_time: seconds for which the next batch was waited for since.
+            data_time: seconds for which the loop has waited for the next batch since.
 
         Yields:
             (step, metrics) of earlier steps that skipped an update, or whose loss is a spike.
@@ -130,10 +129,7 @@ class MetricLogger:
         if self._path is not None:
             if self._file is not None:
                 self._file.close()
-            kept = self._path.with_suffix(".kept")
-            lines = (json.dumps(row) + "\n" for row in read_rows(self._path.parent) if row["step"] <= step)
-            kept.write_text("".join(lines), encoding="utf-8")
-            kept.replace(self._path)
+            write_lines(self._path, (row for row in read_lines(self._path) if row["step"] <= step))
             self._file = self._path.open("a", buffering=1, encoding="utf-8")  # a kill keeps what was written
         self.restart_clock()
 
@@ -155,16 +151,16 @@ class MetricLogger:
         if not group:
             return
         jax.block_until_ready(group[-1][1])
-        self._done, now = group[-1][0], time.perf_counter()
+        self._done, now, settings = group[-1][0], time.perf_counter(), self._trainer.job.settings
         self._waited += sum(data_time for _, _, data_time in group)
         steps = max(self._done - self._clock_step, 1)
-        step_time, data_time, log_every = (now - self._clock) / steps, self._waited / steps, self._log_every
+        step_time, data_time = (now - self._clock) / steps, self._waited / steps
         if self._adapts:
             self._ahead = min(max(int(_SECONDS_IN_FLIGHT / max(step_time, 1e-9)), _IN_FLIGHT), _IN_FLIGHT_AT_MOST)
         logged = False
         for step, metrics, _ in group:
             unhealthy = any(_number(metrics[name]) for name in ("skipped", "spike") if name in metrics)
-            if step % log_every == 0 or step in (1, self._trainer.job.settings.steps) or unhealthy:
+            if step % settings.log_every == 0 or step in (1, settings.steps) or unhealthy:
                 self._log_step(step, _numbers(metrics), step_time, data_time)
                 logged = True
             if unhealthy:
@@ -189,7 +185,7 @@ class MetricLogger:
         self._console.training(self._write(row))
 
     def _system_metrics(self) -> dict[str, float]:
-        if self._trainer.mesh.devices.flat[0].platform == "cpu":
+        if self._trainer.platform == "cpu":
             now, busy = time.perf_counter(), time.process_time()
             share = (busy - self._busy[1]) / max(now - self._busy[0], 1e-9) / (os.cpu_count() or 1)
             self._busy, found = (now, busy), {"device_utilization": round(min(share, 1.0), 4)}
@@ -213,16 +209,27 @@ class MetricLogger:
         return dict(clean)
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a training's metrics.jsonl, up to the first that cannot be read: a kill cut it in two."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file, up to the first that cannot be read: a kill cut it in two."""
     rows = []
-    path = folder / METRICS
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
     return rows
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a file by JSON lines, completely or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    part.replace(path)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a training's metrics.jsonl."""
+    return read_lines(folder / METRICS)
 
 
 def curve(folder: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Optimizers and learning rates, by the names that recipes give them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,7 @@ PyTree = Any
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """What an optimizer may know of the parameters, besides their shapes.
 
     Attributes:
@@ -48,7 +46,7 @@ T = TypeVar("T", bound=type[Optimizer])
 
 
 def optimizer(name: str) -> Callable[[T], T]:
-    """Registers an Optimizer under the name that recipes call it by; a taken name is refused."""
+    """Register an Optimizer under the name that recipes call it by; a taken name is refused."""
     return OPTIMIZERS.register(name)
 
 
@@ -95,10 +93,10 @@ class Adafactor(Optimizer):
 
 @optimizer("muon")
 class Muon(Optimizer):
-    """Orthogonalised momentum for the matrices of hidden layers (Jordan et al., 2024), Adam for everything else.
+    """Orthogonalized momentum for the matrices of hidden layers (Jordan et al., 2024), Adam for everything else.
 
     The orthogonal updates are scaled to a root mean square of `rms`, about AdamW's, so that one learning rate and one
-    decay serve both (Liu et al., 2025, arXiv:2502.16982). Layers and experts are orthogonalised each on their own.
+    decay serve both (Liu et al., 2025, arXiv:2502.16982). Layers and experts are orthogonalized each on their own.
     """
 
     beta: float = 0.95
@@ -132,18 +130,14 @@ def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.Gradi
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
     applied. Clipping, moments and decay are computed in float32, whatever dtype weights and moments are stored in.
 
-    Args:
-        settings: of the recipe.
-        weights: what is known of the parameters.
-
     Raises:
-        UserError: an optimizer or a setting of it that nobody knows.
+        UserError: an unknown optimizer, or an unknown setting of it.
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
         _clipped_to(settings.max_grad_norm),
         _stored_in(jnp.dtype(settings.state_dtype), chosen.direction(settings, weights)),
-        # A number of Python's would be multiplied in the weights' own dtype.
+        # A Python number would be multiplied in the weights' own dtype.
         optax.add_decayed_weights(np.float32(settings.weight_decay), weights.decayed),
     )
 
@@ -155,12 +149,11 @@ def _clipped_to(longest: float | None) -> optax.GradientTransformationExtraArgs:
     both until the update ends. A product with one number goes into whatever reads the gradient.
     """
 
-    if longest is None:
-        return optax.with_extra_args_support(optax.identity())
-
     def update(
         grads: PyTree, state: PyTree, params: PyTree | None = None, *, norm: jax.Array | None = None, **_: Any
     ) -> tuple[PyTree, PyTree]:
+        if longest is None:
+            return grads, state
         norm = optax.tree.norm(grads) if norm is None else norm
         scale = jnp.where(norm < longest, 1.0, longest / norm)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), state
@@ -199,22 +192,17 @@ def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.G
     A bfloat16 moment follows its average as long as one step moves it by more than half a unit in the last place,
     2^-9 of its value: true for b2 up to about 0.99.
     """
-    float32 = jnp.dtype("float32")
 
-    def cast(state: PyTree, params: PyTree, to: jnp.dtype) -> PyTree:
+    def cast(state: PyTree, params: PyTree, to: Any) -> PyTree:
         return map_like_params(lambda leaf, _: leaf.astype(to), state, params, others=lambda leaf: leaf)
 
-    def in_float32(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf.astype(float32), tree)
-
     def init(params: PyTree) -> PyTree:
-        return cast(inner.init(in_float32(params)), params, dtype)
+        return cast(inner.init(optax.tree.cast(params, jnp.float32)), params, dtype)
 
     def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        grads = in_float32(grads)
         # Optax's Adafactor rounds its moments, the factored ones too, to the dtype of the weights that it is given.
-        params = None if params is None else in_float32(params)
-        updates, state = inner.update(grads, cast(state, grads, float32), params)
+        grads, params = (optax.tree.cast(tree, jnp.float32) for tree in (grads, params))
+        updates, state = inner.update(grads, cast(state, grads, jnp.float32), params)
         return updates, cast(state, grads, dtype)
 
     return optax.GradientTransformation(init, update)
@@ -242,7 +230,7 @@ S = TypeVar("S", bound=type[Shape])
 
 
 def schedule(name: str) -> Callable[[S], S]:
-    """Registers a Shape under the name that recipes call it by; a taken name is refused."""
+    """Register a Shape under the name that recipes call it by; a taken name is refused."""
     return SCHEDULES.register(name)
 
 
@@ -300,11 +288,11 @@ class WarmupStableDecay(Shape):
 def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     """The learning rate of the update that is number `step`, counted from 0.
 
-    Linear from peak / w at step 0 up to the peak at step w - 1 of a warm-up of w steps, then as `settings.name` says.
-    With `from_step` it is all that of the steps from there on.
+    Linear from peak / w at step 0 up to the peak at step w - 1 of a warm-up of w steps, then the schedule
+    `settings.name`. With `from_step` all of that applies to the steps from there on.
 
     Raises:
-        UserError: a schedule or a setting of it that nobody knows.
+        UserError: an unknown schedule, or an unknown setting of it.
     """
     if settings.from_step:
         tail = learning_rate(settings.model_copy(update={"from_step": 0}), steps - settings.from_step)
@@ -315,20 +303,19 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     after = shape.after_warmup(settings, max(steps - max(warmup_steps, 1), 1))
     if warmup_steps <= 1:
         return after
-    first = settings.peak_lr / warmup_steps
-    warmup = optax.linear_schedule(first, settings.peak_lr, warmup_steps - 1)
+    warmup = optax.linear_schedule(settings.peak_lr / warmup_steps, settings.peak_lr, warmup_steps - 1)
     return optax.join_schedules([warmup, after], [warmup_steps - 1])
 
 
 def check_choices(settings: TrainSettings, locate: Locate) -> None:
-    """See that the optimizer and the schedule, and their own settings, are known.
+    """Check that the optimizer and the schedule, and their own settings, are known.
 
     Args:
         settings: of the training.
         locate: from keys of the training's section, such as ("optimizer", "name"), to where they were written.
 
     Raises:
-        UserError: for what nobody knows, and values that do not fit.
+        UserError: for unknown names, and values that do not fit.
     """
     optimizer, schedule = settings.optimizer, settings.schedule
     build(OPTIMIZERS, optimizer.name, optimizer.settings, lambda path: locate(("optimizer", *path)))

@@ -1,4 +1,4 @@
-"""A signal to stop: the loop saves between two steps and ends, or at once where there is nothing to save."""
+"""A signal to stop: the loop saves between two steps and ends, or at once if there is nothing to save."""
 
 import contextlib
 import faulthandler
@@ -33,19 +33,14 @@ class PreemptionGuard:
     def __init__(self, name: str, *, grace: float) -> None:
         self.signal_name = ""
         self._name, self._grace = name, grace
-        self._processes = Processes.current
         self._steps_to_lose = self._reached = False
         self._since: float | None = None
-        self._ended = threading.Event()
         self._cleanup = contextlib.ExitStack()
-
-    def __bool__(self) -> bool:
-        return bool(self.signal_name)
 
     def reached(self) -> bool:
         """Whether to stop here. All processes call it at the same moments of the training, and get the same answer."""
-        if self._processes.count == 1:
-            return bool(self)
+        if Processes.current.count == 1:
+            return bool(self.signal_name)
         from jax.experimental import multihost_utils
 
         if multihost_utils.reached_preemption_sync_point(next(_points)):
@@ -64,6 +59,13 @@ class PreemptionGuard:
             return None
         return max(0.0, self._since + self._grace - time.monotonic())
 
+    def leave_if_too_late(self) -> None:
+        """Leave the process if the grace period is over; the watchdog's thread calls this every second."""
+        if self.seconds_left() == 0.0:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+                faulthandler.dump_traceback(sys.stderr.fileno())
+            leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")
+
     def steps_to_lose(self) -> None:
         """From here on there are steps that no checkpoint has."""
         self._steps_to_lose = True
@@ -79,7 +81,6 @@ class PreemptionGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ended.set()
         self._cleanup.close()
         if kind is None:  # the training is done, and what would follow it is not
             StopSignals.pending = self.signal_name
@@ -93,18 +94,9 @@ class PreemptionGuard:
         self._first(number)
 
     def _first(self, number: signal.Signals, name: str = "") -> None:
-        if self.signal_name:
-            return
-        self._since, self.signal_name = time.monotonic(), name or number.name
-        self._processes.notify_preemption()
-        if StopSignals.current is not None and not self.by_hand:
-            threading.Thread(target=self._limit, name="grace", daemon=True).start()
-
-    def _limit(self) -> None:
-        if not self._ended.wait(self._grace):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
-                faulthandler.dump_traceback(sys.stderr.fileno())
-            leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")
+        if not self.signal_name:
+            self._since, self.signal_name = time.monotonic(), name or number.name
+            Processes.current.notify_preemption()
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name and number == signal.SIGINT:

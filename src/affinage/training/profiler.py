@@ -34,7 +34,7 @@ class Profiler:
         self._runs = False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """To be entered while a step is dispatched."""
+        """Enter this while a step is dispatched."""
         if not self._first <= step <= self._last:
             return contextlib.nullcontext()
         if not self._runs:
@@ -45,7 +45,7 @@ class Profiler:
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def dispatched(self, step: int, values: Any) -> None:
-        """A step was dispatched; `values` are there when the devices are done with it."""
+        """Close the trace after its last step; `values` are ready when the devices are done with the step."""
         if self._runs and step >= self._last:
             jax.block_until_ready(values)
             self.close()

@@ -1,23 +1,60 @@
 """What a training run knows between two steps, and how it begins."""
 
 import enum
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from affinage.config.training import TrainSettings
 from affinage.model import abstract_params, logical_axes
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
-from affinage.training.frozen import Frozen
+from affinage.training.frozen import ParamSplit
 from affinage.training.optimizer import map_like_params
-from affinage.training.spikes import LossWindow
 
 PyTree = Any
+_NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+_LEAST = 16  # losses without which nothing stands out: of 16 the deviation is known to a third, of 64 to a sixth
+_SMALLEST_SPREAD = 0.002  # of the median: below it a loss is as good as constant, and rounding would stand out
+
+
+class LossWindow(NamedTuple):
+    """The last finite losses, in a ring; a spike stands out from them.
+
+    Attributes:
+        losses: as many as the window holds; those not yet seen are NaN.
+        seen: finite losses since the beginning.
+    """
+
+    losses: Float[Array, " W"]
+    seen: Int[Array, ""]
+
+    @staticmethod
+    def empty(size: int) -> "LossWindow":
+        """Before the first step."""
+        return LossWindow(jnp.full(size, jnp.nan, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def score(self, loss: Float[Array, ""]) -> Float[Array, ""]:
+        """By how many robust standard deviations a loss is above the median of the window; 0 before 16 losses.
+
+        The deviation is 1.4826 times the median absolute deviation, which half of the losses can be outliers without
+        moving (Leys et al., 2013, J. Exp. Soc. Psych. 49), and at least 0.2 % of the median.
+        """
+        median = jnp.nanmedian(self.losses)
+        spread = _NORMAL * jnp.nanmedian(jnp.abs(self.losses - median))
+        score = (loss - median) / jnp.maximum(spread, jnp.maximum(_SMALLEST_SPREAD * jnp.abs(median), 1e-12))
+        return jnp.where(self.seen >= min(_LEAST, self.losses.size), score, 0.0)
+
+    def with_loss(self, loss: Float[Array, ""]) -> "LossWindow":
+        """The window one step on. Spikes go in, so that it gets used to a new level; what is not finite does not."""
+        finite = jnp.isfinite(loss)
+        at = self.seen % self.losses.size
+        losses = self.losses.at[at].set(jnp.where(finite, loss, self.losses[at]))
+        return LossWindow(losses, self.seen + finite.astype(jnp.int32))
 
 
 class TrainState(NamedTuple):
@@ -25,11 +62,11 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: int32 scalar, updates made so far, skipped ones included.
-        params: nested dict of weights.
+        params: nested dict of the trainable weights.
         opt_state: the optimizer's, a tree of Optax.
-        ema_params: the moving average of `params`, in float32; None where the settings ask for none.
-        window: the losses that a spike is told from; None where nobody looks.
-        frozen: weights that no step changes, see `affinage.training.frozen`; None where there are none.
+        ema_params: float32 moving average of `params`, see the setting `ema`; None without it.
+        window: the losses that a spike stands out from; None if nobody looks for spikes.
+        frozen: weights that no step changes, see `affinage.training.frozen`; None without any.
     """
 
     step: Int[Array, ""]
@@ -58,42 +95,47 @@ def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> j
 
 
 def abstract_state(
-    held: Frozen,
-    dtype: jnp.dtype,
+    split: ParamSplit,
+    settings: TrainSettings,
     optimizer: optax.GradientTransformation,
     layout: MeshLayout,
     *,
-    window: int = 0,
-    ema: bool = False,
+    with_window: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    The arrays of the optimizer and of the moving average are split like the parameter they belong to. `window` is how
-    many losses a spike is told from, 0 for none; `ema` says whether there is a moving average.
+    The optimizer's arrays and the average are split like the parameter they belong to. `with_window`: with the losses
+    that a spike stands out from.
     """
-    mesh, table, graph = layout.mesh, layout.table, held.graph
-    abstract_weights, axes = abstract_params(held.trained, dtype), logical_axes(held.trained)
+    mesh, table, graph = layout.mesh, layout.table, split.graph
+    dtype, whole = jnp.dtype(settings.precision.params), replicated(mesh)
+
+    def placed(tree: PyTree, axes: PyTree, *, mostly_split: bool = True) -> PyTree:
+        shardings = param_shardings(mesh, axes, tree, table, mostly_split=mostly_split)
+        return jax.tree.map(_with_sharding, tree, shardings)
+
     # Of the two matrices of an adapter one is whole wherever the mesh splits only one side of its weight.
-    shardings = param_shardings(mesh, axes, abstract_weights, table, mostly_split=held.adapters is None)
-    params = jax.tree.map(_with_sharding, abstract_weights, shardings)
-    frozen = None
-    if held.held:
-        whole_model = abstract_params(graph, dtype)
-        frozen = jax.tree.map(
-            _with_sharding, whole_model, param_shardings(mesh, logical_axes(graph), whole_model, table)
-        )
+    bare = abstract_params(split.trainable, dtype)
+    params = placed(bare, logical_axes(split.trainable), mostly_split=split.adapters is None)
     opt_state = map_like_params(
-        lambda leaf, _, sharding: _with_sharding(leaf, sharding),
-        jax.eval_shape(optimizer.init, abstract_weights),
-        abstract_weights,
-        shardings,
-        others=lambda leaf: _with_sharding(leaf, replicated(mesh)),
+        lambda leaf, like: _with_sharding(leaf, like.sharding),
+        jax.eval_shape(optimizer.init, bare),
+        params,
+        others=lambda leaf: _with_sharding(leaf, whole),
     )
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    averaged = jax.tree.map(_with_sharding, abstract_params(held.trained), shardings) if ema else None
-    whole = partial(_with_sharding, sharding=replicated(mesh))
-    losses = jax.tree.map(whole, jax.eval_shape(partial(LossWindow.empty, window))) if window else None
-    return TrainState(cast(Any, step), params, opt_state, averaged, losses, frozen)
+    window = None
+    if with_window:
+        empty = jax.eval_shape(lambda: LossWindow.empty(settings.health.spike_window))
+        window = jax.tree.map(lambda leaf: _with_sharding(leaf, whole), empty)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    return TrainState(
+        step,
+        params,
+        opt_state,
+        None if settings.ema is None else jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params),
+        window,
+        placed(abstract_params(graph, dtype), logical_axes(graph)) if split.has_frozen else None,
+    )
 
 
 def begin(
@@ -102,11 +144,9 @@ def begin(
     """The state before the first step, with the given weights."""
 
     def others(params: PyTree) -> TrainState:
-        averaged = None
-        if abstract.ema_params is not None:
-            averaged = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
+        ema = None if abstract.ema_params is None else jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
         window = None if abstract.window is None else LossWindow.empty(abstract.window.losses.size)
-        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), averaged, window)
+        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), ema, window)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None, frozen=None))
     return jax.jit(others, out_shardings=shardings)(params)._replace(params=params, frozen=frozen)

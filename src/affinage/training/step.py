@@ -7,86 +7,66 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, BFloat16, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, PRNGKeyArray
 
-from affinage.config.training import EmaSettings, HealthSettings
-from affinage.model import Call, Graph, apply
+from affinage.config.training import HealthSettings, TrainSettings
+from affinage.model import ApplyConfig, Graph, apply, decayed, matrices
 from affinage.parallel import MeshLayout
 from affinage.parallel.layout import REPLICAS
 from affinage.parallel.pipeline import AXIS as STAGES
-from affinage.training.frozen import Frozen
-from affinage.training.optimizer import Schedule
-from affinage.training.spikes import detect_spike
-from affinage.training.state import Purpose, TrainState, random_key
+from affinage.training.frozen import ParamSplit
+from affinage.training.optimizer import Weights, learning_rate, make_optimizer
+from affinage.training.state import LossWindow, Purpose, TrainState, random_key
 
 PyTree = Any
 Batch = Mapping[str, Array]
 Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Weights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
+EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
 
-def make_train_step(
-    held: Frozen,
-    optimizer: optax.GradientTransformationExtraArgs,
-    schedule: Schedule,
-    *,
-    call: Call,
-    micro_batches: int,
-    seed: int,
-    stochastic_rounding: bool = True,
-    health: HealthSettings | None = None,
-    ema: EmaSettings | None = None,
-) -> Step:
+def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step of a graph.
 
     The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
     with any accumulation is the same step up to rounding. An update whose loss or gradient is not finite is left out:
     weights, their moving average and optimizer state stay bit for bit, only the step is counted. So is one whose loss
-    is a spike, where `health` says so.
+    is a spike, if `settings.health` requires it.
 
     Args:
-        held: the graph with its loss, and what of it is trained.
-        optimizer: as `make_optimizer` makes it; the learning rate is not its business.
-        schedule: step -> learning rate.
-        call: compute dtype and how the graph is applied; its key is set here.
-        micro_batches: parts that a batch goes through one after the other; divides its rows.
+        split: the graph with its loss, and what of it is trained.
+        settings: of the training.
+        config: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout, augmentation and rounding.
-        stochastic_rounding: of weights that are stored in bfloat16; else to the nearest.
-        health: what is a spike, and what becomes of it; None: nothing is.
-        ema: of the moving average of the parameters, where the state has one.
 
     Returns:
         The step. Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per
         example), grad_norm (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0
         or 1), with a window in the state spike_score and spike (0 or 1), and what the graph itself reports.
     """
-    graph, call = held.graph, held.call(call)
-    replicas = replicas_of(graph, call) if micro_batches > 1 else 1
+    graph, config, parts = split.graph, split.apply_config(config), settings.gradient_accumulation_steps
+    replicas = replicas_of(graph, config) if parts > 1 else 1
     if replicas > 1:
-        call = dataclasses.replace(call, layout=cast(MeshLayout, call.layout).of_a_replica)
+        config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).of_a_replica)
 
     def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
-        whole = held.whole(params, state.frozen)
-        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=key, ema_params=state.ema_params))
+        full = split.full_params(params, state.frozen)
+        outputs = apply(graph, full, batch, dataclasses.replace(config, key=key, ema_params=state.ema_params))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
     def gradient(state: TrainState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
-        batch = held.with_reference(state.frozen, batch, call)
+        batch = split.with_reference(state.frozen, batch, config)
         grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
-    update = make_update(
-        optimizer, schedule, seed=seed, stochastic_rounding=stochastic_rounding, health=health, ema=ema
-    )
+    update = make_update(make_full_optimizer(split, settings), settings, seed=seed)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
-        grads, sums = accumulate(lambda part: gradient(state, part, key), batch, micro_batches, replicas)
-        _, loss_tokens = sums["loss"]
-        means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
+        grads, sums = accumulate(lambda part: gradient(state, part, key), batch, parts, replicas)
+        loss_tokens, means = sums["loss"][1], means_of(sums)
         # Of the sum, not of the mean: XLA would write the mean out before it has the norm.
         grad_norm = optax.tree.norm(grads) / jnp.maximum(loss_tokens, 1.0)
         grads = jax.tree.map(lambda g: g / jnp.maximum(loss_tokens, 1.0), grads)
@@ -94,6 +74,16 @@ def make_train_step(
         return new, {**means, **report, "loss_tokens": loss_tokens}
 
     return step
+
+
+def make_full_optimizer(split: ParamSplit, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of all trainable weights together."""
+    return make_optimizer(settings.optimizer, Weights(decayed(split.trainable), matrices(split.trainable)))
+
+
+def means_of(sums: Sums) -> Metrics:
+    """The mean of each metric of a batch."""
+    return {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
 
 
 def accumulate(
@@ -129,36 +119,29 @@ def accumulate(
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), total) if copies else total
 
 
-def replicas_of(graph: Graph, call: Call) -> int:
+def replicas_of(graph: Graph, config: ApplyConfig) -> int:
     """Copies of the model that can each add up the gradients of their micro-batches; 1: the devices go together.
 
-    They must where a node's value, or what it reports, is of all rows together, in a pipeline, and where keys go around
-    in a ring: JAX 0.10 cannot put a `jax.shard_map` over some of the axes into a `jax.vmap` over another.
+    They must if a node's value, or what it reports, is of all rows together, in a pipeline, and if keys go around in a
+    ring: JAX 0.10 cannot put a `jax.shard_map` over some of the axes into a `jax.vmap` over another.
     """
-    layout = call.layout
+    layout = config.layout
     if not isinstance(layout, MeshLayout) or layout.mesh.shape[STAGES] > 1:
         return 1
-    together = call.rings or any(node.kind.mixes_rows() for node in graph.nodes)
+    together = config.rings or any(node.layer.mixes_rows() for node in graph.nodes)
     return 1 if together else layout.replicas
 
 
 Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
 
 
-def make_update(
-    optimizer: optax.GradientTransformationExtraArgs,
-    schedule: Schedule,
-    *,
-    seed: int,
-    stochastic_rounding: bool = True,
-    health: HealthSettings | None = None,
-    ema: EmaSettings | None = None,
-) -> Update:
+def make_update(optimizer: optax.GradientTransformationExtraArgs, settings: TrainSettings, *, seed: int) -> Update:
     """Build the step's second half: (state, gradient of the mean loss, that loss, the gradient's norm) -> next state.
 
-    The loss and the norm say whether the update is healthy; else everything stays but the count of steps. The metrics
-    are grad_norm, learning_rate, skipped and those of the window; the arguments are those of `make_train_step`.
+    The loss and the norm decide whether the update is healthy; otherwise everything stays but the count of steps. The
+    metrics are grad_norm, learning_rate, skipped and those of the window.
     """
+    schedule = learning_rate(settings.schedule, settings.steps)
 
     def update(
         state: TrainState, grads: PyTree, loss: Float[Array, ""], grad_norm: Float[Array, ""]
@@ -166,39 +149,68 @@ def make_update(
         rate = jnp.asarray(schedule(state.step), jnp.float32)
         direction, opt_state = optimizer.update(grads, state.opt_state, state.params, norm=grad_norm)
         moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, state.params, direction)
-        rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None
-        params = stored_like(state.params, moved, rounding)
-        averaged = None
-        if ema is not None and state.ema_params is not None:
-            averaged = jax.tree.map(
-                lambda a, p: ema.decay * a + (1 - ema.decay) * p.astype(jnp.float32), state.ema_params, params
-            )
-        window, may_update, spike = detect_spike(state.window, loss, health)
+        params = stored_like(state.params, moved, rounding_key(settings, seed, state))
+        window, may_update, spike = detect_spike(state.window, loss, settings.health)
         healthy = may_update & jnp.isfinite(grad_norm)
-        old, new = (state.params, state.opt_state, state.ema_params), (params, opt_state, averaged)
-        kept, kept_opt, kept_average = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
+        new = TrainState(
+            state.step,
+            params,
+            opt_state,
+            moved_ema(state.ema_params, params, settings),
+        )
+        old = state._replace(window=None, frozen=None)
+        kept = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
         skipped = 1.0 - healthy.astype(jnp.float32)
         metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **spike}
-        return TrainState(state.step + 1, kept, kept_opt, kept_average, window, state.frozen), metrics
+        return kept._replace(step=state.step + 1, window=window, frozen=state.frozen), metrics
 
     return update
 
 
-def make_validation_step(held: Frozen, *, call: Call) -> Callable[[Weights, Batch], dict[str, Any]]:
+def moved_ema(ema_params: PyTree, params: PyTree, settings: TrainSettings) -> PyTree:
+    """The moving average of the weights one step on: decay * average + (1 - decay) * weight; None without `ema`."""
+    if settings.ema is None:
+        return None
+    decay = settings.ema.decay
+    return jax.tree.map(lambda e, p: decay * e + (1.0 - decay) * p.astype(jnp.float32), ema_params, params)
+
+
+def detect_spike(
+    window: LossWindow | None, loss: Float[Array, ""], health: HealthSettings
+) -> tuple[LossWindow | None, Bool[Array, ""], dict[str, Float[Array, ""]]]:
+    """The window one step on, whether weights may be updated by this loss, and metrics.
+
+    With a window the metrics are spike_score (see `LossWindow.score`; 0 for what is not finite) and spike (0 or 1).
+    """
+    finite = jnp.isfinite(loss)
+    if window is None:
+        return window, finite, {}
+    score = jnp.where(finite, window.score(loss), 0.0)
+    spike = finite & (score > health.spike_deviations)
+    metrics = {"spike_score": score, "spike": spike.astype(jnp.float32)}
+    return window.with_loss(loss), finite if health.on_spike == "log" else finite & ~spike, metrics
+
+
+def make_validation_step(split: ParamSplit, *, config: ApplyConfig) -> Callable[[EvalWeights, Batch], dict[str, Any]]:
     """Build `(weights, batch) -> {sum, count, metrics}`: nats summed over the counted tokens of a batch, their number,
     and the sums and counts of what the graph itself reports."""
 
-    def step(weights: Weights, batch: Batch) -> dict[str, Any]:
+    def step(weights: EvalWeights, batch: Batch) -> dict[str, Any]:
         params, ema_params, frozen = weights
-        batch, graph = held.with_reference(frozen, batch, call), held.graph
-        whole = held.whole(params, frozen)
-        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=None, ema_params=ema_params))
+        batch, graph = split.with_reference(frozen, batch, config), split.graph
+        full = split.full_params(params, frozen)
+        outputs = apply(graph, full, batch, dataclasses.replace(config, key=None, ema_params=ema_params))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))
         return {"sum": nats, "count": count, "metrics": outputs.metrics}
 
     return step
+
+
+def rounding_key(settings: TrainSettings, seed: int, state: TrainState) -> PRNGKeyArray | None:
+    """The key for the stochastic rounding of a step; None if weights are rounded to the nearest."""
+    return random_key(seed, Purpose.ROUNDING, state.step) if settings.precision.rounding == "stochastic" else None
 
 
 def stored_like(old: PyTree, new: PyTree, key: PRNGKeyArray | None) -> PyTree:
@@ -220,7 +232,7 @@ def stored_like(old: PyTree, new: PyTree, key: PRNGKeyArray | None) -> PyTree:
 
 
 def stochastic_bfloat16(x: Float32[Array, "..."], key: PRNGKeyArray) -> BFloat16[Array, "..."]:
-    """One of the two bfloat16 neighbours of each value, each as probable as the value is near to it.
+    """One of the two bfloat16 neighbors of each value, each as probable as the value is near to it.
 
     The expectation is the value itself, so that updates under half a unit in the last place are not lost. bfloat16 is
     the upper half of a float32: a uniform 16-bit integer is added to the lower half, which is then cut off. What is not

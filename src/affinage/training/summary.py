@@ -37,7 +37,7 @@ def summarize(
             "total": count.total,
             "embedding": count.embedding,
             "non_embedding": count.non_embedding,
-            "trained": sum(parameter.size for parameter in parameters_in(trainer.held.trained.parameters)),
+            "trained": sum(parameter.size for parameter in parameters_in(trainer.split.trainable.parameters)),
         },
         "flops_per_step": flops,
         "steps": steps,

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,24 +13,20 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from affinage.config.parallel import ParallelSettings
 from affinage.config.training import PrecisionSettings, TrainSettings
 from affinage.hardware.chips import Chip, chip
-from affinage.hardware.devices import acquire
-from affinage.model import Call, Declared, Graph, apply, decayed, init_params, matrices
-from affinage.model.batch import batch_shapes
-from affinage.model.call import capability_of
-from affinage.model.remat import with_remat
-from affinage.model.shape import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, make_mesh, strategy_for, table_with
+from affinage.model import ApplyConfig, Declared, apply, init_params
+from affinage.model.apply_config import capability_of, with_remat
+from affinage.model.layer import BATCH, SEQUENCE
+from affinage.parallel import MeshLayout, Strategy, apply_config_on, batch_sharding, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.parallel.used_axes import check_axes_used
-from affinage.training.frozen import Frozen, frozen_of
+from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import check_remat, make_layerwise_optimizer, make_layerwise_step
-from affinage.training.optimizer import Weights, learning_rate, make_optimizer
+from affinage.training.optimizer import learning_rate
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
-from affinage.training.step import Step, make_train_step, make_validation_step
+from affinage.training.step import Step, make_full_optimizer, make_train_step, make_validation_step
 
 PyTree = Any
 DeviceBatch = Mapping[str, Any]  # of jax.Array, or of numpy's where a CPU takes these
@@ -49,12 +44,19 @@ class Trainer:
         rows, wanted = self.rows, rows_per_step(self.job.settings, self.mesh.size)
         if rows != wanted:
             raise ValueError(f"the feed yields {rows} rows a step, the settings say {wanted}")
+        parts = self.job.settings.gradient_accumulation_steps
         check_axes_used(self.job.graph, self.mesh.shape, self.layout.table)
-        check_rows_divide(rows, self.job.settings.gradient_accumulation_steps, self.mesh, self.layout.table)
+        check_rows_divide(rows, parts, self.mesh, self.layout.table)
         if SEQUENCE in self._sizes:
             check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
         check_remat(self.job.settings, self.job.parallel.remat)
-        self.strategy.check(self.job.graph, rows // self.job.settings.gradient_accumulation_steps, self.call)
+        self.strategy.check(self.job.graph, rows // parts, self.apply_config)
+
+    # ---- sizes and speeds ----
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return self.job.graph.sizes(self.batch)
 
     @property
     def rows(self) -> int:
@@ -67,13 +69,9 @@ class Trainer:
         return math.prod(self._sizes.values())
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return self.job.graph.sizes(self.batch)
-
-    @cached_property
     def flops_per_step(self) -> int:
         """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
-        return self.held.step_flops(self.rows, self._sizes.get(SEQUENCE, 1))
+        return self.split.step_flops(self.rows, self._sizes.get(SEQUENCE, 1))
 
     @property
     def peak_flops(self) -> float | None:
@@ -87,23 +85,30 @@ class Trainer:
 
         Of an unknown accelerator at 1 TFLOP/s for each; never more than six hours.
         """
-        unknown = 1e9 if self.mesh.devices.flat[0].platform == "cpu" else 1e12 * self.mesh.size
+        unknown = 1e9 if self.platform == "cpu" else 1e12 * self.mesh.size
         return min(self.flops_per_step / (0.01 * self.peak_flops if self.peak_flops else unknown), 6 * 3600)
+
+    @property
+    def platform(self) -> str:
+        """What JAX calls the kind of device: tpu, gpu or cpu."""
+        return str(self.mesh.devices.flat[0].platform)
 
     @property
     def is_simulated(self) -> bool:
         """Whether a CPU plays several devices."""
-        return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
-
-    @property
-    def remat(self) -> Any:
-        """What is computed again in the backward pass, as a recipe says it."""
-        return self.job.parallel.model_dump(mode="json")["remat"]
+        return self.mesh.size > 1 and self.platform == "cpu"
 
     @cached_property
     def chip(self) -> Chip:
         """The kind of chip that the mesh is made of."""
         return chip(self.mesh.devices.flat[0].device_kind)
+
+    # ---- the state and the compiled functions ----
+
+    @property
+    def remat(self) -> Any:
+        """What is computed again in the backward pass, as a recipe says it."""
+        return self.job.parallel.model_dump(mode="json")["remat"]
 
     @cached_property
     def layout(self) -> MeshLayout:
@@ -116,33 +121,25 @@ class Trainer:
         return self.job.strategy or strategy_for(self.mesh, self.job.parallel)
 
     @cached_property
-    def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """The job's optimizer."""
-        return optimizer_of(self.held, self.job.settings)
+    def split(self) -> ParamSplit:
+        """The trainable and the frozen parameters."""
+        return split_params(self.job.graph, self.job.settings)
 
     @cached_property
-    def held(self) -> Frozen:
-        """What is trained of the graph, and what is frozen."""
-        return frozen_of(self.job.graph, self.job.settings)
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The job's optimizer."""
+        return optimizer_of(self.split, self.job.settings)
 
     @cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        settings = self.job.settings
-        return abstract_state(
-            self.held,
-            jnp.dtype(settings.precision.params),
-            self.optimizer,
-            self.layout,
-            window=settings.health.spike_window,
-            ema=settings.ema is not None,
-        )
+        return abstract_state(self.split, self.job.settings, self.optimizer, self.layout, with_window=True)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
-        frozen = self._first_weights(self.abstract.frozen) if self.held.held else None
-        if self.held.adapters is not None:
-            params = self._draw(self.held.adapters, self.abstract.params)
+        frozen = self._first_weights(self.abstract.frozen) if self.split.has_frozen else None
+        if self.split.adapters is not None:
+            params = self._draw(self.split.adapters, self.abstract.params)
         elif frozen is not None:
             params = jax.tree.map(jnp.copy, frozen)
         else:
@@ -163,30 +160,47 @@ class Trainer:
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
-        step = step_of(self.held, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
+        step = step_of(self.split, self.job.settings, self.adapted_config, self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
-
-    def learning_rate(self, step: int) -> float:
-        """Of the update that makes step number `step`, counted from 1."""
-        return float(learning_rate(self.job.settings.schedule, self.job.settings.steps)(jnp.asarray(step - 1)))
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
-        step = make_validation_step(self.held, call=self.adapted_call)
+        step = make_validation_step(self.split, config=self.adapted_config)
         weights = (self.abstract.params, self.abstract.ema_params, self.abstract.frozen)
         return self.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
         """A compiled function from parameters and a batch to the value of a node, whole on every device."""
-        call = dataclasses.replace(self.adapted_call, key=None, until=node)
+        config = dataclasses.replace(self.adapted_config, key=None, until=node)
 
         def value(params: PyTree, batch: PyTree) -> Any:
-            return apply(self.job.graph, params, batch, call).values[node]
+            return apply(self.job.graph, params, batch, config).values[node]
 
         return self.strategy.compile_evaluation(value, self.abstract.params, self._like(batch))
 
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of the update that makes step number `step`, counted from 1."""
+        return float(learning_rate(self.job.settings.schedule, self.job.settings.steps)(jnp.asarray(step - 1)))
+
+    @property
+    def apply_config(self) -> ApplyConfig:
+        """How the graph is applied, without what the strategy makes of it."""
+        return dataclasses.replace(
+            apply_config_on(self.layout, self.job.settings.attention, self.job.parallel),
+            compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
+            platform=self.platform,
+            capability=capability_of(self.mesh.devices.flat[0]),
+        )
+
+    @property
+    def adapted_config(self) -> ApplyConfig:
+        """How the steps apply the graph."""
+        return self.strategy.adapt(with_remat(self.apply_config, self.job.parallel.remat))
+
+    # ---- batches ----
+
     def batches(self, start_step: int) -> Iterator[HostBatch]:
-        """What this host needs of the batches from `start_step` on: its rows alone, where the feed can read these."""
+        """What this process needs of the batches from `start_step` on: its rows alone, if the feed can read these."""
         part, parts = self._share
         if isinstance(self.job.feed, DivisibleFeed) and parts > 1:
             return self.job.feed.iterate_part(start_step, part, parts)
@@ -198,11 +212,11 @@ class Trainer:
         return self.put(batch, part, parts)
 
     def put(self, batch: HostBatch, part: int = 0, parts: int = 1) -> DeviceBatch:
-        """A batch on the devices, its rows split over the mesh; `part` of `parts` is what this host has of it.
+        """A batch on the devices, its rows split over the mesh; `part` of `parts` is what this process has of it.
 
         A single CPU has nothing to wait for: compiled programs take the host's arrays in a fifth of the time.
         """
-        if self._is_one_cpu:
+        if self.mesh.size == 1 and self.platform == "cpu":
             return batch
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._batch_sharding)
@@ -219,12 +233,8 @@ class Trainer:
         return {name: whole(array) for name, array in batch.items()}
 
     @cached_property
-    def _is_one_cpu(self) -> bool:
-        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
-
-    @cached_property
     def _share(self) -> tuple[int, int]:
-        """Which of how many equal parts of a batch's rows the devices of this host need; (0, 1): other ones, or all."""
+        """Which of how many equal parts of a batch's rows the devices of this process need; (0, 1): others, or all."""
         placed = self._batch_sharding.addressable_devices_indices_map((self.rows,))
         bounds = [index[0].indices(self.rows) for index in placed.values() if index is not None]
         first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
@@ -236,51 +246,21 @@ class Trainer:
         return batch_sharding(self.mesh, self.layout.table)
 
     def _like(self, batch: HostBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
-        return {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._batch_sharding)
-            for name, array in batch.items()
-        }
-
-    @property
-    def call(self) -> Call:
-        """How the graph is applied, without what the strategy makes of it."""
-        return dataclasses.replace(
-            call_on(self.layout, self.job.settings.attention, self.job.parallel),
-            compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
-            platform=self.mesh.devices.flat[0].platform,
-            capability=capability_of(self.mesh.devices.flat[0]),
-        )
-
-    @property
-    def adapted_call(self) -> Call:
-        """How the steps apply the graph."""
-        return self.strategy.adapt(with_remat(self.call, self.job.parallel.remat))
+        sharding = self._batch_sharding
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
 
 
-def optimizer_of(held: Frozen, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that these settings name, for the weights that are trained."""
+def optimizer_of(split: ParamSplit, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
+    """The optimizer whose state a training with these settings holds."""
     if settings.optimizer_in_backward:
-        return make_layerwise_optimizer(held.graph, settings)
-    return make_optimizer(settings.optimizer, Weights(decayed(held.trained), matrices(held.trained)))
+        return make_layerwise_optimizer(split.graph, settings)
+    return make_full_optimizer(split, settings)
 
 
-def step_of(
-    held: Frozen, optimizer: optax.GradientTransformationExtraArgs, settings: TrainSettings, call: Call, seed: int
-) -> Step:
-    """The training step that these settings ask for: what a run compiles, and what a plan traces."""
-    if settings.optimizer_in_backward:
-        return make_layerwise_step(held, settings, call=call, seed=seed)
-    return make_train_step(
-        held,
-        optimizer,
-        learning_rate(settings.schedule, settings.steps),
-        call=call,
-        micro_batches=settings.gradient_accumulation_steps,
-        seed=seed,
-        stochastic_rounding=settings.precision.rounding == "stochastic",
-        health=settings.health,
-        ema=settings.ema,
-    )
+def step_of(split: ParamSplit, settings: TrainSettings, config: ApplyConfig, seed: int) -> Step:
+    """The training step that these settings require: what a run compiles, and what a plan traces."""
+    make = make_layerwise_step if settings.optimizer_in_backward else make_train_step
+    return make(split, settings, config=config, seed=seed)
 
 
 def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:
@@ -288,24 +268,3 @@ def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:
     if settings.compute == "auto":
         return jnp.dtype(jnp.bfloat16 if chip.multiplies_bfloat16 else jnp.float32)
     return jnp.dtype(settings.compute)
-
-
-def synthetic_batch(graph: Graph, rows: int, context: int) -> dict[str, np.ndarray]:
-    """A batch as a feed makes it, of uniformly drawn tokens in rows of one document: what is computed is the same."""
-    shapes = batch_shapes(graph, rows, context)
-    draw = np.random.default_rng(0)
-    batch = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
-    batch["tokens"] = draw.integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
-    batch["positions"] = np.tile(np.arange(context, dtype=np.int32), (rows, 1))
-    batch["loss_mask"] = np.ones((rows, context), np.float32)
-    batch["rows"] = np.arange(rows, dtype=np.int32)
-    return batch
-
-
-def program_of(
-    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, mesh: Mapping[str, int | str], batch: HostBatch
-) -> Trainer:
-    """A training without a feed and a folder, on all devices of this machine: for its steps alone."""
-    nothing: Any = None
-    job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel)
-    return Trainer(job, make_mesh(mesh, acquire()), batch)

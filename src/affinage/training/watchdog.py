@@ -18,17 +18,16 @@ _EVERY = 1.0  # seconds between two looks
 _TIMES_SLOWEST = 5.0  # of the slowest step so far, that a step may take
 _STOPPED = 5.0  # seconds beyond `_EVERY`: the whole process was stopped (Ctrl-Z), or its machine slept
 _NO_THREAD = 60.0  # seconds, at least, in which no thread of Python runs on a machine that is only busy
-_TO_WRITE = 5.0  # seconds for the disk, which may be what everybody waits for, to take the stacks
 
 
 class Watchdog:
     """A thread beside the loop. While entered, it expects `beat` to be called before a limit.
 
-    What takes longer than `hang_timeout`, and longer than it was said to take, is reported once, with the stacks of all
+    What takes longer than `hang_timeout`, and longer than its own limit, is reported once, with the stacks of all
     threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
     somebody starts it again: `affinage launch`, or whoever starts several processes. `exit_on_hang` overrides that.
-    Where native code keeps every thread of Python from running, or the disk this one, `faulthandler` writes the stacks
-    to standard error and leaves with status 1.
+    If native code keeps every thread of Python from running, or the disk keeps this one, `faulthandler` writes the
+    stacks to standard error and leaves with status 1.
 
     Args:
         name: of the training, for messages.
@@ -91,20 +90,11 @@ class Watchdog:
                 self._report(f"{self._name}: {self._what} has not ended for {waited:.0f} s")
 
     def _report(self, what: str) -> None:
-        written = threading.Event()
-
-        def write() -> None:
-            with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{what}\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file)
-                written.set()
-
-        threading.Thread(target=write, name="stacks", daemon=True).start()
-        in_file = written.wait(_TO_WRITE)
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(f"{what}; all stacks are {f'in {self._file}' if in_file else 'here'}", file=sys.stderr, flush=True)
-            if not in_file:
-                faulthandler.dump_traceback(sys.stderr.fileno())
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+            print(f"{what}; all stacks are in {self._file}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{what}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
         if self._leaves and StopSignals.current is not None and not self._ended.is_set():
             leave(what)

@@ -8,14 +8,13 @@ from jaxtyping import Array
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
-from affinage.model.kind import Context, Cost, NodeKind, Result, node_kind
-from affinage.model.kinds.attention import AttentionSettings, Prepared
-from affinage.model.kinds.dropout import drop
-from affinage.model.kinds.ffn import FfnSettings
-from affinage.model.kinds.moe import MoeSettings
-from affinage.model.kinds.norm import NormSettings
-from affinage.model.parameter import Tree
-from affinage.model.shape import Shape, expect_sequence, sequence_of
+from affinage.model.layer import Cost, Layer, LayerContext, Result, Shape, expect_sequence, register_layer, sequence_of
+from affinage.model.layers.attention import AttentionSettings, Prepared
+from affinage.model.layers.dropout import drop
+from affinage.model.layers.ffn import FfnSettings
+from affinage.model.layers.moe import MoeSettings
+from affinage.model.layers.norm import NormSettings
+from affinage.model.parameter import PyTree
 
 
 def _ffn_or_moe(value: Any) -> str:
@@ -24,8 +23,8 @@ def _ffn_or_moe(value: Any) -> str:
     return (MoeSettings if kind == "moe" else FfnSettings).__name__
 
 
-@node_kind("transformer_block")
-class TransformerBlock(NodeKind):
+@register_layer("transformer_block")
+class TransformerBlock(Layer):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     joins = narrows = True
@@ -55,9 +54,9 @@ class TransformerBlock(NodeKind):
         return sequence_of(width)
 
     @override
-    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         width = inputs[0].width
-        tree: Tree = {
+        tree: PyTree = {
             "attention_norm": self.norm.parameters(width),
             "attention": self.attention.parameters(width, self.init_std, self.norm.eps),
             "ffn": self.ffn.parameters(width, self.init_std),
@@ -71,13 +70,13 @@ class TransformerBlock(NodeKind):
         return self.attention.cache(inputs[0].width, batch, length)
 
     @override
-    def prepare(self, inputs: tuple[Any, ...], context: Context) -> Prepared:
+    def prepare(self, inputs: tuple[Any, ...], context: LayerContext) -> Prepared:
         return self.attention.prepare(inputs[0], context)
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
         x = checkpoint_name(inputs[0], "block_input")
-        constrain = context.call.constrain
+        constrain = context.config.constrain
         before = self._norm(params, "attention_norm", x) if self.placement != "post" else x
         # Where the table splits the residual stream further than what goes through the matrices (Korthikanti et al.,
         # 2022), the parts are gathered here and each half's sum is scattered.
@@ -101,7 +100,7 @@ class TransformerBlock(NodeKind):
             y = self._norm(params, "ffn_norm", y)
         return Result(constrain(y, ("batch", "residual", "width")), cache, products.losses, products.metrics)
 
-    def _norm(self, params: Tree, name: str, x: Array) -> Array:
+    def _norm(self, params: PyTree, name: str, x: Array) -> Array:
         return self.norm.apply(params[name], x)
 
     @override

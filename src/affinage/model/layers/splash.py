@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from affinage.model.layout import Layout
+from affinage.model.apply_config import Layout
 
 LANES = 128  # the kernel's smallest block: rows are filled up to a multiple of it
 _BLOCKS = (512, 256, 128)  # of queries and of keys, the largest that divides a row; 512 is what MaxText trains with

@@ -10,20 +10,19 @@ from pydantic import Field
 from typing_extensions import override
 
 from affinage.config.settings import Settings
-from affinage.model.kind import Context, NodeKind, node_kind
-from affinage.model.parameter import Parameter, Tree
-from affinage.model.shape import Shape
+from affinage.model.layer import Layer, LayerContext, Shape, register_layer
+from affinage.model.parameter import ParamSpec, PyTree
 from affinage.registry import Registry, one_of
 
 
-def rms(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
+def rms(params: PyTree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
     """Root mean square normalisation (Zhang and Sennrich, 2019)."""
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (y * _along_last(params["scale"], x)).astype(x.dtype)
 
 
-def layer(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
+def layer(params: PyTree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
     """Layer normalisation (Ba, Kiros and Hinton, 2016)."""
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
@@ -38,7 +37,7 @@ def _along_last(vector: Float[Array, "D"], x: Float[Array, "*N D"]) -> Float[Arr
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
-Normalisation = Callable[[Tree, Array, float], Array]  # of the last axis, with a scale, on request an offset, and eps
+Normalisation = Callable[[PyTree, Array, float], Array]  # of the last axis, with a scale, on request an offset, and eps
 NORMS: Registry[Normalisation] = Registry("norm", {"rms": rms, "layer": layer})
 WITH_OFFSET = {"layer"}  # those that `bias` applies to
 
@@ -61,19 +60,19 @@ class NormSettings(Settings):
     bias: bool = True
     """Layer only: with an offset."""
 
-    def parameters(self, width: int, axis: str | None = "embed") -> Tree:
+    def parameters(self, width: int, axis: str | None = "embed") -> PyTree:
         """Scale [width], and for a layer norm with bias also an offset."""
-        tree: Tree = {"scale": Parameter((width,), (axis,), init="ones", decay=False)}
+        tree: PyTree = {"scale": ParamSpec((width,), (axis,), init="ones", decay=False)}
         if self.kind in WITH_OFFSET and self.bias:
-            tree["bias"] = Parameter((width,), (axis,), init="zeros", decay=False)
+            tree["bias"] = ParamSpec((width,), (axis,), init="zeros", decay=False)
         return tree
 
-    def apply(self, params: Tree, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    def apply(self, params: PyTree, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
         """Normalizes the last axis."""
         return NORMS[self.kind](params, x, self.eps)
 
 
-class _NormNode(NodeKind):
+class _NormNode(Layer):
     joins = by_token = True
 
     eps: float = Field(default=1e-6, gt=0)
@@ -88,15 +87,15 @@ class _NormNode(NodeKind):
         return Shape((*inputs[0].dims[:-1], inputs[0].width))
 
     @override
-    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         return self.settings().parameters(inputs[0].width)
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
         return self.settings().apply(params, inputs[0])
 
 
-@node_kind("rms_norm")
+@register_layer("rms_norm")
 class RmsNorm(_NormNode):
     """Root mean square normalisation over the last axis."""
 
@@ -105,7 +104,7 @@ class RmsNorm(_NormNode):
         return NormSettings(kind="rms", eps=self.eps)
 
 
-@node_kind("layer_norm")
+@register_layer("layer_norm")
 class LayerNorm(_NormNode):
     """Layer normalisation over the last axis."""
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from affinage.model.call import STATISTICS
+from affinage.model.apply_config import STATISTICS
 
-# A call makes room for `_FEWEST` documents a row, or for one for every `_TOKENS_EACH` tokens if that is more: cuDNN
+# A config makes room for `_FEWEST` documents a row, or for one for every `_TOKENS_EACH` tokens if that is more: cuDNN
 # launches blocks and stores statistics for each of them, whether it exists or not. A batch with more documents in a row
 # is computed row by row, which is slower, with room for documents of `_SHORTEST` tokens on average, or of one token.
 _FEWEST, _TOKENS_EACH, _SHORTEST = 16, 128, 8
@@ -27,7 +27,7 @@ _FEWEST, _TOKENS_EACH, _SHORTEST = 16, 128, 8
 
 @dataclass(frozen=True)
 class _How:
-    """What is static of a call."""
+    """What is static of a config."""
 
     window: int | None
     documents: Literal["one", "offsets", "bias"]

@@ -12,22 +12,21 @@ from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
 from affinage.errors import UserError
-from affinage.model.kind import Context, Cost
-from affinage.model.kinds.attention_ops import Workload, attention, choose, of_whole_rows
-from affinage.model.kinds.dense import dense, dense_flops, dense_parameters, dense_together
-from affinage.model.kinds.dropout import drop
-from affinage.model.kinds.embedding import positions_of
-from affinage.model.kinds.norm import NormSettings
-from affinage.model.kinds.rotary import RopeSettings, Tables, rotary_tables, rotate
-from affinage.model.parameter import Tree
-from affinage.model.shape import ShapeMismatch
+from affinage.model.layer import Cost, LayerContext, ShapeMismatch
+from affinage.model.layers.attention_ops import Workload, attention, choose, of_whole_rows
+from affinage.model.layers.dense import dense, dense_flops, dense_parameters, dense_together
+from affinage.model.layers.dropout import drop
+from affinage.model.layers.embedding import positions_of
+from affinage.model.layers.norm import NormSettings
+from affinage.model.layers.rotary import RopeSettings, Tables, rotary_tables, rotate
+from affinage.model.parameter import PyTree
 
 
 @dataclass(frozen=True)
 class Prepared:
     """What `AttentionSettings.prepare` computes once for all layers."""
 
-    impl: str  # the implementation, see `affinage.model.kinds.attention_ops`
+    impl: str  # the implementation, see `affinage.model.layers.attention_ops`
     positions: Int[Array, "B S"]
     segment_ids: Int[Array, "B S"] | None
     mask: Bool[Array, "b S T"] | None  # of plain products
@@ -76,12 +75,12 @@ class AttentionSettings(Settings):
             raise ShapeMismatch(f"rotary positions need an even head_dim, got {head}")
         return head
 
-    def parameters(self, width: int, std: float, eps: float) -> Tree:
+    def parameters(self, width: int, std: float, eps: float) -> PyTree:
         """Kernels [D, H, Dh], [D, K, Dh] twice and [H, Dh, D]."""
         head, heads, groups = self.head_width(width), self.heads, self.groups_of
         bias = bool(self.bias)
         inward = dense_parameters((width,), (groups, head), ("embed", "kv_heads", "head_dim"), bias=bias, std=std)
-        tree: Tree = {
+        tree: PyTree = {
             "query": dense_parameters((width,), (heads, head), ("embed", "heads", "head_dim"), bias=bias, std=std),
             "key": inward,
             "value": inward,
@@ -99,7 +98,7 @@ class AttentionSettings(Settings):
         shape = (batch, self.groups_of, length, self.head_width(width))
         return {"key": shape, "value": shape}
 
-    def prepare(self, x: Float[Array, "B S D"], context: Context) -> "Prepared":
+    def prepare(self, x: Float[Array, "B S D"], context: LayerContext) -> "Prepared":
         """What all layers have in common: the implementation, positions, segments, the mask and the rotary tables."""
         positions = positions_of(context, x.shape[0], x.shape[1])
         impl = self._implementation(x, context)
@@ -112,10 +111,10 @@ class AttentionSettings(Settings):
             rotary=self._rotary(positions, self.head_width(x.shape[2]), context) if self.rope else None,
         )
 
-    def _implementation(self, x: Array, context: Context) -> str:
-        call, prefixes = context.call, "parents" in context.batch
+    def _implementation(self, x: Array, context: LayerContext) -> str:
+        config, prefixes = context.config, "prefix_segment_ids" in context.batch
         dropped = self.dropout if context.key is not None else 0.0
-        if call.rings and context.cache is None and not prefixes:
+        if config.rings and context.cache is None and not prefixes:
             if dropped:
                 raise UserError(
                     "ring attention has no dropout of probabilities",
@@ -123,33 +122,33 @@ class AttentionSettings(Settings):
                 )
             return "ring"
         workload = Workload(
-            call.platform,
+            config.platform,
             x.dtype,
             self.head_width(x.shape[2]),
-            call.layout.whole(x.shape[1], "sequence"),
-            capability=call.capability,
+            config.layout.whole(x.shape[1], "sequence"),
+            capability=config.capability,
             cached=context.cache is not None,
             prefixes=prefixes,
             dropout=dropped,
             softcap=self.softcap,
         )
-        return choose(call.attention, workload)
+        return choose(config.attention, workload)
 
-    def _rotary(self, positions: Array, head: int, context: Context) -> Tables:
+    def _rotary(self, positions: Array, head: int, context: LayerContext) -> Tables:
         assert self.rope is not None
-        return rotary_tables(self.rope, positions, head, stored=context.call.platform == "cpu")
+        return rotary_tables(self.rope, positions, head, stored=context.config.platform == "cpu")
 
-    def mask(self, context: Context, positions: Array) -> Bool[Array, "B S T"]:
+    def mask(self, context: LayerContext, positions: Array) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
         if context.cache is not None:
             slots = jnp.arange(context.cache["key"].shape[3])[None, None, :]
             return self._in_reach(positions[:, :, None], slots)
-        layout = context.call.layout
+        layout = context.config.layout
         seen_by_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
-        segments, parents = context.batch.get("segment_ids"), context.batch.get("parents")
-        if parents is not None and segments is not None:  # positions say what comes before a token
+        segments, prefixes = context.batch.get("segment_ids"), context.batch.get("prefix_segment_ids")
+        if prefixes is not None and segments is not None:  # positions say what comes before a token
             seen = seen_by_all(segments)[:, None, :]
-            alike = (segments[:, :, None] == seen) | (parents[:, :, None] == seen)
+            alike = (segments[:, :, None] == seen) | (prefixes[:, :, None] == seen)
             return alike & self._in_reach(positions[:, :, None], seen_by_all(positions)[:, None, :])
         index, keys = jnp.arange(length := positions.shape[1]), jnp.arange(layout.whole(length, "sequence"))
         mask = self._in_reach(index[None, :, None], keys[None, None, :])
@@ -160,7 +159,7 @@ class AttentionSettings(Settings):
         return reach if self.window is None else reach & (query - key < self.window)
 
     def apply(
-        self, params: Tree, x: Float[Array, "B S D"], context: Context, eps: float
+        self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext, eps: float
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
         prepared: Prepared = context.prepared
@@ -174,9 +173,9 @@ class AttentionSettings(Settings):
         if few:  # the kernels know no rows of which few tokens ask
             assert mask is not None
             impl, mask = "xla", context.narrowed(jnp.broadcast_to(mask, (len(x), *mask.shape[1:])))
-            context = replace(context, at=None)
+            context = replace(context, logit_positions=None)
         if cache is not None:
-            cache = _write(cache, *of_whole_rows(key, value, context.call.layout), context)
+            cache = _write(cache, *of_whole_rows(key, value, context.config.layout), context)
             key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
         dropped = self.dropout > 0 and context.key is not None
         out = attention(
@@ -185,23 +184,25 @@ class AttentionSettings(Settings):
             value,
             prepared.segment_ids,
             impl=impl,
-            layout=context.call.layout,
+            layout=context.config.layout,
             window=self.window,
             softcap=self.softcap,
             dropout=partial(drop, rate=self.dropout, context=context, site=1) if dropped else None,
             mask=mask,
-            on_cpu=context.call.platform == "cpu" and cache is None and not few,
-            capability=context.call.capability,
+            on_cpu=context.config.platform == "cpu" and cache is None and not few,
+            capability=context.config.capability,
         )
         out = context.narrowed(checkpoint_name(out, "attended"))
         return dense(params["out"], out, context, contracted=2), cache
 
-    def _asks_few(self, x: Float[Array, "B S D"], context: Context) -> bool:
+    def _asks_few(self, x: Float[Array, "B S D"], context: LayerContext) -> bool:
         """Whether few enough tokens are wanted, row by row, to compute no other query: blocks spare half."""
-        at, rings = context.at, context.call.rings
+        at, rings = context.logit_positions, context.config.rings
         return at is not None and not rings and len(at) == len(x) and 4 * at.shape[1] <= x.shape[1]
 
-    def _heads(self, params: Tree, x: Array, asking: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:
+    def _heads(
+        self, params: PyTree, x: Array, asking: Array, context: LayerContext, eps: float
+    ) -> tuple[Array, Array, Array]:
         """Query [B, Q, H, Dh] of those that ask, key and value [B, S, K, Dh], positions already in them."""
         if asking is x:
             query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
@@ -217,7 +218,7 @@ class AttentionSettings(Settings):
             if asking is not x:
                 tables = self._rotary(context.narrowed(context.prepared.positions), query.shape[-1], context)
             query = rotate(query, tables)
-        constrain, of_key = context.call.constrain, ("batch", "sequence", "kv_heads", "head_dim")
+        constrain, of_key = context.config.constrain, ("batch", "sequence", "kv_heads", "head_dim")
         query = constrain(query, ("batch", "sequence", "heads", "head_dim"))
         return query, constrain(key, of_key), constrain(value, of_key)
 
@@ -239,7 +240,7 @@ class AttentionSettings(Settings):
         return of(length) - of(first)
 
 
-def _write(cache: Mapping[str, Array], key: Array, value: Array, context: Context) -> dict[str, Array]:
+def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
     """Puts new keys and values [B, S, K, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
     positions = context.prepared.positions
     slots = cache["key"].shape[3]

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from pydantic import Field
 from typing_extensions import override
 
-from affinage.model.kind import Context, NodeKind, node_kind
-from affinage.model.parameter import Tree
-from affinage.model.shape import Shape
+from affinage.model.layer import Layer, LayerContext, Shape, register_layer
+from affinage.model.parameter import PyTree
 
 
-def drop(x: Float[Array, "B ..."], rate: float, context: Context, site: int | Array) -> Float[Array, "B ..."]:
+def drop(x: Float[Array, "B ..."], rate: float, context: LayerContext, site: int | Array) -> Float[Array, "B ..."]:
     """Zeroes elements with probability `rate` and scales the rest by 1 / (1 - rate).
 
     `site` tells apart the several places of one layer. Each row draws from its own key, so a batch split over
@@ -33,8 +32,8 @@ def drop(x: Float[Array, "B ..."], rate: float, context: Context, site: int | Ar
     return jnp.where(mask, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
-@node_kind("dropout")
-class Dropout(NodeKind):
+@register_layer("dropout")
+class Dropout(Layer):
     """Dropout as a node of its own, e.g. after GPT-2's embeddings."""
 
     joins = True
@@ -47,5 +46,5 @@ class Dropout(NodeKind):
         return inputs[0]
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
         return drop(inputs[0], self.rate, context, site=0)

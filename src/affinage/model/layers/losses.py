@@ -10,11 +10,10 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 from typing_extensions import override
 
-from affinage.model.call import Call, Logits, Loss, cap, multiply_out
-from affinage.model.kind import Context, NodeKind, Result, node_kind
-from affinage.model.layout import Layout
-from affinage.model.parameter import Tree
-from affinage.model.shape import TOKENS, Shape, ShapeMismatch
+from affinage.model.apply_config import ApplyConfig, Layout
+from affinage.model.layer import TOKENS, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
+from affinage.model.parameter import PyTree
+from affinage.model.products import Logits, cap, multiply_out
 
 WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 on a device ...
 CHUNK_TOKENS = 8192  # ... and beyond it for this many tokens of a device at a time
@@ -188,10 +187,10 @@ def positions_at_once(setting: int | str, rows: int, length: int, vocabulary: in
     return positions if tokens > 0 and positions < length else 0
 
 
-def padded(kernel: Float[Array, "V D"], call: Call) -> tuple[Float[Array, "W D"], int | None]:
+def padded(kernel: Float[Array, "V D"], config: ApplyConfig) -> tuple[Float[Array, "W D"], int | None]:
     """The kernel with zeros up to a number of rows that matrix units like, and where these begin; None: nowhere."""
     missing = -len(kernel) % _LANES
-    if call.platform == "cpu" or not missing or call.layout.parts("vocab") > 1:
+    if config.platform == "cpu" or not missing or config.layout.parts("vocab") > 1:
         return kernel, None
     return jnp.pad(kernel, ((0, missing), (0, 0))), len(kernel)
 
@@ -208,10 +207,10 @@ def next_tokens(tokens: Int[Array, "B S"], batch: Mapping[str, Array]) -> tuple[
 
 
 def whole_row_targets(
-    tokens: Int[Array, "B S"], batch: Mapping[str, Array], call: Call
+    tokens: Int[Array, "B S"], batch: Mapping[str, Array], config: ApplyConfig
 ) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
     """`next_tokens` of whole rows: where sequences are split, a target may lie on the next device."""
-    targets, weights = (call.constrain(array, ("batch", None)) for array in next_tokens(tokens, batch))
+    targets, weights = (config.constrain(array, ("batch", None)) for array in next_tokens(tokens, batch))
     return targets, weights
 
 
@@ -224,8 +223,8 @@ def expect_logits_and_tokens(inputs: tuple[Shape, ...]) -> None:
         raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
 
 
-@node_kind("next_token_loss")
-class NextTokenLoss(NodeKind):
+@register_layer("next_token_loss")
+class NextTokenLoss(Layer):
     """Cross-entropy of the next token in nats, summed over the counted targets."""
 
     takes = ("logits", "tokens")
@@ -243,27 +242,27 @@ class NextTokenLoss(NodeKind):
         return Shape(())
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
         logits, tokens = inputs
-        targets, weights = whole_row_targets(tokens, context.batch, context.call)
+        targets, weights = whole_row_targets(tokens, context.batch, context.config)
         count = jnp.sum(weights)
-        sums = self._sums(logits, targets, weights, context.call)
+        sums = self._sums(logits, targets, weights, context.config)
         plain, correct = jax.lax.stop_gradient((sums.cross_entropy, sums.correct))
         metrics = {"cross_entropy": (plain, count), "accuracy": (correct, count)}
         return Result(Loss(sums.objective, count), metrics=metrics)
 
-    def _sums(self, logits: Any, targets: Array, weights: Array, call: Call) -> Sums:
-        on_cpu = call.platform == "cpu"
+    def _sums(self, logits: Any, targets: Array, weights: Array, config: ApplyConfig) -> Sums:
+        on_cpu = config.platform == "cpu"
         if not isinstance(logits, Logits):
             objective = Objective(self.z_loss, self.label_smoothing, on_cpu=on_cpu)
             return cross_entropy(logits.astype(jnp.float32), targets, weights, objective)
         hidden, softcap = logits.hidden, logits.softcap
-        kernel, vocabulary = padded(logits.kernel, call)
+        kernel, vocabulary = padded(logits.kernel, config)
         objective = Objective(self.z_loss, self.label_smoothing, softcap, vocabulary, on_cpu)
         rows, length = targets.shape
-        chunk = positions_at_once(self.chunk, rows, length, len(kernel), call.layout)
+        chunk = positions_at_once(self.chunk, rows, length, len(kernel), config.layout)
         if chunk:
-            return chunked_cross_entropy(hidden, kernel, targets, weights, objective, chunk, call.layout)
-        if call.flattens:
+            return chunked_cross_entropy(hidden, kernel, targets, weights, objective, chunk, config.layout)
+        if config.flattens:
             hidden, targets, weights = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)
         return cross_entropy(multiply_out(hidden, kernel, softcap, vocabulary), targets, weights, objective)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from affinage.model.parameter import Tree
+from affinage.model.parameter import PyTree
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Slots:
     choice_in: Int[Array, "B M"]
 
 
-def route(params: Tree, x: Float[Array, "B S D"], top_k: int, *, normalise: bool) -> Routing:
+def route(params: PyTree, x: Float[Array, "B S D"], top_k: int, *, normalise: bool) -> Routing:
     """The `top_k` most probable experts of each token, all in float32 (Fedus et al., 2022, section 2.4).
 
     `normalise` makes a token's gates add up to 1 (Mixtral); without it they are the probabilities (Switch).

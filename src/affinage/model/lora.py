@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from affinage.config.tuning import LoraSettings
 from affinage.errors import UserError
-from affinage.model.parameter import Parameter, Tree, map_parameters
+from affinage.model.parameter import ParamSpec, PyTree, map_parameters
 
 if TYPE_CHECKING:
     from affinage.model.graph import Graph
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LORA_A, LORA_B = "lora_a", "lora_b"
 LORA_SITE = "lora_site"  # tells the masks of dropout apart; in trees that the graph is applied to, where there is any
 _FIRST_SITE = 100  # after those of the blocks
-# What transformers, and so PEFT, call the same matrices.
+# What transformers, and so PEFT, config the same matrices.
 _THEIRS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
 _THEIRS |= {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _STACKED = ("layers", "experts")  # axes along which matrices lie side by side
@@ -66,11 +66,11 @@ class Adapters:
             )
 
     @cached_property
-    def _matrices(self) -> dict[tuple[str, ...], Parameter]:
+    def _matrices(self) -> dict[tuple[str, ...], ParamSpec]:
         """The matrices of hidden layers by their paths; a mixture's experts have one together."""
-        found: dict[tuple[str, ...], Parameter] = {}
+        found: dict[tuple[str, ...], ParamSpec] = {}
 
-        def note(path: tuple[str, ...], parameter: Parameter) -> None:
+        def note(path: tuple[str, ...], parameter: ParamSpec) -> None:
             if path[-1] == "kernel" and parameter.inputs:
                 found[path] = parameter
 
@@ -98,14 +98,14 @@ class Adapters:
         return self.graph.depth
 
     @cached_property
-    def parameters(self) -> Tree:
+    def parameters(self) -> PyTree:
         """Declarations of A and B, where the matrices are in the graph's; split over a mesh as the matrix is."""
-        tree: Tree = {}
+        tree: PyTree = {}
         for path in self.targets:
             _put(tree, path, self._declared(self._matrices[(*path, "kernel")]))
         return tree
 
-    def _declared(self, matrix: Parameter) -> Tree:
+    def _declared(self, matrix: ParamSpec) -> PyTree:
         stacked = [i for i, axis in enumerate(matrix.axes) if axis in _STACKED]
         inputs, outputs, rank = matrix.inputs, matrix.outputs, self.settings.r
 
@@ -116,14 +116,14 @@ class Adapters:
         first = len(copies)
         return {
             # The variance of PyTorch's own initialisation of a linear layer, which the paper's code and PEFT take.
-            LORA_A: Parameter(
+            LORA_A: ParamSpec(
                 (*copies, *wide, rank),
                 (*copy_axes, *wide_axes, None),
                 std=(3 * prod(wide)) ** -0.5,
                 inputs=tuple(range(first, first + len(wide))),
                 used=matrix.used,
             ),
-            LORA_B: Parameter(
+            LORA_B: ParamSpec(
                 (*copies, rank, *out), (*copy_axes, None, *out_axes), init="zeros", inputs=(first,), used=matrix.used
             ),
         }
@@ -133,13 +133,13 @@ class Adapters:
         """What the product of A and B is multiplied by."""
         return self.settings.alpha / self.settings.r
 
-    def beside(self, weights: Tree, adapters: Tree) -> Tree:
+    def beside(self, weights: PyTree, adapters: PyTree) -> PyTree:
         """The tree that the graph is applied to, with the adapters beside the matrices and the scale in them.
 
         Both trees may have some of the nodes only, the same ones.
         """
 
-        def with_adapter(site: int, matrix: Tree, adapter: Tree) -> Tree:
+        def with_adapter(site: int, matrix: PyTree, adapter: PyTree) -> PyTree:
             told = {**matrix, LORA_A: adapter[LORA_A], LORA_B: adapter[LORA_B] * self.scale}
             if self.settings.dropout:
                 layers = matrix["kernel"].shape[: self._stacked(site)]
@@ -148,10 +148,10 @@ class Adapters:
 
         return self._changed(weights, adapters, with_adapter)
 
-    def merged(self, weights: Tree, adapters: Tree) -> Tree:
+    def merged(self, weights: PyTree, adapters: PyTree) -> PyTree:
         """The weights with the adapters added to them, in float32 and then in the weights' own dtype."""
 
-        def add(site: int, matrix: Tree, adapter: Tree) -> Tree:
+        def add(site: int, matrix: PyTree, adapter: PyTree) -> PyTree:
             a, b = (adapter[name].astype(jnp.float32) for name in (LORA_A, LORA_B))
             product = _per_copy(self._stacked(site))(a, b)
             kernel = matrix["kernel"]
@@ -162,7 +162,7 @@ class Adapters:
     def _stacked(self, site: int) -> int:
         return sum(axis in _STACKED for axis in self._matrices[(*self.targets[site], "kernel")].axes)
 
-    def _changed(self, weights: Tree, adapters: Tree, change: Callable[[int, Tree, Tree], Tree]) -> Tree:
+    def _changed(self, weights: PyTree, adapters: PyTree, change: Callable[[int, PyTree, PyTree], PyTree]) -> PyTree:
         tree = jax.tree.map(lambda leaf: leaf, weights)  # new dicts, the same arrays
         for site, path in enumerate(self.targets):
             if path[0] not in weights:
@@ -180,13 +180,13 @@ def _per_copy(stacked: int) -> Callable[[Any, Any], Any]:
     return product
 
 
-def _at(tree: Tree, path: tuple[str, ...]) -> Tree:
+def _at(tree: PyTree, path: tuple[str, ...]) -> PyTree:
     for name in path:
         tree = tree[name]
     return tree
 
 
-def _put(tree: Tree, path: tuple[str, ...], value: Tree) -> None:
+def _put(tree: PyTree, path: tuple[str, ...], value: PyTree) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value

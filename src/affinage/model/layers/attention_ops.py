@@ -13,11 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from affinage.config.training import AttentionImplementation
 from affinage.errors import UserError
-from affinage.model.call import HOPPER
-from affinage.model.kinds.cudnn import cudnn_attention
-from affinage.model.kinds.ring import MASKED, ring_attention
-from affinage.model.kinds.splash import LANES, queries_are_split, splash_attention, splash_on_parts
-from affinage.model.layout import Layout
+from affinage.model.apply_config import HOPPER, Layout
+from affinage.model.layers.cudnn import cudnn_attention
+from affinage.model.layers.ring import MASKED, ring_attention
+from affinage.model.layers.splash import LANES, queries_are_split, splash_attention, splash_on_parts
 from affinage.model.products import product32
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(AttentionImplementation)
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Workload:
-    """What a call needs of attention. Every implementation honors causality, documents, windows and grouped queries."""
+    """What attention must do. Every implementation honors causality, documents, windows and grouped queries."""
 
     platform: str  # "cpu", "gpu" or "tpu"
     dtype: Any  # of queries, keys and values

@@ -11,12 +11,12 @@ from jaxtyping import Array, Float
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
-from affinage.model.adapters import LORA_A, LORA_B
-from affinage.model.kind import Context, Result
-from affinage.model.kinds.dense import dense_flops
-from affinage.model.kinds.ffn import GATED, PLAIN, Activation, FfnSettings
-from affinage.model.kinds.losses import next_tokens
-from affinage.model.kinds.routing import (
+from affinage.model.apply_config import Layout
+from affinage.model.layer import LayerContext, Result
+from affinage.model.layers.dense import dense_flops
+from affinage.model.layers.ffn import GATED, PLAIN, Activation, FfnSettings
+from affinage.model.layers.losses import next_tokens
+from affinage.model.layers.routing import (
     Routing,
     Slots,
     at_owners,
@@ -29,8 +29,8 @@ from affinage.model.kinds.routing import (
     slots_by_sorting,
     to_slots,
 )
-from affinage.model.layout import Layout
-from affinage.model.parameter import Parameter, Tree
+from affinage.model.lora import LORA_A, LORA_B
+from affinage.model.parameter import ParamSpec, PyTree
 
 
 class MoeSettings(Settings):
@@ -47,7 +47,7 @@ class MoeSettings(Settings):
     activation: Activation = "swiglu"
     """Of each expert."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """In training (a call with a key) an expert takes at most this many times its even share of a row's choices, the
+    """In training (a config with a key) an expert takes at most this many times its even share of a row's choices, the
     first ones; later tokens go without it. null: dropless, as everything else than training always is. Buffers of equal
     size make a capacity the faster one on CPUs."""
     shared_experts: int = Field(default=0, ge=0)
@@ -80,15 +80,15 @@ class MoeSettings(Settings):
             return None
         return FfnSettings(kind=self.activation, width=self.shared_experts * self.width)
 
-    def parameters(self, width: int, std: float) -> Tree:
+    def parameters(self, width: int, std: float) -> PyTree:
         """Router [D, E], kernels [E, D, F] and [E, F, D], and those of the shared experts."""
         shape, axes = (self.experts, width, self.width), ("experts", "embed", "ffn")
-        inward = {"kernel": Parameter(shape, axes, std=std, used=self.top_k, inputs=(1,))}
+        inward = {"kernel": ParamSpec(shape, axes, std=std, used=self.top_k, inputs=(1,))}
         shape, axes = (self.experts, self.width, width), ("experts", "ffn", "embed")
-        tree: Tree = {
-            "router": {"kernel": Parameter((width, self.experts), ("embed", None), std=std)},
+        tree: PyTree = {
+            "router": {"kernel": ParamSpec((width, self.experts), ("embed", None), std=std)},
             "up": inward,
-            "down": {"kernel": Parameter(shape, axes, std=std, residual=True, used=self.top_k, inputs=(1,))},
+            "down": {"kernel": ParamSpec(shape, axes, std=std, residual=True, used=self.top_k, inputs=(1,))},
         }
         if self.activation in GATED:
             tree["gate"] = inward
@@ -96,7 +96,7 @@ class MoeSettings(Settings):
             tree["shared"] = self.shared.parameters(width, std)
         return tree
 
-    def apply(self, params: Tree, x: Float[Array, "B S D"], context: Context) -> Result:
+    def apply(self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The experts' answers weighted by their gates, with the losses and metrics of the router."""
         routing = route(params["router"], x, self.top_k, normalise=self.normalise_gates)
         capacity = self._capacity(x.shape[1], context)
@@ -112,12 +112,12 @@ class MoeSettings(Settings):
         losses, metrics = self._by_products(routing, taken, context)
         return Result(y, losses=losses, metrics=metrics)
 
-    def _capacity(self, length: int, context: Context) -> int | None:
+    def _capacity(self, length: int, context: LayerContext) -> int | None:
         """Slots of an expert in a row; None: sorted into groups of any size."""
         if self.capacity_factor is not None and context.key is not None:
             return self.capacity(length)
         # XLA:CPU multiplies groups of any size by every expert, at a tenth of the speed of equal groups.
-        return length if context.call.platform == "cpu" else None
+        return length if context.config.platform == "cpu" else None
 
     def capacity(self, length: int) -> int:
         """Slots of an expert in a row of this many tokens; as many as tokens where nothing is dropped."""
@@ -126,10 +126,10 @@ class MoeSettings(Settings):
         return min(length, math.ceil(self.capacity_factor * self.top_k * length / self.experts))
 
     def _buffered(
-        self, params: Tree, x: Float[Array, "B S D"], slots: Slots, context: Context
+        self, params: PyTree, x: Float[Array, "B S D"], slots: Slots, context: LayerContext
     ) -> Float[Array, "B S K D"]:
         """With a buffer of equal size for every expert and row."""
-        layout = context.call.layout
+        layout = context.config.layout
         of_rows, of_experts = ("batch", None, None, "width"), ("expert_rows", "experts", None, "width")
         buffers = to_slots(x, slots).reshape(x.shape[0], self.experts, -1, x.shape[2])
         # Filled where the row is, then sent to where the expert is, and back.
@@ -146,10 +146,10 @@ class MoeSettings(Settings):
         return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
 
     def _sorted(
-        self, params: Tree, x: Float[Array, "B S D"], routing: Routing, context: Context
+        self, params: PyTree, x: Float[Array, "B S D"], routing: Routing, context: LayerContext
     ) -> Float[Array, "B S K D"]:
         """With tokens sorted by expert (MegaBlocks: Gale et al., 2022): each device sorts those that it has."""
-        layout = context.call.layout if context.call.layout.may_map else Layout()
+        layout = context.config.layout if context.config.layout.may_map else Layout()
 
         def local(x: Array, experts: Array, kernels: dict[str, dict[str, Array]]) -> Array:
             def answer(tokens: Array, sizes: Array) -> Array:
@@ -186,7 +186,7 @@ class MoeSettings(Settings):
         return checkpoint_name(PLAIN[self.activation](up), "ffn_hidden")
 
     def _by_products(
-        self, routing: Routing, taken: Array, context: Context
+        self, routing: Routing, taken: Array, context: LayerContext
     ) -> tuple[dict[str, tuple[Array, Array]], dict[str, tuple[Array, Array]]]:
         """Losses and metrics over the positions whose prediction counts."""
         weights = jnp.ones(taken.shape[:2], jnp.float32)
@@ -217,7 +217,7 @@ class MoeSettings(Settings):
         return router + experts + (self.shared.flops(width, rows, length) if self.shared else 0)
 
 
-def _with_adapter(values: Array, parts: Tree, times: Callable[[Array, Array], Array]) -> Array:
+def _with_adapter(values: Array, parts: PyTree, times: Callable[[Array, Array], Array]) -> Array:
     """The experts' products, and what their adapters add to them."""
     y = times(values, parts["kernel"])
     return y + times(times(values, parts[LORA_A]), parts[LORA_B]) if LORA_A in parts else y

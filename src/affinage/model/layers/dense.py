@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from affinage.model.adapters import LORA_A, LORA_B, LORA_SITE
-from affinage.model.kind import Context
-from affinage.model.kinds.dropout import drop
-from affinage.model.parameter import Axes, Parameter, Tree
-from affinage.model.product import product
+from affinage.model.layer import LayerContext
+from affinage.model.layers.dropout import drop
+from affinage.model.lora import LORA_A, LORA_B, LORA_SITE
+from affinage.model.parameter import Axes, ParamSpec, PyTree
 
 
 def dense_parameters(
@@ -24,26 +23,26 @@ def dense_parameters(
     bias: bool,
     std: float,
     residual: bool = False,
-) -> Tree:
+) -> PyTree:
     """Kernel [*inputs, *outputs] with its logical axes and, if asked for, a bias [*outputs] that starts at zero."""
     contracted = tuple(range(len(inputs)))
-    tree: Tree = {"kernel": Parameter((*inputs, *outputs), axes, std=std, residual=residual, inputs=contracted)}
+    tree: PyTree = {"kernel": ParamSpec((*inputs, *outputs), axes, std=std, residual=residual, inputs=contracted)}
     if bias:
-        tree["bias"] = Parameter(outputs, axes[len(inputs) :], init="zeros", decay=False)
+        tree["bias"] = ParamSpec(outputs, axes[len(inputs) :], init="zeros", decay=False)
     return tree
 
 
 def dense(
-    params: Tree, x: Float[Array, "..."], context: Context, contracted: int = 1, *, name: str = ""
+    params: PyTree, x: Float[Array, "..."], context: LayerContext, contracted: int = 1, *, name: str = ""
 ) -> Float[Array, "..."]:
     """x [..., *inputs] times kernel [*inputs, *outputs], plus the bias; `contracted` is the number of input axes.
 
-    An adapter's product is added; see `affinage.model.adapters`. What is without the bias has the `name` for policies
+    An adapter's product is added; see `affinage.model.lora`. What is without the bias has the `name` for policies
     of `jax.checkpoint`.
     """
     y = _product(x, params["kernel"], context, contracted)
     if LORA_A in params:
-        rate = context.call.adapter_dropout
+        rate = context.config.adapter_dropout
         dropped = drop(x, rate, context, params[LORA_SITE]) if rate else x
         y = y + _product(_product(dropped, params[LORA_A], context, contracted), params[LORA_B], context, 1)
     y = checkpoint_name(y, name) if name else y
@@ -51,7 +50,7 @@ def dense(
 
 
 def dense_together(
-    several: Sequence[Tree], x: Float[Array, "..."], context: Context, names: Sequence[str] = ()
+    several: Sequence[PyTree], x: Float[Array, "..."], context: LayerContext, names: Sequence[str] = ()
 ) -> list[Float[Array, "..."]]:
     """`dense` of the last axis of one x by several kernels; on GPUs one product, where the outputs are whole here.
 
@@ -59,7 +58,7 @@ def dense_together(
     """
     names = names or [""] * len(several)
     plain = all(LORA_A not in params for params in several)
-    if context.call.platform != "gpu" or not plain or context.call.layout.parts("heads", "kv_heads", "ffn") > 1:
+    if context.config.platform != "gpu" or not plain or context.config.layout.parts("heads", "kv_heads", "ffn") > 1:
         return [dense(params, x, context, name=name) for params, name in zip(several, names, strict=True)]
     kernels = [params["kernel"].astype(x.dtype) for params in several]
     matrix = jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1)
@@ -92,12 +91,12 @@ def _joined_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array,
 _joined_product.defvjp(_joined_forward, _joined_backward)
 
 
-def _product(x: Float[Array, "..."], kernel: Array, context: Context, contracted: int) -> Float[Array, "..."]:
+def _product(x: Float[Array, "..."], kernel: Array, context: LayerContext, contracted: int) -> Float[Array, "..."]:
     kernel = kernel.astype(x.dtype)
     leading, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     matrix = kernel.reshape(prod(kernel.shape[:contracted]), prod(outputs))
-    if context.call.flattens:
-        return product(x.reshape(-1, matrix.shape[0]), matrix).reshape(*leading, *outputs)
+    if context.config.flattens:
+        return jnp.dot(x.reshape(-1, matrix.shape[0]), matrix).reshape(*leading, *outputs)
     return jnp.dot(x.reshape(*leading, -1), matrix).reshape(*leading, *outputs)
 
 

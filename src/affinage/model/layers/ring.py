@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from affinage.model.layout import Layout
+from affinage.model.apply_config import Layout
 
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 

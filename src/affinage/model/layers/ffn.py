@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from affinage.config.settings import Settings
-from affinage.model.kind import Context
-from affinage.model.kinds.dense import dense, dense_flops, dense_parameters, dense_together
-from affinage.model.parameter import Tree
+from affinage.model.layer import LayerContext
+from affinage.model.layers.dense import dense, dense_flops, dense_parameters, dense_together
+from affinage.model.parameter import PyTree
 from affinage.registry import Registry, one_of
 
 Elementwise = Callable[[Array], Array]
@@ -44,17 +44,17 @@ class FfnSettings(Settings):
     bias: bool = False
     """On each matrix."""
 
-    def parameters(self, width: int, std: float) -> Tree:
+    def parameters(self, width: int, std: float) -> PyTree:
         """Kernels [D, F] and [F, D]."""
         inward = dense_parameters((width,), (self.width,), ("embed", "ffn"), bias=self.bias, std=std)
-        tree: Tree = {"up": inward}
+        tree: PyTree = {"up": inward}
         if self.kind in GATED:
             tree["gate"] = inward
         outward = ((self.width,), (width,), ("ffn", "embed"))
         tree["down"] = dense_parameters(*outward, bias=self.bias, std=std, residual=True)
         return tree
 
-    def apply(self, params: Tree, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+    def apply(self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Float[Array, "B S D"]:
         """The hidden layer is sharded over its width."""
         if self.kind in GATED:
             both = (params["up"], params["gate"])
@@ -62,7 +62,7 @@ class FfnSettings(Settings):
             hidden = GATED[self.kind](gate) * up
         else:
             hidden = PLAIN[self.kind](dense(params["up"], x, context, name="ffn_up"))
-        hidden = context.call.constrain(hidden, ("batch", "sequence", "ffn"))
+        hidden = context.config.constrain(hidden, ("batch", "sequence", "ffn"))
         return dense(params["down"], checkpoint_name(hidden, "ffn_hidden"), context)
 
     def flops(self, width: int, rows: int, length: int) -> int:

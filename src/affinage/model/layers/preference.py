@@ -8,11 +8,11 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 from typing_extensions import override
 
-from affinage.model.call import Call, Logits, Loss, multiply_out
-from affinage.model.kind import Context, NodeKind, Result, node_kind
-from affinage.model.kinds.losses import chunks, expect_logits_and_tokens, padded, positions_at_once, whole_row_targets
-from affinage.model.parameter import Tree
-from affinage.model.shape import BATCH, Shape, ShapeMismatch
+from affinage.model.apply_config import ApplyConfig
+from affinage.model.layer import BATCH, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
+from affinage.model.layers.losses import chunks, expect_logits_and_tokens, padded, positions_at_once, whole_row_targets
+from affinage.model.parameter import PyTree
+from affinage.model.products import Logits, multiply_out
 
 REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
 
@@ -24,7 +24,7 @@ class TokenReadings(NamedTuple):
     mean_logits: Float[Array, "B S"]  # over the vocabulary
 
 
-def token_readings(logits: Logits, targets: Int[Array, "B S"], chunk: int, call: Call) -> TokenReadings:
+def token_readings(logits: Logits, targets: Int[Array, "B S"], chunk: int, config: ApplyConfig) -> TokenReadings:
     """The log-probability of every target, and the mean of the logits there, from hidden vectors.
 
     `chunk` positions have their logits at once (0: all); the backward pass makes them again instead of keeping them,
@@ -32,7 +32,7 @@ def token_readings(logits: Logits, targets: Int[Array, "B S"], chunk: int, call:
     hidden vector, and no logit is read for it.
     """
     fixed, softcap, number = jax.lax.stop_gradient, logits.softcap, len(logits.kernel)
-    kernel, vocabulary = padded(logits.kernel, call)
+    kernel, vocabulary = padded(logits.kernel, config)
     row = None if softcap is not None else jnp.sum(fixed(kernel).astype(jnp.float32), axis=0) / number
 
     @jax.checkpoint
@@ -51,8 +51,8 @@ def token_readings(logits: Logits, targets: Int[Array, "B S"], chunk: int, call:
     return jax.tree.map(lambda parts: jnp.moveaxis(parts, 0, 1).reshape(batch, -1)[:, :length], found)
 
 
-@node_kind("document_log_probabilities")
-class DocumentLogProbabilities(NodeKind):
+@register_layer("document_log_probabilities")
+class DocumentLogProbabilities(Layer):
     """For each of the first documents of a row, sums over its counted targets: log-probability, number, mean logit.
 
     [B, documents, 3] float32; documents that are not there have zeros. Targets count as in `next_token_loss`. The mean
@@ -71,13 +71,13 @@ class DocumentLogProbabilities(NodeKind):
         return Shape((BATCH, self.documents, 3))
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "B N 3"]:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B N 3"]:
         logits, tokens = inputs
-        targets, weights = whole_row_targets(tokens, context.batch, context.call)
+        targets, weights = whole_row_targets(tokens, context.batch, context.config)
         if isinstance(logits, Logits):
             rows, length = targets.shape
-            chunk = positions_at_once(self.chunk, rows, length, len(logits.kernel), context.call.layout)
-            found = token_readings(logits, targets, chunk, context.call)
+            chunk = positions_at_once(self.chunk, rows, length, len(logits.kernel), context.config.layout)
+            found = token_readings(logits, targets, chunk, context.config)
         else:
             whole = logits.astype(jnp.float32)
             normal = jax.nn.log_softmax(whole, axis=-1)
@@ -90,8 +90,8 @@ class DocumentLogProbabilities(NodeKind):
         return jnp.einsum("bsk,bsn->bnk", summed, belongs.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-@node_kind("preference_loss")
-class PreferenceLoss(NodeKind):
+@register_layer("preference_loss")
+class PreferenceLoss(Layer):
     """The loss of direct preference optimisation, summed over pairs; document 2k of a row is chosen, 2k + 1 rejected.
 
     With d = (log p(chosen) - log p(rejected)) - (the same of the reference), `sigmoid` is -log sigmoid(beta d)
@@ -117,7 +117,7 @@ class PreferenceLoss(NodeKind):
         return Shape(())
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
         (given,) = inputs
         policy, counts, logits = given[..., 0], given[..., 1], given[..., 2]
         reference = context.batch[REFERENCE].astype(jnp.float32)

@@ -8,13 +8,21 @@ from pydantic import Field
 from typing_extensions import override
 
 from affinage.errors import UserError
-from affinage.model.kind import Context, NodeKind, node_kind
-from affinage.model.parameter import Parameter, Tree
-from affinage.model.shape import TOKENS, Shape, ShapeMismatch, expect_sequence, sequence_of
+from affinage.model.layer import (
+    TOKENS,
+    Layer,
+    LayerContext,
+    Shape,
+    ShapeMismatch,
+    expect_sequence,
+    register_layer,
+    sequence_of,
+)
+from affinage.model.parameter import ParamSpec, PyTree
 
 
-@node_kind("embedding")
-class Embedding(NodeKind):
+@register_layer("embedding")
+class Embedding(Layer):
     """A learned vector for every token id."""
 
     joins = True
@@ -36,18 +44,18 @@ class Embedding(NodeKind):
         return sequence_of(self.width)
 
     @override
-    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
-        return {"embedding": Parameter((self.vocab, self.width), ("vocab", "embed"), std=self.init_std)}
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
+        return {"embedding": ParamSpec((self.vocab, self.width), ("vocab", "embed"), std=self.init_std)}
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
-        x = jnp.take(params["embedding"], inputs[0], axis=0, mode="clip").astype(context.call.compute_dtype)
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+        x = jnp.take(params["embedding"], inputs[0], axis=0, mode="clip").astype(context.config.compute_dtype)
         x = x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
-        return context.call.constrain(x, ("batch", "residual", "width"))
+        return context.config.constrain(x, ("batch", "residual", "width"))
 
 
-@node_kind("learned_positions")
-class LearnedPositions(NodeKind):
+@register_layer("learned_positions")
+class LearnedPositions(Layer):
     """Adds a learned vector for the index of the token within its document (GPT-2)."""
 
     joins = True
@@ -62,13 +70,15 @@ class LearnedPositions(NodeKind):
         return sequence_of(expect_sequence(inputs[0]))
 
     @override
-    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
-        return {"embedding": Parameter((self.length, inputs[0].width), (None, "embed"), std=self.init_std)}
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
+        return {"embedding": ParamSpec((self.length, inputs[0].width), (None, "embed"), std=self.init_std)}
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
         (x,) = inputs
-        if x.shape[1] > self.length and "parents" not in context.batch:  # a row of several sequences may be longer
+        if (
+            x.shape[1] > self.length and "prefix_segment_ids" not in context.batch
+        ):  # a row of several sequences may be longer
             raise UserError(
                 f"rows of {x.shape[1]} tokens are longer than the {self.length} positions that were learned",
                 fix="Shorten the context, or give learned_positions a larger length.",
@@ -77,7 +87,7 @@ class LearnedPositions(NodeKind):
         return x + jnp.take(params["embedding"], positions, axis=0, mode="clip").astype(x.dtype)
 
 
-def positions_of(context: Context, batch: int, length: int) -> Array:
+def positions_of(context: LayerContext, batch: int, length: int) -> Array:
     """Index of every token within its document [B, S] int32, counted from 0 along the row where the batch has none."""
     positions = context.batch.get("positions")
     if positions is None:

@@ -6,16 +6,15 @@ from typing import Any, Self
 from pydantic import Field
 from typing_extensions import override
 
-from affinage.model.call import Logits
-from affinage.model.kind import Context, Cost, NodeKind, node_kind
-from affinage.model.kinds.dense import dense_flops
-from affinage.model.kinds.embedding import Embedding
-from affinage.model.parameter import Parameter, Tree
-from affinage.model.shape import Shape, expect_sequence, sequence_of
+from affinage.model.layer import Cost, Layer, LayerContext, Shape, expect_sequence, register_layer, sequence_of
+from affinage.model.layers.dense import dense_flops
+from affinage.model.layers.embedding import Embedding
+from affinage.model.parameter import ParamSpec, PyTree
+from affinage.model.products import Logits
 
 
-@node_kind("unembed")
-class Unembed(NodeKind):
+@register_layer("unembed")
+class Unembed(Layer):
     """A logit for every token id, by its own kernel or, tied, by the embedding's (Press and Wolf, 2017)."""
 
     joins = by_token = narrows = True
@@ -30,8 +29,8 @@ class Unembed(NodeKind):
     """Standard deviation of the first kernel."""
 
     @override
-    def complete(self, others: Mapping[str, NodeKind]) -> Self:
-        embeddings = {name: kind for name, kind in others.items() if isinstance(kind, Embedding)}
+    def bind(self, nodes: Mapping[str, Any]) -> Self:
+        embeddings = {name: node.layer for name, node in nodes.items() if isinstance(node.layer, Embedding)}
         tied = self.tied
         if tied is True or (tied is False and self.vocab is None):
             if len(embeddings) != 1:
@@ -59,17 +58,17 @@ class Unembed(NodeKind):
         return sequence_of(self.vocab or 0)
 
     @override
-    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         if self.shares:
             return {}
         shape = (self.vocab or 0, inputs[0].width)
-        return {"kernel": Parameter(shape, ("vocab", "embed"), std=self.init_std)}
+        return {"kernel": ParamSpec(shape, ("vocab", "embed"), std=self.init_std)}
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Logits:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Logits:
         kernel = context.shared["embedding"] if context.shared is not None else params["kernel"]
-        hidden = context.call.constrain(context.narrowed(inputs[0]), ("batch", "sequence", "width"))
-        return Logits(hidden, kernel.astype(context.call.compute_dtype), self.softcap)
+        hidden = context.config.constrain(context.narrowed(inputs[0]), ("batch", "sequence", "width"))
+        return Logits(hidden, kernel.astype(context.config.compute_dtype), self.softcap)
 
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:

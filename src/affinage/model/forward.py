@@ -1,0 +1,283 @@
+"""A graph as functions of a tree of parameters."""
+
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from affinage.model.apply_config import ApplyConfig
+from affinage.model.graph import Graph, Node
+from affinage.model.layer import BATCH, SEQUENCE, Cache, LayerContext, Loss, Result
+from affinage.model.layers.preference import REFERENCE, PreferenceLoss
+from affinage.model.parameter import ParamSpec, PyTree, map_parameters
+
+
+class Declared(Protocol):
+    """What declares parameters: a graph, or the adapters beside its matrices."""
+
+    @property
+    def parameters(self) -> PyTree:
+        """Declarations of all parameters."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """See `Graph.depth`."""
+        ...
+
+
+def abstract_params(graph: Declared, dtype: Any = jnp.float32) -> PyTree:
+    """Shapes and dtypes of all parameters as a nested dict of jax.ShapeDtypeStruct; allocates nothing."""
+    return map_parameters(lambda _, p: jax.ShapeDtypeStruct(p.shape, dtype), graph.parameters)
+
+
+def logical_axes(graph: Declared) -> PyTree:
+    """The logical axis of every dimension of every parameter, as a tree of tuples."""
+    return map_parameters(lambda _, p: p.axes, graph.parameters)
+
+
+def decayed(graph: Declared) -> PyTree:
+    """Whether weight decay applies, as a tree of bools: True for matrices and embeddings, not for norms and biases."""
+    return map_parameters(lambda _, p: p.decay, graph.parameters)
+
+
+def matrices(graph: Declared) -> PyTree:
+    """For every hidden layer's matrix (dimensions of its input, of its output); None for all other parameters."""
+    return map_parameters(lambda _, p: (p.inputs, p.outputs) if p.inputs else None, graph.parameters)
+
+
+def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) -> PyTree:
+    """First values of all parameters; each depends on the key and its own name only. Can be jitted and sharded."""
+
+    def draw(path: tuple[str, ...], parameter: ParamSpec) -> Array:
+        return parameter.draw(_named_key(key, "/".join(path)), graph.depth, jnp.dtype(dtype))
+
+    return map_parameters(draw, graph.parameters)
+
+
+def init_cache(
+    graph: Graph, batch: int, length: int, dtype: Any = jnp.float32, *, platform: str | None = None
+) -> PyTree:
+    """An empty cache for `length` tokens of `batch` rows: {node name: {array name: [layers, batch, ...]}}.
+
+    Where layers are not scanned on the platform (default: this one), it is a tuple of such {array name: [1, batch,
+    ...]}, one for each layer, which a step writes in place and reads without a copy.
+    """
+
+    def empty(layers: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+        return {name: jnp.zeros((layers, *shape), dtype) for name, shape in shapes.items()}
+
+    cache: PyTree = {}
+    for node in graph.nodes:
+        if shapes := node.layer.cache(graph.input_shapes(node), batch, length):
+            scanned = node.repeat is None or node.scans(platform or jax.default_backend())
+            one_by_one = tuple(empty(1, shapes) for _ in range(0 if scanned else node.layers))
+            cache[node.name] = one_by_one or empty(node.layers, shapes)
+    return cache
+
+
+def one_by_one(graph: Graph, params: PyTree) -> PyTree:
+    """A copy of the parameters as `apply` takes them, too: those of each layer apart where layers are not scanned.
+
+    A loop around `apply`, over the tokens that are generated, then need not take them apart in every turn.
+    """
+    apart = {node.name: node.layers for node in graph.nodes if node.repeat and not node.scans(jax.default_backend())}
+    return {name: _unstack(tree, apart[name]) if name in apart else tree for name, tree in params.items()}
+
+
+def batch_shapes(graph: Graph, batch: int, context: int) -> dict[str, Any]:
+    """The graph's inputs and what the data loader yields beside them, as trees of `jax.ShapeDtypeStruct`."""
+    sizes, dtypes = {BATCH: batch, SEQUENCE: context}, {"float": jnp.float32, "int": jnp.int32}
+    arrays = {name: jax.ShapeDtypeStruct(shape.bind(sizes), dtypes[shape.dtype]) for name, shape in graph.inputs}
+    arrays["rows"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    if "tokens" in arrays:
+        arrays |= dict.fromkeys(("segment_ids", "positions"), arrays["tokens"])
+        arrays["loss_mask"] = jax.ShapeDtypeStruct((batch, context), jnp.float32)
+    if isinstance(graph[graph.loss].layer, PreferenceLoss):
+        (answers,) = graph[graph.loss].inputs
+        arrays[REFERENCE] = jax.ShapeDtypeStruct((batch, graph.shapes[answers].bind(sizes)[1]), jnp.float32)
+    return arrays
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What some of a graph's nodes made.
+
+    Attributes:
+        values: by the name of the node.
+        cache: the advanced one, where there is one.
+        metrics: name -> (sum, count).
+        losses: means per token that the training loss is to be raised by, times its count.
+    """
+
+    values: dict[str, Any]
+    cache: PyTree | None = None
+    metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)
+    losses: list[Array] = field(default_factory=list)
+
+
+def apply(graph: Graph, params: PyTree, batch: Mapping[str, Array], config: ApplyConfig) -> Outputs:
+    """Values of the graph's nodes for a batch, up to `config.until` or the loss.
+
+    `batch` holds the graph's inputs, and beside `tokens` int32 [B, S] optionally `segment_ids` and `positions`
+    int32 [B, S], `loss_mask` float32 [B, S] and `rows` int32 [B]; without them a row is one document and every
+    token counts. With `prefix_segment_ids` int32 [B, S] a token sees the segment of that number, too.
+    With `config.cache` the tokens continue its rows: they are written at their `positions` (a negative one marks
+    padding) and see all earlier slots of their row.
+    """
+    inputs = {name: batch[name] for name, _ in graph.inputs if name in batch}
+    made = apply_part(graph, graph.needed_for(config.until or graph.loss), params, inputs, batch, config)
+    loss = made.values.get(graph.loss)
+    if made.losses and isinstance(loss, Loss):
+        made.values[graph.loss] = replace(loss, sum=loss.sum + sum(made.losses) * loss.count)
+    return made
+
+
+def apply_part(
+    graph: Graph,
+    names: Collection[str],
+    params: PyTree,
+    known: Mapping[str, Any],
+    batch: Mapping[str, Array],
+    config: ApplyConfig,
+) -> Outputs:
+    """What the named nodes make, in the graph's order, of values that are `known`, which are among those returned."""
+    made = Outputs(dict(known), None if config.cache is None else dict(config.cache))
+    narrowing = None if config.logit_positions is None else graph.narrowing(names)
+    for node in graph.nodes:
+        if node.name not in names:
+            continue
+        positions = config.logit_positions if node.name == narrowing else None
+        with jax.named_scope(node.name):  # by which profiles and plans know what a program's operations are for
+            result = _apply_in(graph, node, params, made.values, batch, replace(config, logit_positions=positions))
+        made.values[node.name] = result.value
+        made.losses.extend(total / jnp.maximum(count, 1.0) for total, count in result.losses.values())
+        for name, (total, count) in result.metrics.items():
+            before = made.metrics.get(name, (0.0, 0.0))
+            made.metrics[name] = (before[0] + total, before[1] + count)
+        if made.cache is not None and result.cache:
+            made.cache[node.name] = result.cache
+    return made
+
+
+def _apply_in(
+    graph: Graph,
+    node: Node,
+    params: PyTree,
+    values: Mapping[str, Any],
+    batch: Mapping[str, Array],
+    config: ApplyConfig,
+) -> Result:
+    context = context_of(node, params, batch, config)
+    own, inputs = params.get(node.name, {}), tuple(values[name] for name in node.inputs)
+    if node.repeat is not None and config.platform == "gpu" and not node.scans(config.platform):
+        own = _cast_matrices(own, graph.parameters.get(node.name, {}), config.compute_dtype)
+    if not config.remat_nodes:
+        return apply_node(node, own, inputs, context)
+
+    def parts(own: PyTree, shared: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(vars(apply_node(node, own, inputs, replace(context, shared=shared))).values())
+
+    return Result(*jax.checkpoint(parts)(own, context.shared, inputs))
+
+
+def _cast_matrices(params: PyTree, declared: PyTree, dtype: Any) -> PyTree:
+    """The parameters with all layers' matrices in the compute dtype, so that each layer's is a slice and no copy."""
+
+    def cast(name: str, value: Any) -> Any:
+        parameter = declared.get(name)
+        if isinstance(value, dict):
+            return _cast_matrices(value, parameter or {}, dtype)
+        return value.astype(dtype) if isinstance(parameter, ParamSpec) and parameter.inputs else value
+
+    return {name: cast(name, value) for name, value in params.items()}
+
+
+def context_of(node: Node, params: PyTree, batch: Mapping[str, Array], config: ApplyConfig) -> LayerContext:
+    """What a node of a graph sees when it is applied; `params` are the graph's, for those that it shares."""
+    shared = node.layer.shares
+    return LayerContext(
+        config=config,
+        batch=batch,
+        key=None if config.key is None else _named_key(config.key, node.name),
+        cache=None if config.cache is None else config.cache.get(node.name),
+        shared=params[shared] if shared else None,
+        logit_positions=config.logit_positions,
+    )
+
+
+def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
+    """A node's value with its by-products, all its repeats in a row."""
+    layers, cache = context.config.layers, context.cache
+    if node.repeat is not None and layers is not None and cache is None:
+        result: Result = layers(node, params, inputs[0], context)
+        return result
+    first = replace(context, cache=cache[0] if isinstance(cache, tuple) else cache)
+    context = replace(context, prepared=node.layer.prepare(inputs, first))
+    if node.repeat is not None:
+        return apply_layers(node, params, inputs[0], context)
+    return Result.of(node.layer.apply(params, inputs, context))
+
+
+def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, first: int | Array = 0) -> Result:
+    """Layer after layer on one value, as one compiled body (scan) or as many.
+
+    Parameters and cache have the layers as first axis, or are one by one. Losses and metrics of the layers are added
+    up; `first` is the number of the first layer for random draws.
+    """
+    scanned = node.scans(context.config.platform)
+    if context.cache is not None and scanned == isinstance(context.cache, tuple):
+        raise ValueError("the cache was made for a platform that scans layers where this one does not, or the reverse")
+
+    def body(carry: Any, layer_params: PyTree, layer: Any, positions: Array | None = None) -> Any:
+        value, cache = carry
+        key = None if context.key is None else jax.random.fold_in(context.key, layer)
+        place = layer if scanned or cache is None else 0
+        own = replace(context, key=key, layer=place, cache=cache, logit_positions=positions)
+        result = Result.of(node.layer.apply(layer_params, (value,), own))
+        return (result.value, result.cache), (result.losses, result.metrics)
+
+    wrapped = context.config.rematerialized(body, scanned=scanned)
+    cache: Cache | tuple[Cache, ...] | None
+    if scanned:
+        numbers = first + jnp.arange(node.layers)
+        (x, cache), products = jax.lax.scan(
+            lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, numbers)
+        )
+        x = context.narrowed(x)
+        losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), products)
+        counts = {name: count[0] for name, (_, count) in products[0].items()}
+    else:
+        caches: list[Any] = []
+        collected = []
+        each = context.cache or (None,) * node.layers
+        for layer, (own, cached) in enumerate(zip(_unstack(params, node.layers), each, strict=True)):
+            # The layers before it compute what the last one looks at.
+            positions = context.logit_positions if layer == node.layers - 1 else None
+            (x, cached), by_products = wrapped((x, cached), own, first + layer, positions)
+            caches.append(cached)
+            collected.append(by_products)
+        cache = None if context.cache is None else tuple(caches)
+        losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)
+        counts = {name: count for name, (_, count) in collected[0][0].items()}
+    return Result(x, cache, {name: (total, counts[name]) for name, (total, _) in losses.items()}, metrics)
+
+
+def _unstack(params: PyTree | list[PyTree], layers: int) -> list[PyTree]:
+    """The parameters of each layer from arrays with the layers first; those that are one by one already, as they are.
+
+    A split, not indexing, so that the gradient is one concatenation instead of `layers` padded sums.
+    """
+    if isinstance(params, list):
+        return params
+    leaves, structure = jax.tree.flatten(params)
+    split = [[part[0] for part in jnp.split(leaf, layers)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, [parts[layer] for parts in split]) for layer in range(layers)]
