@@ -42,7 +42,7 @@ def compare(
     found = comparison([_entrant(name, target, runs) for name, target in zip(names, targets)])
     page = {}
     if html is not None:
-        from affinage.report.comparison_page import render_comparison
+        from affinage.report.comparison import render_comparison
         from affinage.report.page import write_page
 
         write_page(render_comparison(found, lang), html)
@@ -87,19 +87,18 @@ def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
 
 
 def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
-    from affinage.report.comparison_page import quantity_lines, setting_values
-    from affinage.report.quantities import Quantities
-    from affinage.report.strings import strings
+    from affinage.report.comparison import quantity_lines, setting_lines
+    from affinage.report.language import Language
 
     names = [one.name for one in found.entrants]
-    if lines := quantity_lines(found, strings("en"), Quantities("en")):
-        yield Table(["", *names], [[line.label, *line.values] for line in lines])
-    if found.settings:
+    if lines := quantity_lines(found, Language("en")):
+        yield Table(["", *names], lines)
+    if lines := setting_lines(found):
         yield ""
-        yield Table(["setting", *names], [[one.key, *setting_values(one)] for one in found.settings])
+        yield Table(["setting", *names], lines)
     for one in found.entrants:
         if one.again:
-            yield "\n" + strings("en")["judged_before"].format(name=one.name, command=one.again)
+            yield f"\n{one.name} has changed since these answers. To evaluate it again: {one.again}"
     for pair in found.paired:
         yield from _pair(found, pair)
     if html is not None:
@@ -107,10 +106,10 @@ def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
 
 
 def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":
-    from affinage.report.comparison_page import notes
-    from affinage.report.strings import strings
+    from affinage.report.comparison import notes
+    from affinage.report.language import Language
 
-    yield f"\nA: {found.entrants[0].name}, B: {found.entrants[pair.other].name}"
+    yield f"\nA: {found.entrants[0].name}, B: {pair.other.name}"
     rows = [
         (
             one.task,
@@ -124,6 +123,6 @@ def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":
         for one in pair.differences
     ]
     yield Table(("task", "metric", "A", "B", "B − A", "95 % interval", "items", ""), rows, left=(0, 1))
-    yield from notes(pair, strings("en"))
+    yield from notes(pair, Language("en"))
     if len({one.task for one in pair.differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

@@ -166,7 +166,6 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
         yield f"Longer than the context of {results['context']:,} tokens, and cut or scored in pieces: {', '.join(cut)}"
     if facts := results.get("contamination"):
         yield from _contamination(facts, tasks)
-    yield from _published(tasks)
     if results.get("unavailable"):
         yield f"Not available, so left out: {', '.join(results['unavailable'])}"
     if results.get("skipped"):
@@ -184,26 +183,6 @@ def _contamination(facts: Mapping[str, Any], tasks: Mapping[str, Any]) -> Iterat
                 yield f"  {metric} {_number(value)}; without them {_number(rest['value'])} ± {_number(rest['stderr'])}"
         if entry.get("too_short"):
             yield f"{task}: {counted(entry['too_short'], 'item')} too short to be searched for"
-
-
-def _published(tasks: dict[str, Any]) -> "Iterator[str | Table]":
-    """What others published of their models on the same benchmarks."""
-    from affinage.evaluation.published import headline_metrics, of_other_items, published
-
-    known = [task for task in tasks if task in headline_metrics()]
-    if not known:
-        return
-    own = {task: tasks[task]["metrics"].get(headline_metrics()[task], {}).get("value") for task in known}
-    models = [("this model", "", own), *((f"{m.name} (published)", m.tokens_as_stated, m.scores) for m in published())]
-    rows = [
-        (name, tokens, *(None if scores.get(task) is None else f"{100 * scores[task]:.1f}" for task in known))
-        for name, tokens, scores in models
-    ]
-    yield Table(("", "tokens", *known), rows, title="\nin percent; published, not measured here")
-    if others := of_other_items({task: tasks[task]["items"] for task in known}):
-        counts = (f"{task} {counted(count, 'item')} (published {whole:,})" for task, (count, whole) in others.items())
-        yield f"Not on the same items as the published scores: {', '.join(counts)}"
-    yield from (f"Published: {source}" for source in dict.fromkeys(model.source for model in published()))
 
 
 def _number(value: float | None) -> str:
