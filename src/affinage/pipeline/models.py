@@ -6,12 +6,12 @@ last training. Nothing here trains, and nothing imports JAX before a model is op
 """
 
 import contextlib
-import json
 import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,6 @@ from affinage.results import read_json
 if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
     from affinage.config.training import PrecisionSettings
-    from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
     from affinage.model import Adapters, Graph
 
@@ -95,7 +94,7 @@ def resolve(name: str, runs: Path) -> Target:
         found.pop()
     if not found and step is None:
         recipe = packaged_recipes().get(word) or Path(word)
-        found = [Target(name, "recipe", recipe)] if recipe.is_file() else []
+        found = [Target(name, "recipe", recipe)] if os.path.isfile(recipe) else []  # Path's raises for a long name
     if not found:
         raise _unknown(word, runs)
     if step is not None and found[0].kind not in ("run", "model"):
@@ -126,7 +125,7 @@ def _unknown(word: str, runs: Path) -> UserError:
         find_recipe(word)  # raises, with the nearest file beside it
     for folder in filter(os.path.isdir, (Path(word), runs / word)):
         inside: list[str] = []
-        with contextlib.suppress(OSError):  # a folder of others, which this user may not read
+        with contextlib.suppress(PermissionError):
             inside = sorted(str(entry) for entry in folder.iterdir() if _kind(entry) in ("run", "model", "hub"))
         fix = f"Name one of those in it: {_listed(inside)}." if inside else "Name a run, a model, or a recipe."
         return UserError("this folder is neither a run nor a model", where=str(folder), fix=fix)
@@ -159,10 +158,9 @@ def command(verb: str, *words: str, runs: Path = Path("runs")) -> str:
 def recipe_of(
     target: Target, runs: Path, overrides: Sequence[str] = (), *, warn: Callable[[str], None] | None = None
 ) -> LoadedRecipe:
-    """The recipe that a target stands for: of a run and of what belongs to it, the settings it was last made with.
+    """The recipe that a target stands for, under `overrides`: of a run, the settings and the command that made it.
 
-    `overrides` are laid over it. Settings of a run that are gone are refused; with `warn` they are left out, and a line
-    that lists them is given to it. The command of a run's recipe is that of the run.
+    Settings of a run that are gone are refused; with `warn` they are left out, and it receives a line that lists them.
     """
     if target.kind == "recipe":
         packaged = target.path == packaged_recipes().get(target.name)
@@ -210,7 +208,11 @@ def run_of(target: Target, runs: Path) -> Path:
 
 def recorded(run: Path) -> dict[str, Any]:
     """The settings that a run was last made with, as they were written; {} if it has none."""
-    return read_json(run / RECIPE)
+    settings = read_json(run / RECIPE)
+    if not settings and (run / RECIPE).is_file():
+        fix = "Run its recipe again: what is complete is kept, and this file is written again."
+        raise UserError("this file of the run is damaged", where=str(run / RECIPE), fix=fix)
+    return settings
 
 
 def trainings_of(run: Path) -> list[str]:
@@ -245,11 +247,9 @@ def incomplete(run: Path) -> list[str]:
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
-    """Refuse a run, named as a whole, whose trainings are not all complete.
+    """Raise UserError for a run, named as a whole, whose trainings are not all complete.
 
-    Raises:
-        UserError: with the command that completes it and what can be done `instead`, by default with the names of the
-            models that are there.
+    It has the command that completes it and what can be done `instead`, by default the names of the models there are.
     """
     run = run_of(target, runs) if target.kind in ("run", "recipe") else None
     if run is None or target.step is not None or not (missing := incomplete(run)):
@@ -423,14 +423,7 @@ def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
 
 
 def open_model(name: str, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
-    """Load the model that `name` stands for.
-
-    Args:
-        name: a run (its last training), a training (`quickstart/pretrain`), a checkpoint of it (`...@1000`), the folder
-            of an imported model, or a folder as Hugging Face's libraries load it.
-        runs: the folder of all runs.
-        mesh: devices along each axis, over which the weights are split as they are read; all devices as copies of the
-            model if None.
+    """Load the model that `name` stands for, split over devices along the axes of `mesh`; a copy on each without one.
 
     Raises:
         UserError: there is no such run, training or checkpoint; the message lists what there is. Or the model cannot be
@@ -444,10 +437,10 @@ def open_target(target: Target, runs: Path, *, mesh: "Sizes | None" = None) -> "
     folder, step = locate(target, runs)
     if is_hub_folder(folder):
         return _open_hub_folder(folder, target.name, mesh)
-    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "train-tokenizer")
-    if tokenizer is None and target.run is not None:  # another version made it
-        places = (target.run / name for name in ("train-tokenizer", TOKENIZER))  # the latter of the first edition
-        tokenizer = next((place for place in places if place.is_dir()), None)
+    beside = [folder / TOKENIZER, made_from(folder, "train-tokenizer")]
+    if target.run is not None:  # another version made it; the first edition had it as `tokenizer`
+        beside += [target.run / "train-tokenizer", target.run / TOKENIZER]
+    tokenizer = next((place for place in beside if place is not None and place.is_dir()), None)
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
@@ -462,15 +455,9 @@ def load_trained(
     mesh: "Sizes | None" = None,
     sharding: "Table | None" = None,
 ) -> "LoadedModel":
-    """Load a checkpoint of a training, the newest if `step` is None.
+    """Load a checkpoint of a training from its folder, the newest if `step` is None, with a tokenizer's folder.
 
-    Args:
-        folder: of a training.
-        tokenizer: folder of the tokenizer it used.
-        name: how messages and reports call the model.
-        step: of the checkpoint.
-        mesh: devices along each axis; all devices as copies of the model if None.
-        sharding: lines of the sharding table that the recipe has replaced.
+    `name` is what messages and reports call the model, `mesh` and `sharding` are how the weights are split.
     """
     from affinage.config.training import PrecisionSettings
     from affinage.data.tokenizer import Tokenizer
@@ -478,17 +465,10 @@ def load_trained(
     facts, graph = _facts_and_graph(folder)
     opened = Tokenizer.load(tokenizer)
     opened.use_template(facts.get("chat_template"))
-    return _open(
-        graph,
-        lambda abstract: trained_params(folder, graph, step, abstract),
-        opened,
-        PrecisionSettings(**facts["precision"]),
-        name=name,
-        context=facts["context"],
-        system_prompt=facts["system_prompt"],
-        mesh=mesh,
-        sharding=sharding,
-    )
+    params = partial(trained_params, folder, graph, step)
+    facts = {key: facts[key] for key in ("context", "system_prompt", "precision")}
+    precision = PrecisionSettings(**facts.pop("precision"))
+    return _open(graph, params, precision, mesh, sharding, name=name, tokenizer=opened, **facts)
 
 
 def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedModel":
@@ -503,32 +483,23 @@ def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedMo
     system_prompt, template = chat_of_hub(folder)
     tokenizer = fitting_tokenizer(folder, model.graph.vocabulary)
     tokenizer.use_template(template)
-    return _open(
-        model.graph,
-        # They come from the memory of the host: a device gets no more than its part.
-        lambda abstract: jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract)),
-        tokenizer,
-        PrecisionSettings(params="float32"),
-        name=name,
-        context=model.architecture.context,
-        system_prompt=system_prompt or "",
-        mesh=mesh,
-    )
+
+    def params(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
+        return jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+
+    facts = {"name": name, "context": model.architecture.context, "system_prompt": system_prompt or ""}
+    return _open(model.graph, params, PrecisionSettings(), mesh, tokenizer=tokenizer, **facts)
 
 
 def _open(
     graph: "Graph",
-    read_params: Callable[[Any], Any],  # given the abstract parameters with shardings
-    tokenizer: "Tokenizer",
+    params: Callable[[Any], Any],
     precision: "PrecisionSettings",
-    *,
-    name: str,
-    context: int,
-    system_prompt: str,
     mesh: "Sizes | None",
     sharding: "Table | None" = None,
+    **fields: Any,
 ) -> "LoadedModel":
-    import jax
+    """A model with its `fields`; `params` returns the parameters, given abstract ones with shardings."""
     import jax.numpy as jnp
 
     from affinage.generation.model import LoadedModel
@@ -540,18 +511,20 @@ def _open(
 
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
-    )
     return LoadedModel(
         graph=graph,
-        params=read_params(abstract),
-        tokenizer=tokenizer,
-        name=name,
-        context=context,
+        params=params(_sharded(abstract, shardings)),
         layout=layout if layout.mesh.size > 1 else None,
-        system_prompt=system_prompt,
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
+        **fields,
+    )
+
+
+def _sharded(abstract: Any, shardings: Any) -> Any:
+    import jax
+
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )
 
 
@@ -560,12 +533,11 @@ def _facts_and_graph(folder: Path) -> "tuple[dict[str, Any], Graph]":
     from affinage.model import parse
 
     load_named_plugins()
-    file = folder / MODEL
+    facts = read_json(folder / MODEL)
+    if not {"graph", "precision"} <= facts.keys():
+        raise UserError("this file of the model is damaged", where=str(folder / MODEL), fix="Run its recipe again.")
     try:
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return facts, parse(facts["graph"])
-    except (ValueError, KeyError) as error:
-        raise UserError("this file of the model is damaged", where=str(file), fix="Run its recipe again.") from error
     except UserError as error:
         fix = f"If a plugin brings it: {VARIABLE}=my_nodes.py affinage ... {error.fix}".rstrip()
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
@@ -574,11 +546,8 @@ def _facts_and_graph(folder: Path) -> "tuple[dict[str, Any], Graph]":
 def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abstract: Any) -> Any:
     """The weights of a training's model, with its adapters merged into them where it trained such.
 
-    Args:
-        training: its folder.
-        graph: the model.
-        step: of the checkpoint; the one that stands for the training if None.
-        abstract: of the graph's parameters, with shardings.
+    `step` is of the checkpoint, by default the one that stands for the training; `abstract` are the graph's parameters
+    with shardings.
     """
     import jax
 
@@ -625,11 +594,8 @@ def _trained_adapters(
     if facts.get("lora") is None:
         return None
     adapters = Adapters(graph, LoraSettings(**facts["lora"]))
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract_params(adapters, jnp.dtype(facts["precision"]["params"])),
-    )
-    return adapters, _restored(training, step, abstract)
+    abstract = abstract_params(adapters, jnp.dtype(facts["precision"]["params"]))
+    return adapters, _restored(training, step, _sharded(abstract, jax.tree.map(lambda _: sharding, abstract)))
 
 
 def averaged_steps(step: Checkpoint | None, complete: Sequence[int]) -> list[int]:
