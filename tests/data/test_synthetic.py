@@ -1,6 +1,5 @@
 """The synthetic corpus: same bytes for the same seed, true facts, text that cleans well, benchmarks without leaks."""
 
-import datetime
 import json
 import re
 from functools import cache
@@ -8,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from babel import Locale
-from babel.core import get_global
-from babel.numbers import get_territory_currencies
 
 from affinage.config.data import POCKET_WORLD
 from affinage.data.language import identify_language
@@ -115,27 +111,6 @@ def test_documents_are_what_their_kind_says_and_ordinary_ones_pass_the_filters(w
 
 def without_article(name: str) -> str:
     return re.sub(r"^(the |les |le |la |l')", "", name)
-
-
-def test_facts_about_countries_agree_with_the_cldr() -> None:
-    for fact in facts():
-        country = fact.id.split(":")[1]
-        if fact.relation in ("currency", "language", "continent", "country_name"):
-            for language in LANGUAGES:
-                name = Locale(language).territories[country].replace("’", "'").replace(" & ", " and ")
-                assert without_article(fact.forms[language]["s"]) == name
-        if fact.relation == "currency":
-            on = datetime.date(2025, 1, 1)
-            assert get_territory_currencies(country, on, on) == [fact.object]
-        elif fact.relation == "language":
-            cldr = get_global("territory_languages")[country]
-            spoken = {re.sub("n[bn]$", "no", code.split("_")[0]): people for code, people in cldr.items()}
-            assert [code for code in spoken if spoken[code]["official_status"] == "official"] == [fact.object]
-            assert not {language for language, _ in fact.choices("en", 0, facts())[2]} & set(spoken)
-            words = (fact.forms["en"]["o"], fact.forms["fr"]["bare"])
-            assert words == tuple(Locale(language).languages[fact.object] for language in LANGUAGES)
-        elif fact.relation == "continent":
-            assert fact.forms["en"]["o"] == Locale("en").territories[fact.object]
 
 
 def test_how_the_facts_are_divided() -> None:
