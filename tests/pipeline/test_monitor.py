@@ -205,7 +205,7 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
     last, bits = lines(scored, "validation")[-1]["validation"], rows[-1]["evaluation"]["bits_per_byte"]
     assert set(bits) == {"en", "fr"} and bits["en"] == pytest.approx(last["pocket-world.en"]["bits_per_byte"])
     shown = read_training("pretrain", scored, TrainingResult(), {})
-    assert [point.step for point in shown.eval_points] == [0, 10, 20] and set(shown.bits_per_byte) == {"en", "fr"}
+    assert [point.step for point in shown.points] == [0, 10, 20] and set(shown.bits_per_byte) == {"en", "fr"}
 
 
 # ---- tuning

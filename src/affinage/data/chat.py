@@ -5,13 +5,14 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
+import itertools
 import json
 import re
 import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,14 +50,6 @@ _MARK = (
     "Mark what the assistant says with {% generation %} and {% endgeneration %} in the template. One that reads "
     "`enable_thinking` asks otherwise with {% set enable_thinking = false %} (or true) as its first line."
 )
-
-
-class TurnForm(NamedTuple):
-    """How a template writes an answer: the end of the text before it, and what stands around its content."""
-
-    before: str
-    opening: str
-    closing: str
 
 
 class ChatTemplate:
@@ -338,25 +331,23 @@ def _spans_at_once(
         for number, (start, end) in zip(answers, blocks, strict=True):
             _check_written(messages[number], number, text[start:end])
         return [blocks[answers.index(number)] for number in trained]
-    form = tokenizer.turn_form
     edged = [
         {**message, "content": f"{_EDGE}{message['content']}{_EDGE}"} if message["role"] == "assistant" else message
         for message in messages
     ]
-    parts = template.render(edged).split(_EDGE)
+    parts, form = template.render(edged).split(_EDGE), tokenizer.turn_form
     if form is None or len(parts) != 2 * len(answers) + 1 or "".join(parts) != text:
         return None
-    edges = np.cumsum([len(part) for part in parts]).tolist()
-    spans = []
-    for number, start, end in zip(answers, edges[::2], edges[1::2]):
-        if not text.endswith(form.before + form.opening, 0, start) or not text.startswith(form.closing, end):
-            return None
-        spans += [(start - len(form.opening), end + len(form.closing))] if number in trained else []
-    return spans
+    edges = list(itertools.accumulate(map(len, parts)))
+    before, opening, closing = form
+    places = list(zip(edges[::2], edges[1::2]))
+    if not all(text.endswith(before + opening, 0, start) and text.startswith(closing, end) for start, end in places):
+        return None
+    return [(start - len(opening), end + len(closing)) for n, (start, end) in zip(answers, places) if n in trained]
 
 
-def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> TurnForm | None:
-    """Return how the template writes answers without reasoning; None if it refuses a question and an answer."""
+def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[str, str, str] | None:
+    """Return the end of the text before an answer, and what stands around its content; None if that is refused."""
     talk = _talk("?", f"{_PROBE}{_PROBE}")
     try:
         text, [(begin, end)] = _added_answer(template, talk, 1, tokenizer)
@@ -364,7 +355,7 @@ def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> TurnForm | None
     except UserError:
         return None
     start = text.index(_PROBE, begin)
-    return TurnForm(text[len(earlier) : begin], text[begin:start], text[start + 2 * len(_PROBE) : end])
+    return text[len(earlier) : begin], text[begin:start], text[start + 2 * len(_PROBE) : end]
 
 
 def _marked_answer(template: ChatTemplate, messages: Sequence[Message], number: int, _: "Tokenizer") -> Written:

@@ -65,6 +65,7 @@ def import_model(
     import jax.numpy as jnp
 
     from affinage.checkpoint import CheckpointStore
+    from affinage.data.tokenizer import add_chat_tokens
     from affinage.hub.read import read_hub_folder
     from affinage.hub.vocabulary import with_ids
 
@@ -75,11 +76,11 @@ def import_model(
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
     digest = model.weights.digest()
     added: tuple[int, ...] = ()
+    tokenizer.write(partial / TOKENIZER)
     if chat_tokens and not tokenizer.fixed_ids:
-        added = tokenizer.add_chat_tokens()
+        added = add_chat_tokens(partial / TOKENIZER)
         graph, params = with_ids(model.graph, model.params, added)
         model = replace(model, graph=graph, params=params)
-    tokenizer.write(partial / TOKENIZER)
     system_prompt, template = chat_of_hub(source)
     context = model.architecture.context
     imported = {
