@@ -285,27 +285,6 @@ def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
     assert sampled(0.1)[0] < sampled(0.2)[0]
 
 
-def test_a_stage_that_failed_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch):
-    whole = run(tmp_path, str(folder))[1]
-    read = []
-    reading = ingesting.read_records
-
-    def dying(file, how):
-        read.append(file.name)
-        if read.count("2.jsonl") == 1 and file.name == "2.jsonl":
-            raise KeyboardInterrupt
-        return reading(file, how)
-
-    monkeypatch.setattr(ingesting, "read_records", dying)
-    settings = DataSettings(sources=[str(folder)])
-    with pytest.raises(KeyboardInterrupt):
-        ingest(settings, tmp_path / "out")
-    assert ingest(settings, tmp_path / "out")["documents_out"] == 150
-    assert read == ["0.jsonl", "1.jsonl", "2.jsonl", "2.jsonl"] and rows_of(tmp_path / "out") == whole
-    left = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*"))
-    assert left == [f"texts/texts-0000{k}-00000.parquet" for k in range(3)]
-
-
 def test_notes_of_other_work_are_not_believed(folder, tmp_path):
     (folder / "2.jsonl").write_bytes(b"")
     (folder / "1.jsonl").rename(folder / "1.jsonl.gz")
