@@ -8,19 +8,29 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
+from affinage.hardware.xla_flags import flags_for
 from affinage.model.apply_config import ApplyConfig
 from affinage.model.forward import apply_layers
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import LayerContext, Result
-from affinage.parallel.layout import MeshLayout
-from affinage.parallel.strategy import Spmd
+from affinage.parallel.sharding import STAGES as AXIS
+from affinage.parallel.sharding import MeshLayout
+from affinage.parallel.strategy import Spmd, Strategy
 
 PyTree = Any
-AXIS = "pipeline"
+
+
+def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
+    """A pipeline where the mesh has stages, else one program split by XLA."""
+    options = flags_for(mesh.devices.flat[0].platform, mesh.size, settings.xla_flags)
+    if mesh.shape[AXIS] > 1:
+        return Pipeline(options, settings.pipeline_micro_batches, settings.pipeline_rounds)
+    return Spmd(options)
 
 
 @dataclass(frozen=True)
