@@ -1,4 +1,4 @@
-"""Node kinds of the user's own, as docs/layers.md tells to write them."""
+"""Layers of the user's own, as docs/layers.md tells to write them."""
 
 import json
 import re

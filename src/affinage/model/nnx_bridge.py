@@ -39,7 +39,7 @@ def to_nnx(graph: Graph, params: PyTree, mesh: Mesh | None = None) -> GraphModul
 
     def param(array: Array, axes: tuple[str | None, ...]) -> Any:
         spec = array.sharding.spec if isinstance(array.sharding, jax.sharding.NamedSharding) else ()
-        sharding = {} if mesh is None else {"out_sharding": tuple(spec), "mesh": mesh}
+        sharding: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(spec), "mesh": mesh}
         return nnx.Param(array, logical_axes=axes, **sharding)
 
     return GraphModule(graph, jax.tree.map(param, params, logical_axes(graph)))

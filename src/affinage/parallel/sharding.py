@@ -223,7 +223,7 @@ def param_shardings(
                     f"{axis} = {size} of {name} does not divide over {over} = {pieces}",
                     where="mesh",
                     fix=f"{over} = {max(n for n in fitting if n < pieces)} works with {axis} = {size}; "
-                    f"{axis} = {_multiples(size, pieces, ' or ')} works with {over} = {pieces}.",
+                    f"{axis} = {multiples(size, pieces, ' or ')} works with {over} = {pieces}.",
                 )
         return NamedSharding(mesh, spec)
 
@@ -251,7 +251,7 @@ def param_shardings(
     return shardings
 
 
-def _multiples(size: int, pieces: int, word: str = ", ") -> str:
+def multiples(size: int, pieces: int, word: str = ", ") -> str:
     """The multiples of `pieces` next to a size."""
     below = size // pieces * pieces
     return word.join(str(n) for n in (below, below + pieces) if n)
@@ -303,7 +303,7 @@ def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = 
         return
     axes = [axis for axis in table["batch"] if mesh.shape[axis] > 1] or [table["batch"][0]]
     parts = f"{' x '.join(axes)} = {split}" + (f" times {micro_batches} micro_batches" if micro_batches > 1 else "")
-    hint = f"The nearest batches that work: {_multiples(rows, pieces)}."
+    hint = f"The nearest batches that work: {multiples(rows, pieces)}."
     if fewer := [n for n in range(1, micro_batches) if rows % (split * n) == 0]:
         hint += f" Or gradient_accumulation_steps: {fewer[-1]}."
     if "fsdp" in axes and rows % (pieces // mesh.shape["fsdp"]) == 0:
@@ -325,7 +325,7 @@ def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> Non
             raise UserError(
                 f"a context of {length} does not divide over {' x '.join(table[axis])} = {pieces}",
                 where="packing.seq_len",
-                fix=f"The nearest lengths that work: {_multiples(length, pieces)}.",
+                fix=f"The nearest lengths that work: {multiples(length, pieces)}.",
             )
 
 

@@ -146,7 +146,8 @@ def attention(
     # Each device runs the kernel on its rows and heads, over whole rows.
     of_part, of_query = (("batch", length, "heads", "head_dim") for length in ("sequence", None))
     of_key = ("batch", None, "kv_heads", "head_dim")
-    arrays, axes = [layout.resplit(query, of_part, of_query), key, value], [of_query, of_key, of_key]
+    arrays = [layout.resplit(query, of_part, of_query), key, value]
+    axes: list[tuple[str | None, ...]] = [of_query, of_key, of_key]
     if segment_ids is not None:
         arrays.append(layout.resplit(segment_ids, ("batch", "sequence"), ("batch", "keys")))
         axes.append(("batch", None))

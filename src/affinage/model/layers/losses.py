@@ -62,7 +62,11 @@ def cross_entropy(
 
 
 def _forward(logits: Array, targets: Array, weights: Array, objective: Objective) -> tuple[Sums, tuple[Array, ...]]:
-    largest, log_z = _largest_and_log_z(logits) if not objective.on_cpu else _in_two_passes(logits)
+    if objective.on_cpu:
+        largest = jnp.max(logits, axis=-1)
+        log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
+    else:
+        largest, log_z = _largest_and_log_z(logits)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     losses = plain = log_z - chosen
     if objective.label_smoothing:
@@ -72,11 +76,6 @@ def _forward(logits: Array, targets: Array, weights: Array, objective: Objective
         losses += objective.z_loss * jnp.square(log_z)
     sums = (jnp.sum(values * weights) for values in (losses, plain, chosen >= largest))
     return Sums(*sums), (logits, targets, weights, log_z)
-
-
-def _in_two_passes(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
-    largest = jnp.max(logits, axis=-1)
-    return largest, largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
 
 
 def _largest_and_log_z(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:

@@ -54,7 +54,7 @@ def splash_on_parts(
     For the backward pass a device keeps its own keys and gathers the others again: those of whole rows, of every layer,
     would be as many times more as there are devices.
     """
-    shards = {"head_shards": layout.parts("heads"), "q_seq_shards": layout.parts("sequence")}
+    shards: dict[str, Any] = {"head_shards": layout.parts("heads"), "q_seq_shards": layout.parts("sequence")}
     length = layout.whole(query.shape[1], "sequence")
     kernel = _kernel(query.shape[2], length, window, softcap, interpret, **shards)
     of_query, of_key = (("batch", "sequence", heads, "head_dim") for heads in ("heads", "kv_heads"))
@@ -81,7 +81,7 @@ def queries_are_split(length: int, parts: int) -> bool:
     return parts > 1 and length % (parts * LANES) == 0
 
 
-def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool, **shards: int) -> Any:
+def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool, **shards: Any) -> Any:
     """The kernel for rows of `length` tokens, a pytree of arrays that say which blocks to visit.
 
     Its results and the log-sum-exp of its scores are named `attended` for policies of `jax.checkpoint`.
@@ -96,7 +96,7 @@ def _kernel(heads: int, length: int, window: int | None, softcap: float | None, 
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name="attended",
         interpret=interpret,
-        **{"head_shards": 1, "q_seq_shards": 1, **shards},
+        **({"head_shards": 1, "q_seq_shards": 1} | shards),
     )
 
 
