@@ -2,7 +2,9 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -115,10 +117,13 @@ def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
 
     rates = {}
     for name in loaded.recipe.trainings:
-        settings = getattr(loaded.recipe, name)
-        check_choices(settings, lambda path, name=name: loaded.locate((name, *path)))
-        rates[name] = _rates(settings)
+        check_choices(getattr(loaded.recipe, name), partial(_located, loaded, name))
+        rates[name] = _rates(getattr(loaded.recipe, name))
     return rates
+
+
+def _located(loaded: "LoadedRecipe", section: str, path: Sequence[str | int]) -> str:
+    return loaded.locate((section, *path))
 
 
 def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:
