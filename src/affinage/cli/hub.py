@@ -159,7 +159,8 @@ def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFa
     facts = card_facts(collect_facts(run, results), license) if run is not None and results else CardFacts(license)
     if state is None or (state.step == state.steps and target.step is None):
         return facts
-    return replace(facts, training={**facts.training, "Checkpoint": str(state).partition(", ")[2]})
+    which = f", {target.step}" if isinstance(target.step, str) else ""
+    return replace(facts, training={**facts.training, "Checkpoint": str(state).partition(", ")[2] + which})
 
 
 def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
