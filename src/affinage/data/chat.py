@@ -5,6 +5,7 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
+import itertools
 import json
 import re
 import reprlib
@@ -337,7 +338,7 @@ def _spans_at_once(
     parts, form = template.render(edged).split(_EDGE), tokenizer.turn_form
     if form is None or len(parts) != 2 * len(answers) + 1 or "".join(parts) != text:
         return None
-    edges = np.cumsum([len(part) for part in parts]).tolist()
+    edges = list(itertools.accumulate(map(len, parts)))
     before, opening, closing = form
     places = list(zip(edges[::2], edges[1::2]))
     if not all(text.endswith(before + opening, 0, start) and text.startswith(closing, end) for start, end in places):

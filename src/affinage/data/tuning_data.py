@@ -37,20 +37,18 @@ from affinage.data.conversations import (
     Conversation,
     Pair,
     Part,
-    locate_sources,
+    open_source,
     parse_conversation,
     parse_pair,
     read_lines,
-    source_parts,
 )
 from affinage.data.dataloader import read_rows, segments
 from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
-from affinage.data.hub_datasets import at_commit
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
-from affinage.data.places import is_on_hub
+from affinage.data.places import is_on_hub, unique
 from affinage.data.token_shards import Document, TokenShards, find_shard_folders, open_shards, write_facts, write_shard
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
@@ -116,16 +114,17 @@ def prepare_tuning_data(
     tasks: list[TuningTask] = []
     commits: dict[str, str] = {}
     template = None if tokenizer.template is None else tokenizer.template.source
-    for place, name, index in locate_sources(settings, world_folder, _WORLD_FILES[_section(settings)]):
-        at = settings.sources[index].as_source()
+    for index, source in enumerate(settings.sources):
+        name = unique(source.title, {task.name for task in tasks})
+        world_file = None if world_folder is None else world_folder / _WORLD_FILES[_section(settings)]
+        place, at, found = open_source(settings, index, world_file)
         if is_on_hub(at, settings.mirror):
-            at = at_commit(place, at, "")
             commits[name] = at.revision
-        divided = _divided(source_parts(at, place))
+        divided = _divided(found)
         tasks += [
-            TuningTask(settings, system_prompt, settings.sources[index], at, name, place, some, shard, len(divided),
-                       tokenizer.folder, template, seq_len, seed, folder, searched)
-            for shard, some in enumerate(divided)
+            TuningTask(settings, system_prompt, source, at, name, place, parts, shard, len(divided), tokenizer.folder,
+                       template, seq_len, seed, folder, searched)
+            for shard, parts in enumerate(divided)
         ]  # fmt: skip
     size = sum(part.bytes // count for task in tasks for part, _, count in task.parts if isinstance(part, SourceFile))
     shown = lambda share: progress(f"reading {share:.0%}")  # noqa: E731
