@@ -104,7 +104,7 @@ class EngineRequest:
 class State(NamedTuple):
     """What stays on the device, donated from program to program."""
 
-    cache: PyTree  # arrays [layers, B, K, T, D]
+    cache: Any  # arrays [layers, B, K, T, D]
     seen: Bool[Array, "B V"]  # tokens of each slot, for the repetition penalty
 
 
@@ -400,8 +400,8 @@ class Engine:
             stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         params = [SamplingParams() if request is None else request.params for request in requests]
         wants_logprobs = np.array([one.logprobs is not None for one in params])
-        columns: list[Any] = [*numbers, stop_ids, wants_logprobs]
-        return Rows(*columns, sampling=SamplingTensors.of(params))
+        columns: list[Any] = [*numbers, stop_ids, wants_logprobs, SamplingTensors.of(params)]
+        return Rows(*columns)
 
     def _push(self, emitted: Emitted, rows: dict[int, int]) -> None:
         """Pass on what was generated in slots, by their rows of `emitted`, and free the slots that are done."""
