@@ -13,9 +13,9 @@ from lm_eval.tasks import TaskManager
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet, reachable_data
-from affinage.evaluation.published import headline_metrics
 from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import benchmark_items, find_tasks
+from affinage.report.evaluations import headline
 from benchmark_fixtures import ITEMS, write_items
 from tiny_models import tiny_llama
 
@@ -69,44 +69,17 @@ def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path
     results = evaluate(tiny_llama(), ["julian", "french", *besides], data_dir=folder, batch_size=8, max_new_tokens=8)
     scored = results["tasks"]
     assert set(scored) == {*GROUPS["julian"], *GROUPS["french"], *besides} and not results["unavailable"]
-    headline = headline_metrics()
-    assert headline == dict.fromkeys(GROUPS["julian"], "acc") | dict.fromkeys(
-        ("hellaswag", "arc_challenge"), "acc_norm"
-    )
     for task in (*GROUPS["julian"], *GROUPS["french"]):
-        score = scored[task]["metrics"][headline.get(task, "acc")]
+        metrics = scored[task]["metrics"]
+        name = headline(task, metrics)
+        assert name == ("acc_norm" if task in ("hellaswag", "arc_challenge") else "acc")
+        score = metrics[name]
         assert score["value"] in (0, 1) and score["stderr"] == 0, task  # two copies of one item
     assert scored["french_bench_xnli"]["chance"] == pytest.approx(1 / 3)
     for task, entry in scored.items():
         assert entry["items"] == 2 and entry["metrics"], task
         for name, score in entry["metrics"].items():
             assert score["value"] > 1 if "perplexity" in name else 0 <= score["value"] < 20, (task, name)
-
-
-def test_a_text_that_is_the_right_one_scores_all(tmp_path):
-    model = tiny_llama()
-    right = {
-        "french_bench_fquadv2": lambda said: {"answers": {"text": [said]}, "is_impossible": False},
-    }
-    write_items(tmp_path, right)
-    first = evaluate(model, list(right), data_dir=tmp_path, max_new_tokens=8)
-    for task, of in right.items():
-        (said,) = (item["answer"] for item in first["samples"][task])
-        assert not first["tasks"][task]["chat_template"]
-        assert all(score["value"] < 1 for score in first["tasks"][task]["metrics"].values()), task
-        (tmp_path / f"{task}.jsonl").write_text(json.dumps(ITEMS[task][0] | of(said)) + "\n", encoding="utf-8")
-    again = evaluate(model, list(right), data_dir=tmp_path, max_new_tokens=8)["tasks"]
-    for task, entry in again.items():
-        assert all(score["value"] == pytest.approx(1) for score in entry["metrics"].values()), task
-
-
-def test_one_file_may_hold_the_items_of_two_tasks(tmp_path):
-    for name, of in (("fquadv2", "french_bench_fquadv2"), ("fquadv2_hasAns", "french_bench_fquadv2_hasAns")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ITEMS[of][0]) + "\n", encoding="utf-8")
-    twice = ["french_bench_fquadv2", "french_bench_fquadv2_bool"]
-    answered = "french_bench_fquadv2_hasAns"
-    assert [task["task"] for task in find_tasks([*twice, answered], {}, tmp_path).local] == [*twice, answered]
-    assert [file.name for file in files_of([*twice, answered], tmp_path)] == ["fquadv2.jsonl", "fquadv2_hasAns.jsonl"]
 
 
 @pytest.mark.parametrize(

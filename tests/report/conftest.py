@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from synthetic_run import build_run
 
-from affinage.report import collect_facts, render
-from affinage.report.facts import Facts
+from affinage.report import Facts, collect_facts, render
 from run_affinage import affinage  # noqa: F401
 
 

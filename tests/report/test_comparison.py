@@ -8,8 +8,14 @@ from html_page import Page
 from synthetic_run import build_run, write_json
 
 from affinage.config.yaml import brief
-from affinage.report.comparison import comparison, differing_settings, entrant
-from affinage.report.comparison_page import render_comparison, setting_values
+from affinage.report.comparison import (
+    Comparison,
+    comparison,
+    differing_settings,
+    entrant,
+    render_comparison,
+    setting_lines,
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +43,10 @@ def compared(runs: Path, *names: str):
 def test_only_what_differs_is_listed_by_its_key_and_in_short():
     ours = {"name": "a", "x": {"y": 1, "z": [1, 2]}, "report": {"language": "en"}, "none": None}
     theirs = {"name": "b", "x": {"y": 2, "z": [1, 2]}, "report": {"language": "fr"}, "more": {}, "none": None}
-    found = [(one.key, one.values) for one in differing_settings([ours, theirs])]
-    assert found == [("x.y", (1, 2)), ("more", (None, {}))]
+    assert differing_settings([ours, theirs]) == {"x.y": (1, 2), "more": (None, {})}
     ours, theirs = {"data": [{"path": "a"}], "sft": {"steps": 9, "root": ""}}, {"data": [{"path": "c"}], "sft": None}
-    found = [(one.key, *setting_values(one)) for one in differing_settings([ours, theirs])]
-    assert found == [("data.0.path", "a", "c"), ("sft", "{steps: 9}", "–")]
+    found = setting_lines(Comparison([], differing_settings([ours, theirs]), []))
+    assert found == [["data.0.path", "a", "c"], ["sft", "{steps: 9}", "–"]]
     assert len(brief({"tasks": ["a long name of a task"] * 9})) == 60
 
 
@@ -83,4 +88,4 @@ def test_what_was_not_asked_alike_and_what_a_metric_is_are_said(tmp_path: Path, 
         status, out, _ = affinage("compare", str(tmp_path / "a"), str(tmp_path / "b"), *html)
         said = (tmp_path / "c.html").read_text() if html else " ".join(out.split())
         assert status == 0 and "higher is better" in said and "log_likelihood" in said
-        assert "Not asked alike" in said and "lambada_openai (items with another prompt or right answer: 3)" in said
+        assert "not of the models alone: lambada_openai (items with another prompt or right answer: 3)" in said

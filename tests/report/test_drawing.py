@@ -13,102 +13,92 @@ from affinage.report.charts import (
     Interval,
     Row,
     Series,
-    bar_chart,
-    interval_chart,
     line_chart,
-    responsive,
+    row_chart,
     smoothed,
     thinned,
 )
-from affinage.report.differences import differences
-from affinage.report.quantities import Quantities
+from affinage.report.duplicates import differences
+from affinage.report.language import Language
 
-EN, FR = Quantities("en"), Quantities("fr")
+EN, FR = Language("en"), Language("fr")
 SHARE = Axis("score", ".0%")
 near = pytest.approx
 
 
-def elements(drawing: str, tag: str) -> list[ElementTree.Element]:
-    return [one for one in ElementTree.fromstring(drawing).iter() if one.tag.endswith(tag)]
+def drawn(drawing: str, width: str = "wide") -> ElementTree.Element:
+    """The picture for wide or for narrow pages."""
+    (one,) = [each for each in ElementTree.fromstring(f"<p>{drawing}</p>") if each.get("class") == width]
+    return one[0]
 
 
-def path(drawing: str, color: str) -> list[tuple[float, float]]:
-    """The corners of the first line that is drawn in a color."""
-    found = next(one for one in elements(drawing, "path") if one.get("stroke") == color and "L" in (one.get("d") or ""))
-    return [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", found.get("d") or "")[1:]]  # type: ignore[misc]
+def placed(element: ElementTree.Element) -> tuple[float, float]:
+    return tuple(map(float, re.findall(r"-?[\d.]+", element.get("transform") or "")[:2]))  # type: ignore[return-value]
 
 
-def bars(drawing: str, color: str) -> list[tuple[float, float]]:
+def lines(picture: ElementTree.Element, color: str) -> list[list[float]]:
     """From where to where the horizontal lines of a color go."""
-    ends = []
-    for one in elements(drawing, "line"):
-        if one.get("stroke") == color and one.get("x2") != "0":
-            start = float(re.findall(r"translate\(([-\d.]+)", one.get("transform") or "")[0])
-            ends.append((start, start + float(one.get("x2") or 0)))
-    return [(min(pair), max(pair)) for pair in ends]
+    found = [one for one in picture.iter() if one.tag.endswith("line") and one.get("stroke") == color]
+    ends = [(placed(one)[0], placed(one)[0] + float(one.get("x2") or 0)) for one in found if one.get("x2") != "0"]
+    return [sorted(pair) for pair in ends]
 
 
-@pytest.mark.parametrize("width", [350.0, 452.0, 920.0])
 @pytest.mark.parametrize("log", [False, True])
-def test_every_point_is_inside_and_higher_values_are_higher(width: float, log: bool):
+def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
     points = [(float(i + 1), 0.1 + (7.3 * i) % 11) for i in range(30)]
-    axes = Axis("step", log=log), Axis("loss", "~g", log)
-    placed = path(line_chart([Series("loss", points)], *axes, "a chart", width, 300.0, "en"), "var(--s0)")
-    assert len(placed) == len(points)
-    assert all(0 <= x <= width and 0 <= y <= 300 for x, y in placed)
-    assert [x for x, _ in placed] == sorted(x for x, _ in placed)
-    heights = [placed[i][1] for i in sorted(range(len(points)), key=lambda i: points[i][1])]
-    assert heights == sorted(heights, reverse=True)  # pixels grow downwards
+    chart = line_chart([Series("loss", points)], Axis("step", log=log), Axis("loss", "~g", log), "a chart", "en")
+    for width in ("wide", "narrow"):
+        found = [
+            one for one in drawn(chart, width).iter() if one.get("stroke") == "var(--s0)" and "L" in one.get("d", "")
+        ]
+        corners = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", found[0].get("d") or "")[1:]]
+        assert len(corners) == len(points) and all(-1 <= x <= 920 and -1 <= y <= 340 for x, y in corners)
+        assert [x for x, _ in corners] == sorted(x for x, _ in corners)
+        heights = [corners[i][1] for i in sorted(range(len(points)), key=lambda i: points[i][1])]
+        assert heights == sorted(heights, reverse=True)  # pixels grow downwards
 
 
 def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
-    row = Row("task", [Interval(0.5, 0.1, 0), Interval(0.9, 0.2, 1)], 0.25)
-    drawing = interval_chart([row], SHARE, "scores", 920.0, "en")
-    inner = 920.0 - (24 + 7 * len("task")) - 20
-    assert [end / inner for end in bars(drawing, "var(--s0)")[0]] == near([0.4, 0.6], abs=1e-3)
-    assert [end / inner for end in bars(drawing, "var(--s1)")[0]] == near([0.7, 1.0], abs=1e-3)
+    picture = drawn(row_chart([Row("task", [Interval(0.5, 0.1, 0), Interval(0.9, 0.2, 1)], 0.25)], SHARE, "s", "en"))
+    (half,) = [one for one in picture.iter() if one.get("d") and one.get("stroke") == "var(--s0)"]  # the point at 0.5
+    inner = 2 * placed(half)[0]
+    assert [end / inner for end in lines(picture, "var(--s0)")[0]] == near([0.4, 0.6], abs=1e-3)
+    assert [end / inner for end in lines(picture, "var(--s1)")[0]] == near([0.7, 1.0], abs=1e-3)
 
 
 def test_bars_are_as_long_as_their_values_with_the_standard_error_across_their_ends():
     rows = [Row("text", [Interval(0.5, 0.1, 0, "0.5 model"), Interval(2.0, 0, 1, "2.0 gzip")])]
-    drawing = bar_chart(rows, "bars", "bits", 920.0, "en")
-    lengths = [
-        float(re.findall(r"h(-?[\d.]+)", one.get("d") or "")[0])
-        for one in elements(drawing, "path")
-        if "--s" in (one.get("fill") or "")
-    ]
-    assert abs(lengths[1] / lengths[0]) == near(4, rel=0.01)
-    low, high = bars(drawing, "var(--ink)")[0]
-    assert [low / abs(lengths[0]), high / abs(lengths[0])] == near([0.8, 1.2], rel=1e-3)
+    drawing = row_chart(rows, Axis("bits"), "bars", "en", bars=True)
+    picture = drawn(drawing)
+    shapes = [one.get("d") or "" for one in picture.iter() if "--s" in (one.get("fill") or "")]
+    lengths = [abs(float(re.findall(r"h(-?[\d.]+)", shape)[0])) for shape in shapes]
+    assert lengths[1] / lengths[0] == near(4, rel=0.01)
+    low, high = lines(picture, "var(--ink)")[0]
+    assert [low / lengths[0], high / lengths[0]] == near([0.8, 1.2], rel=1e-3)
     assert "0.5 model" in drawing and "2.0 gzip" in drawing
 
 
 def test_drawings_have_a_text_and_escape_what_others_wrote():
-    row = Row('<b>"task"</b>' * 9, [Interval(0.5, 0.1, 0)])
-    drawing = responsive(lambda width: interval_chart([row], SHARE, "scores & <more>", width, "en"))
-    assert "<b>" not in drawing and "task" in drawing
+    row = Row('<b>"task"</b>', [Interval(0.5, 0.1, 0)])
+    drawing = row_chart([row], Axis("</text><script>"), "scores & <more>", "en")
+    assert "<b>" not in drawing and "<script" not in drawing and "task" in drawing
     assert drawing.count('role="img" aria-label="scores &amp; &lt;more&gt;"') == 2
-    names = Axis("", names=["'] + alert(1) + ['", "</text><script>"])
-    drawing = line_chart([Series("x", [(0.0, 1.0), (1.0, 2.0)])], names, SHARE, "a chart", 452.0, 300.0, "en")
-    assert "<script" not in drawing and "alert(1)" in drawing
 
 
 def test_what_cannot_be_shown_is_left_out_and_little_is_still_a_chart():
     points = [(0.0, 1.0), (1.0, math.nan), (2.0, 0.0), (3.0, 5.0)]
-    drawing = line_chart(
-        [Series("l", points)], Axis("step"), Axis("loss", "~g", log=True), "a chart", 920.0, 340.0, "en"
-    )
-    assert len(path(drawing, "var(--s0)")) == 2
+    chart = line_chart([Series("l", points)], Axis("step"), Axis("loss", "~g", log=True), "a chart", "en")
+    (line,) = [one for one in drawn(chart).iter() if one.get("stroke") == "var(--s0)"]
+    assert (line.get("d") or "").count("L") == 1
     for few in ([], [(1.0, 2.0)], [(1.0, 3.0), (2.0, 3.0)]):
-        assert "loss" in line_chart([Series("l", few)], Axis("step"), Axis("loss"), "a chart", 350.0, 200.0, "en")
+        assert "loss" in line_chart([Series("l", few)], Axis("step"), Axis("loss"), "a chart", "en")
+    assert "</svg>" in row_chart([], Axis("bits"), "bars", "en", bars=True)
 
 
 def test_axes_have_the_numbers_of_their_language():
-    drawn = {
-        lang: interval_chart([Row("t", [Interval(0.5, 0, 0)])], Axis("", ".1%"), "s", 920.0, lang)
-        for lang in ("en", "fr")
-    }
-    assert "20.0%" in drawn["en"] and "20,0\u202f%" in drawn["fr"]
+    row = Row("t", [Interval(0.5, 0, 0)])
+    english, french = (row_chart([row], Axis("", ".1%"), "s", code) for code in ("en", "fr"))
+    assert "20.0%" in english and "20,0\u202f%" in french
 
 
 @given(ys=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), limit=st.integers(4, 60))
@@ -166,7 +156,7 @@ def test_numbers_are_written_as_readers_of_each_language_expect(write, value, en
     assert [getattr(EN, write)(each) for each in (None, math.nan, math.inf)] == ["–"] * 3
 
 
-@given(value=st.floats(1e-6, 1e15))
+@given(value=st.floats(1e-3, 1e15))
 def test_a_short_number_is_close_to_the_number(value: float):
     text = EN.short(value)
     scale = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "Q": 1e15}.get(text[-1], 1.0)

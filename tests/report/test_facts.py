@@ -12,8 +12,7 @@ from synthetic_run import write_json
 from affinage.report import collect_facts, render
 from affinage.report.card import card_facts
 from affinage.report.comparison import Entrant, comparison
-from affinage.report.sections import thresholds
-from affinage.report.summary import verdict
+from affinage.report.page import summary
 
 anything = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text("ab<é\x00", max_size=5),
@@ -32,27 +31,28 @@ def plain(text: str) -> str:
     return text.replace("\u202f", " ").replace("\xa0", " ")
 
 
-def of_one_stage(folder: Path, stage: str, summary: dict, recipe: dict | None = None) -> Path:
+def of_one_stage(folder: Path, stage: str, result: dict, recipe: dict | None = None) -> Path:
     write_json(folder / stage / "manifest.json", {"step": stage})
-    write_json(folder / stage / "result.json", summary)
+    write_json(folder / stage / "result.json", result)
     write_json(folder / "recipe.json", {"name": "x", **(recipe or {})})
     return folder
 
 
 def test_a_whole_run_is_read(facts):
-    assert list(facts.flows) == ["ingest", "filter", "dedup", "decontaminate", "split"]
-    assert facts.flows["filter"].reasons[0] == ("too short", 412)
+    assert list(facts.documents) == ["ingest", "filter", "dedup", "decontaminate", "split"]
+    assert facts.documents["filter"].reasons[0] == ("too short", 412)
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
-    (row,) = thresholds(facts)
-    assert [(at, documents) for at, documents, _ in row.cells] == [(0.5, 799 / 800), (0.8, 0.8)]
-    assert facts.decontaminated.benchmarks["quiz"].found == 1 and facts.decontaminated.boilerplate.in_items == 40
-    assert facts.tokenizer.sources["pocket-world"].bytes_per_token == 4.26
-    assert [(each.name, each.round_trip.exact) for each in facts.published_tokenizers] == [("gpt2_vocab.bpe", 10_689)]
+    assert facts.thresholds == [0.5, 0.8] and facts.threshold_costs[0].documents_kept == [799, 640]
+    decontaminated = facts.results["decontaminate"]
+    assert decontaminated.benchmarks["quiz"].found == 1 and decontaminated.boilerplate.in_items == 40
+    assert facts.results["train-tokenizer"].sources["pocket-world"].bytes_per_token == 4.26
+    published = facts.results["compare-tokenizers"].tokenizers[1:]
+    assert [(each.name, each.round_trip.exact) for each in published] == [("gpt2_vocab.bpe", 10_689)]
     pretrain = facts.training("pretrain")
-    assert pretrain.parameters.total == 1_443_968 and pretrain.broken_steps == [300]
+    assert pretrain.result.parameters.total == 1_443_968 and pretrain.nonfinite_steps == [300]
     assert [point[0] for point in pretrain.curves["loss"]] == sorted(point[0] for point in pretrain.curves["loss"])
-    assert {one.quantity for one in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
+    assert {name for name, _, _ in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
     assert [evaluation.model for evaluation in facts.evaluations] == ["base", "sft"]
     assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
@@ -81,8 +81,7 @@ def test_what_eval_judged_of_the_models_that_the_run_has_is_part_of_it(run: Path
         ("sft", None, {"piqa": 0.2}),
     ]
     page = render(facts)
-    assert "Judged by affinage eval" in page and "Base, step 300" in page
-    assert "Pythia-410M (published)" in page, "PIQA, of which the recipe says nothing"
+    assert "Evaluated by affinage eval" in page and "Base, step 300" in page
 
 
 def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts, change):
@@ -91,11 +90,11 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
     with change(run / "pretrain" / "manifest.json") as manifest:
         manifest["seconds"] = 5.0  # of the last start
     stopped = collect_facts(run)
-    assert stopped.training("pretrain").worked == pytest.approx(94.2) == facts.training("pretrain").worked
+    assert stopped.training("pretrain").result.worked == pytest.approx(94.2) == facts.training("pretrain").result.worked
     assert stopped.step("pretrain").seconds == pytest.approx(94.2)
-    assert verdict(stopped, "en") == verdict(facts, "en") and "in 3 min 08 s" in plain(verdict(facts, "en"))
+    assert summary(stopped, "en") == summary(facts, "en") and "in 3 min 08 s" in plain(summary(facts, "en"))
     found = comparison([Entrant(each.name, each) for each in (facts, stopped)])
-    assert found.quantities["training_seconds"] == pytest.approx((188.4, 188.4))
+    assert [one.quantities["training_seconds"] for one in found.entrants] == pytest.approx([188.4, 188.4])
     assert "stopped 2 h 00 min" in plain(render(stopped))
 
 
@@ -146,6 +145,6 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
 
 def test_the_card_says_the_same_as_the_page_without_the_clock(facts):
     told = card_facts(facts, "apache-2.0")
-    assert told.summary == verdict(facts, "en", timed=False) and " in " not in told.summary
+    assert told.summary == summary(facts, "en", timed=False) and " in " not in told.summary
     assert told.results["sft"]["tasks"]["lambada_openai"]["metrics"]["perplexity"]["value"] == pytest.approx(52.4)
     assert told.sources[0]["documents"] == 10_690 and told.training["Pretraining: steps"] == 600

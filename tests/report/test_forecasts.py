@@ -9,7 +9,7 @@ from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice
 from affinage.planning.plan import make_plan, planned_graph
 from affinage.report import collect_facts, render
-from affinage.report.forecasts import predicted
+from affinage.report.trainings import read_training
 from affinage.results import TrainingResult
 
 SMALL = Path(__file__).parents[1] / "planning" / "small.yaml"
@@ -38,11 +38,11 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(run: Path):
     loaded = load_recipe(SMALL)
     plan = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-32"))
     facts = collect_facts(run)
-    rows = {row.quantity: row for row in facts.trainings[0].compared}
+    rows = {name: values for name, *values in facts.trainings[0].compared}
     expected = {"step_seconds": plan.time.seconds, "seconds": plan.seconds, "memory": plan.memory.total}
     expected["tokens_per_second"] = plan.tokens_per_second
-    assert {name: rows[name].predicted for name in expected} == pytest.approx(expected)
-    assert (rows["step_seconds"].measured, rows["memory"].measured) == (pytest.approx(0.025), 3 * 10**9)
+    assert {name: rows[name][0] for name in expected} == pytest.approx(expected)
+    assert (rows["step_seconds"][1], rows["memory"][1]) == (pytest.approx(0.025), 3 * 10**9)
     page = render(facts)
     assert "time of a step" in page and "25.0\u202fms" in page and "75.0%" in page  # the last: of compilation
 
@@ -57,5 +57,5 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(run: Path):
 def test_what_the_planner_does_not_know_is_left_out(run: Path, name: str, changed: dict):
     recipe = json.loads((run / "recipe.json").read_text())
     result = TrainingResult.model_validate(SUMMARY | changed)
-    assert predicted(name, run / "pretrain", result, recipe) == {}
-    assert predicted(name, run / "pretrain", result, {"pretrain": "of another version"}) == {}
+    for settings in (recipe, {"pretrain": "of another version"}):
+        assert read_training(name, run / "pretrain", result, settings).predicted == {}

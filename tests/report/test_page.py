@@ -11,8 +11,8 @@ from html_page import Page
 from synthetic_run import HOSTILE, build_run
 
 from affinage.report import collect_facts, render, write_report
-from affinage.report.strings import LANGUAGES
-from affinage.report.summary import verdict
+from affinage.report.language import LANGUAGES
+from affinage.report.page import summary
 
 REACHING_OUT = {*"iframe object embed form input button img base video audio foreignobject".split()}
 
@@ -83,15 +83,15 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
 not a finite number at step 300|61.0k of 150k tokens are trained|97.0% of 300|What a threshold|80.0% 70.0%
-Benchmarks looked for in the text|1,234|· quiz · 17|42 runs of words|any out for validation: notes.fr.
+Benchmarks searched for in the text|1,234|· quiz · 17|42 runs of words|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write
-Fullest expert|Choices dropped|Saves: 3, for each of which the loop stood still for 4.18 ms"""
+Fullest expert|Dropped choices|Saves: 3; each stopped the loop for 4.18 ms"""
 
 
 def test_facts_are_on_the_page(pages: dict[str, str], facts):
     shown = Page(pages["en"]).shown
     assert not [expected for line in FACTS.splitlines() for expected in line.split("|") if expected not in shown]
-    assert all(verdict(facts, language) in pages[language] for language in LANGUAGES)
+    assert all(summary(facts, language) in pages[language] for language in LANGUAGES)
 
 
 def test_preferences_are_told_in_their_own_unit(run: Path, change):
@@ -122,10 +122,10 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
         summary |= {"ended": "winogrande is worse than at step 0 (p = 0.0001)", "steps": 300}
     page = render(collect_facts(run))
     section = page[page.index('id="sft"') :]
-    head, told = section.index("Benchmarks on the way"), section.index("The training ended at step 300: winogrande is")
+    head, told = section.index("Benchmarks during training"), section.index("The training ended at step 300, because")
     assert section.index("Loss") < head < told < section.index("Learning rate"), "benchmarks stand under the loss"
     assert section.count("M7.071,0A7.071") == 2 and "Ringed: worse" in section  # the same point, wide and narrow
-    rows = re.findall(r'<th scope="row" class="n">([\d,]+)</th><td class="n">(<strong>)?([\d.]+)', section)
+    rows = re.findall(r'<th scope="row" class="n">([\d,]+)</th><td class="n( strong)?">([\d.]+)', section)
     shown = {int(step.replace(",", "")): (bool(bold), float(share)) for step, bold, share in rows}
     expected = {step: (step == 300, pytest.approx(100 * share)) for step, share in zip(STEPS, SHARES, strict=True)}
     assert {step: shown[step] for step in STEPS} == expected

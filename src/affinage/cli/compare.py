@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, arg, complete_model, find, opt, verb
-from affinage.cli.output import Table, emit
+from affinage.cli.output import Table, described, emit
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.pipeline.models import Target
-    from affinage.report.comparison import Comparison, Entrant, Paired
+    from affinage.report.comparison import Comparison, Entrant
 
 
 @verb()
@@ -42,12 +42,13 @@ def compare(
     found = comparison([_entrant(name, target, runs) for name, target in zip(names, targets)])
     page = {}
     if html is not None:
-        from affinage.report.comparison_page import render_comparison
+        from affinage.report.comparison import render_comparison
         from affinage.report.page import write_page
 
         write_page(render_comparison(found, lang), html)
         page = {"page": str(html)}
-    emit(found.to_dict() | page, as_json, _view(found, html))
+    facts = found.to_dict() | page
+    emit(facts, as_json, _view(found, facts))
 
 
 def _target(name: str, runs: Path) -> "Target | None":
@@ -86,44 +87,23 @@ def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
     return entrant(name, run, folder, again=again, parts=parts)
 
 
-def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
-    from affinage.report.comparison_page import quantity_lines, setting_values
-    from affinage.report.quantities import Quantities
-    from affinage.report.strings import strings
+def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
+    from affinage.report.comparison import notes, setting_lines
+    from affinage.report.language import Language
 
-    names = [one.name for one in found.entrants]
-    if lines := quantity_lines(found, strings("en"), Quantities("en")):
-        yield Table(["", *names], [[line.label, *line.values] for line in lines])
-    if found.settings:
+    differences = [
+        {key: value for key, value in one.items() if key != "is_real"}
+        | {"": "real" if one["is_real"] else "may be noise" if one["stderr"] else "none"}
+        for one in facts["differences"]
+    ]
+    runs = [{key: value for key, value in one.items() if key not in ("summary", "scores")} for one in facts["runs"]]
+    yield from described(facts | {"runs": runs, "settings": [], "differences": differences, "asked_otherwise": []})
+    if lines := setting_lines(found):
         yield ""
-        yield Table(["setting", *names], [[one.key, *setting_values(one)] for one in found.settings])
+        yield Table(["setting", *(one.name for one in found.entrants)], lines)
+    yield from dict.fromkeys(note for pair in found.paired for note in notes(pair, Language("en")))
     for one in found.entrants:
         if one.again:
-            yield "\n" + strings("en")["judged_before"].format(name=one.name, command=one.again)
-    for pair in found.paired:
-        yield from _pair(found, pair)
-    if html is not None:
-        yield f"\nThe page is in {html}."
-
-
-def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":
-    from affinage.report.comparison_page import notes
-    from affinage.report.strings import strings
-
-    yield f"\nA: {found.entrants[0].name}, B: {found.entrants[pair.other].name}"
-    rows = [
-        (
-            one.task,
-            one.metric,
-            *(f"{value:.4f}" for value in (one.a, one.b)),
-            f"{one.difference:+.4f}",
-            f"{one.low:+.4f} to {one.high:+.4f}",
-            one.items,
-            "none" if one.is_none else "real" if one.is_real else "may be noise",
-        )
-        for one in pair.differences
-    ]
-    yield Table(("task", "metric", "A", "B", "B − A", "95 % interval", "items", ""), rows, left=(0, 1))
-    yield from notes(pair, strings("en"))
-    if len({one.task for one in pair.differences}) > 5:
+            yield f"{one.name} has changed since these answers. To evaluate it again: {one.again}"
+    if len({one["task"] for one in differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

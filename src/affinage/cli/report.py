@@ -16,6 +16,9 @@ def report(
     out: Annotated[
         Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
     ] = None,
+    baselines: Annotated[
+        Path | None, opt("Show the scores of this file beside those of the run.", "--baselines", metavar="FILE.yaml")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write the report of a run, one HTML file. With --out, a run that is not complete has a report of what there is.
@@ -23,6 +26,8 @@ def report(
     Examples: affinage report quickstart
 
     affinage report quickstart --lang fr --out rapport.html
+
+    affinage report my_run --baselines examples/baselines.yaml
     """
     from affinage.pipeline.models import check_complete, incomplete, run_of
 
@@ -36,5 +41,5 @@ def report(
     from affinage.report import write_report
 
     file = out or folder / "report.html"
-    facts = write_report(folder, file, lang)
+    facts = write_report(folder, file, lang, baselines)
     emit({"report": str(file), **facts}, as_json, [facts["summary"], f"The report is in {file}."])

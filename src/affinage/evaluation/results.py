@@ -9,14 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, UInt32
-
+from affinage.checkpoint.metadata import checksums
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.contamination import Contamination
 from affinage.generation.model import LoadedModel
-from affinage.model.parameter import PyTree
 
 RESULTS = "results.json"
 ITEMS = "items"
@@ -73,24 +69,9 @@ def finite(value: Any) -> float | None:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Return a hash of a model's graph, of how it is computed, and of a sum over the bits of all weights."""
-    sums = [int(one) for one in jax.device_get(_sums(model.params))]
-    facts = json.dumps([model.graph.to_dict(), model.compute_dtype, model.context, sums], sort_keys=True, default=str)
-    return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
-
-
-@jax.jit
-def _sums(params: PyTree) -> list[UInt32[Array, ""]]:
-    """The bits of every element times a number that depends on its place, modulo 2**32; no copy of the weights."""
-
-    def total(leaf: Array) -> UInt32[Array, ""]:
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
-        for axis in range(leaf.ndim):
-            place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-            bits = bits * (place * jnp.uint32(2654435762) + jnp.uint32(1))
-        return jnp.sum(bits, dtype=jnp.uint32)
-
-    return [total(leaf) for leaf in jax.tree.leaves(params)]
+    """Return a hash of a model's graph, of how it is computed, and of the checksums of all weights."""
+    how = [model.graph.to_dict(), model.compute_dtype, model.context, checksums({"params": model.params})]
+    return hashlib.blake2b(json.dumps(how, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 def identity(model: LoadedModel, weights: str) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from affinage.cluster.processes import Processes
 from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.batching import Batch, Pair, PrefixGroup, Row, batches, find_groups, group_requests, in_pieces
+from affinage.evaluation.batching import Batch, Pair, PrefixGroup, Row, as_rows, batches, find_groups, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import Graph
 from affinage.model.parameter import PyTree
@@ -148,7 +148,7 @@ class Scorer:
                     answered(owner, results[owner])
 
         pending: tuple[Batch, Scores] | None = None
-        for started in self._batches(group_requests(pieces, self.model.context)):
+        for started in self._batches(as_rows(pieces, self.model.context)):
             # The next batch is under way while the numbers of this one are taken apart.
             if pending is not None:
                 collect(*pending)

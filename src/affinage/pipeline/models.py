@@ -1,16 +1,17 @@
 """What a name on the command line stands for, in one order for all verbs, and how its model is opened.
 
 A name is a path, a run, or a packaged recipe. A run is named `NAME[/STEP][@N]`: `quickstart`, `quickstart/sft`,
-`quickstart/pretrain@1000`. Without a step of the pipeline, a run stands for its last training. Nothing here trains, and
-nothing imports JAX before a model is opened.
+`quickstart/pretrain@1000`, or by an average, `@ema` or `@mean:5`. Without a step of the pipeline, a run stands for its
+last training. Nothing here trains, and nothing imports JAX before a model is opened.
 """
 
 import contextlib
-import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,8 @@ from affinage.plugins import VARIABLE, load_named_plugins
 from affinage.results import read_json
 
 if TYPE_CHECKING:
+    from affinage.checkpoint import CheckpointStore
     from affinage.config.training import PrecisionSettings
-    from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
     from affinage.model import Adapters, Graph
 
@@ -43,6 +44,7 @@ CHAT = ("dpo", "sft")  # those that make a chat model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 _LISTED = 5  # names in a message
+Checkpoint = int | str  # a step, "ema" for the moving average at the newest, or "mean:K" for the mean of the last K
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Target:
     name: str  # as it was given
     kind: Literal["recipe", "run", "model", "hub", "result"]  # "model": a training or an import
     path: Path  # the recipe's file, or the folder
-    step: int | None = None  # of the checkpoint that was named
+    step: Checkpoint | None = None  # of the checkpoint that was named
     warning: str = ""  # where the name fits something else, too
     belongs_to: Path | None = None  # the run, where its path does not lie in it
 
@@ -77,20 +79,22 @@ def resolve(name: str, runs: Path) -> Target:
     Raises:
         UserError: it stands for nothing; the message lists what there is.
     """
-    word, step = name, None
+    word: str = name
+    step: Checkpoint | None = None
     if not os.path.exists(name):
         head, at, number = name.rpartition("@")
-        if at and number.isdecimal():
-            word, step = head, int(number)
+        if at and (number.isdecimal() or number == "ema" or re.fullmatch(r"mean:[1-9]\d*", number)):
+            word, step = head, int(number) if number.isdecimal() else number
         elif at and "://" not in name:
-            raise UserError(f"`@{number}` is no checkpoint", where=name, fix="Write the number of a step, as in @1000.")
+            fix = "Write the number of a step, as in @1000, or @ema, or @mean:5 for the mean of the last 5 checkpoints."
+            raise UserError(f"`@{number}` is no checkpoint", where=name, fix=fix)
     places = [Path(word), *([] if word.startswith((".", "/")) else [runs / word])]
     found = [Target(name, kind, place, step) for place in places if (kind := _kind(place)) is not None]
     if len(found) == 2 and os.path.samefile(found[0].path, found[1].path):
         found.pop()
     if not found and step is None:
         recipe = packaged_recipes().get(word) or Path(word)
-        found = [Target(name, "recipe", recipe)] if recipe.is_file() else []
+        found = [Target(name, "recipe", recipe)] if os.path.isfile(recipe) else []  # Path's raises for a long name
     if not found:
         raise _unknown(word, runs)
     if step is not None and found[0].kind not in ("run", "model"):
@@ -121,7 +125,7 @@ def _unknown(word: str, runs: Path) -> UserError:
         find_recipe(word)  # raises, with the nearest file beside it
     for folder in filter(os.path.isdir, (Path(word), runs / word)):
         inside: list[str] = []
-        with contextlib.suppress(OSError):  # a folder of others, which this user may not read
+        with contextlib.suppress(PermissionError):
             inside = sorted(str(entry) for entry in folder.iterdir() if _kind(entry) in ("run", "model", "hub"))
         fix = f"Name one of those in it: {_listed(inside)}." if inside else "Name a run, a model, or a recipe."
         return UserError("this folder is neither a run nor a model", where=str(folder), fix=fix)
@@ -154,10 +158,9 @@ def command(verb: str, *words: str, runs: Path = Path("runs")) -> str:
 def recipe_of(
     target: Target, runs: Path, overrides: Sequence[str] = (), *, warn: Callable[[str], None] | None = None
 ) -> LoadedRecipe:
-    """The recipe that a target stands for: of a run and of what belongs to it, the settings it was last made with.
+    """The recipe that a target stands for, under `overrides`: of a run, the settings and the command that made it.
 
-    `overrides` are laid over it. Settings of a run that are gone are refused; with `warn` they are left out, and a line
-    that lists them is given to it. The command of a run's recipe is that of the run.
+    Settings of a run that are gone are refused; with `warn` they are left out, and it receives a line that lists them.
     """
     if target.kind == "recipe":
         packaged = target.path == packaged_recipes().get(target.name)
@@ -205,7 +208,11 @@ def run_of(target: Target, runs: Path) -> Path:
 
 def recorded(run: Path) -> dict[str, Any]:
     """The settings that a run was last made with, as they were written; {} if it has none."""
-    return read_json(run / RECIPE)
+    settings = read_json(run / RECIPE)
+    if not settings and (run / RECIPE).is_file():
+        fix = "Run its recipe again: what is complete is kept, and this file is written again."
+        raise UserError("this file of the run is damaged", where=str(run / RECIPE), fix=fix)
+    return settings
 
 
 def trainings_of(run: Path) -> list[str]:
@@ -240,11 +247,9 @@ def incomplete(run: Path) -> list[str]:
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
-    """Refuse a run, named as a whole, whose trainings are not all complete.
+    """Raise UserError for a run, named as a whole, whose trainings are not all complete.
 
-    Raises:
-        UserError: with the command that completes it and what can be done `instead`, by default with the names of the
-            models that are there.
+    It has the command that completes it and what can be done `instead`, by default the names of the models there are.
     """
     run = run_of(target, runs) if target.kind in ("run", "recipe") else None
     if run is None or target.step is not None or not (missing := incomplete(run)):
@@ -280,7 +285,7 @@ class ModelState:
         return {"model": self.name, "step": self.step, "steps": self.steps, "missing": list(self.missing)}
 
 
-def locate(target: Target, runs: Path) -> tuple[Path, int | None]:
+def locate(target: Target, runs: Path) -> tuple[Path, Checkpoint | None]:
     """The folder of the model that a target stands for, in the store if it is a training, and the step it asks for.
 
     Of a run, that is its last training that has begun and is current.
@@ -314,10 +319,11 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
     steps = next((facts["steps"] for facts in known if isinstance(facts.get("steps"), int)), None)
     later = TRAININGS[: TRAININGS.index(training)] if training in TRAININGS else ()
     missing = [name for name in incomplete(run) if name in later] if run is not None else []
-    return ModelState(name, max(saved, default=0) if step is None else step, steps, tuple(missing))
+    at = step if isinstance(step, int) else max(saved, default=0)
+    return ModelState(f"{name}@{step}" if isinstance(step, str) else name, at, steps, tuple(missing))
 
 
-def checkpoints_of(training: Path, step: int | None = None) -> Path:
+def checkpoints_of(training: Path, step: Checkpoint | None = None) -> Path:
     """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
 
     That is the one kept from before a benchmark became worse, where there is one.
@@ -417,14 +423,7 @@ def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
 
 
 def open_model(name: str, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
-    """Load the model that `name` stands for.
-
-    Args:
-        name: a run (its last training), a training (`quickstart/pretrain`), a checkpoint of it (`...@1000`), the folder
-            of an imported model, or a folder as Hugging Face's libraries load it.
-        runs: the folder of all runs.
-        mesh: devices along each axis, over which the weights are split as they are read; all devices as copies of the
-            model if None.
+    """Load the model that `name` stands for, split over devices along the axes of `mesh`; a copy on each without one.
 
     Raises:
         UserError: there is no such run, training or checkpoint; the message lists what there is. Or the model cannot be
@@ -438,10 +437,10 @@ def open_target(target: Target, runs: Path, *, mesh: "Sizes | None" = None) -> "
     folder, step = locate(target, runs)
     if is_hub_folder(folder):
         return _open_hub_folder(folder, target.name, mesh)
-    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "train-tokenizer")
-    if tokenizer is None and target.run is not None:  # another version made it
-        places = (target.run / name for name in ("train-tokenizer", TOKENIZER))  # the latter of the first edition
-        tokenizer = next((place for place in places if place.is_dir()), None)
+    beside = [folder / TOKENIZER, made_from(folder, "train-tokenizer")]
+    if target.run is not None:  # another version made it; the first edition had it as `tokenizer`
+        beside += [target.run / "train-tokenizer", target.run / TOKENIZER]
+    tokenizer = next((place for place in beside if place is not None and place.is_dir()), None)
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
@@ -452,19 +451,13 @@ def load_trained(
     tokenizer: Path,
     *,
     name: str,
-    step: int | None = None,
+    step: Checkpoint | None = None,
     mesh: "Sizes | None" = None,
     sharding: "Table | None" = None,
 ) -> "LoadedModel":
-    """Load a checkpoint of a training, the newest if `step` is None.
+    """Load a checkpoint of a training from its folder, the newest if `step` is None, with a tokenizer's folder.
 
-    Args:
-        folder: of a training.
-        tokenizer: folder of the tokenizer it used.
-        name: how messages and reports call the model.
-        step: of the checkpoint.
-        mesh: devices along each axis; all devices as copies of the model if None.
-        sharding: lines of the sharding table that the recipe has replaced.
+    `name` is what messages and reports call the model, `mesh` and `sharding` are how the weights are split.
     """
     from affinage.config.training import PrecisionSettings
     from affinage.data.tokenizer import Tokenizer
@@ -472,17 +465,10 @@ def load_trained(
     facts, graph = _facts_and_graph(folder)
     opened = Tokenizer.load(tokenizer)
     opened.use_template(facts.get("chat_template"))
-    return _open(
-        graph,
-        lambda abstract: trained_params(folder, graph, step, abstract),
-        opened,
-        PrecisionSettings(**facts["precision"]),
-        name=name,
-        context=facts["context"],
-        system_prompt=facts["system_prompt"],
-        mesh=mesh,
-        sharding=sharding,
-    )
+    params = partial(trained_params, folder, graph, step)
+    facts = {key: facts[key] for key in ("context", "system_prompt", "precision")}
+    precision = PrecisionSettings(**facts.pop("precision"))
+    return _open(graph, params, precision, mesh, sharding, name=name, tokenizer=opened, **facts)
 
 
 def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedModel":
@@ -497,32 +483,23 @@ def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedMo
     system_prompt, template = chat_of_hub(folder)
     tokenizer = fitting_tokenizer(folder, model.graph.vocabulary)
     tokenizer.use_template(template)
-    return _open(
-        model.graph,
-        # They come from the memory of the host: a device gets no more than its part.
-        lambda abstract: jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract)),
-        tokenizer,
-        PrecisionSettings(params="float32"),
-        name=name,
-        context=model.architecture.context,
-        system_prompt=system_prompt or "",
-        mesh=mesh,
-    )
+
+    def params(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
+        return jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+
+    facts = {"name": name, "context": model.architecture.context, "system_prompt": system_prompt or ""}
+    return _open(model.graph, params, PrecisionSettings(), mesh, tokenizer=tokenizer, **facts)
 
 
 def _open(
     graph: "Graph",
-    read_params: Callable[[Any], Any],  # given the abstract parameters with shardings
-    tokenizer: "Tokenizer",
+    params: Callable[[Any], Any],
     precision: "PrecisionSettings",
-    *,
-    name: str,
-    context: int,
-    system_prompt: str,
     mesh: "Sizes | None",
     sharding: "Table | None" = None,
+    **fields: Any,
 ) -> "LoadedModel":
-    import jax
+    """A model with its `fields`; `params` returns the parameters, given abstract ones with shardings."""
     import jax.numpy as jnp
 
     from affinage.generation.model import LoadedModel
@@ -534,18 +511,20 @@ def _open(
 
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
-    )
     return LoadedModel(
         graph=graph,
-        params=read_params(abstract),
-        tokenizer=tokenizer,
-        name=name,
-        context=context,
+        params=params(_sharded(abstract, shardings)),
         layout=layout if layout.mesh.size > 1 else None,
-        system_prompt=system_prompt,
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
+        **fields,
+    )
+
+
+def _sharded(abstract: Any, shardings: Any) -> Any:
+    import jax
+
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )
 
 
@@ -554,25 +533,21 @@ def _facts_and_graph(folder: Path) -> "tuple[dict[str, Any], Graph]":
     from affinage.model import parse
 
     load_named_plugins()
-    file = folder / MODEL
+    facts = read_json(folder / MODEL)
+    if not {"graph", "precision"} <= facts.keys():
+        raise UserError("this file of the model is damaged", where=str(folder / MODEL), fix="Run its recipe again.")
     try:
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return facts, parse(facts["graph"])
-    except (ValueError, KeyError) as error:
-        raise UserError("this file of the model is damaged", where=str(file), fix="Run its recipe again.") from error
     except UserError as error:
         fix = f"If a plugin brings it: {VARIABLE}=my_nodes.py affinage ... {error.fix}".rstrip()
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
-def trained_params(training: Path, graph: "Graph", step: int | None, abstract: Any) -> Any:
+def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abstract: Any) -> Any:
     """The weights of a training's model, with its adapters merged into them where it trained such.
 
-    Args:
-        training: its folder.
-        graph: the model.
-        step: of the checkpoint; the one that stands for the training if None.
-        abstract: of the graph's parameters, with shardings.
+    `step` is of the checkpoint, by default the one that stands for the training; `abstract` are the graph's parameters
+    with shardings.
     """
     import jax
 
@@ -605,7 +580,9 @@ def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Any]":
     return found
 
 
-def _trained_adapters(training: Path, graph: "Graph", step: int | None, sharding: Any) -> "tuple[Adapters, Any] | None":
+def _trained_adapters(
+    training: Path, graph: "Graph", step: Checkpoint | None, sharding: Any
+) -> "tuple[Adapters, Any] | None":
     """The adapters that a training trained, and their A and B; None if it trained the weights themselves."""
     import jax
     import jax.numpy as jnp
@@ -617,19 +594,47 @@ def _trained_adapters(training: Path, graph: "Graph", step: int | None, sharding
     if facts.get("lora") is None:
         return None
     adapters = Adapters(graph, LoraSettings(**facts["lora"]))
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract_params(adapters, jnp.dtype(facts["precision"]["params"])),
-    )
-    return adapters, _restored(training, step, abstract)
+    abstract = abstract_params(adapters, jnp.dtype(facts["precision"]["params"]))
+    return adapters, _restored(training, step, _sharded(abstract, jax.tree.map(lambda _: sharding, abstract)))
 
 
-def _restored(training: Path, step: int | None, abstract: Any) -> Any:
+def averaged_steps(step: Checkpoint | None, complete: Sequence[int]) -> list[int]:
+    """Those of the complete steps that a checkpoint's name stands for: one, or the last K of `mean:K`."""
+    if isinstance(step, int):
+        return [each for each in complete if each == step]
+    count = int(step.partition(":")[2]) if step is not None and step != "ema" else 1
+    return list(complete[-count:])
+
+
+def _averaged(store: "CheckpointStore", name: str, abstract: Any) -> Any:
+    """The parameters that `ema` or `mean:K` stands for, averaged in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    steps, where = averaged_steps(name, store.steps()), str(store.folder)
+    if name == "ema":
+        if not steps or not any(path.startswith("ema_params.") for path in store.metadata(steps[-1]).checksums):
+            fix = "Train with `ema: {decay: 0.999}`, or take the mean of the last checkpoints: @mean:5."
+            raise UserError("the training keeps no moving average of its parameters", where=where, fix=fix)
+        return store.restore_params(steps[-1], abstract, "ema_params")
+    if len(steps) < (wanted := int(name.partition(":")[2])):
+        fix = "Average fewer, or have a training keep more: runtime.checkpoint.keep_last."
+        raise UserError(f"there are {len(steps)} checkpoints, not {wanted}", where=where, fix=fix)
+    in_float32 = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)
+    total = store.restore_params(steps[0], in_float32)
+    for step in steps[1:]:
+        total = jax.tree.map(jnp.add, total, store.restore_params(step, in_float32))
+    return jax.tree.map(lambda leaf, want: (leaf / len(steps)).astype(want.dtype), total, abstract)
+
+
+def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
     """The parameters of a checkpoint; of a training that is complete, and of no `step`, those of its last step."""
     from affinage.checkpoint import CheckpointStore
 
     folder = checkpoints_of(training, step)
     store = CheckpointStore(folder)
+    if isinstance(step, str):
+        return _averaged(store, step, abstract)
     if step is not None and step not in store.steps():
         fix = f"There are {', '.join(f'@{known}' for known in store.steps())}."
         raise UserError(f"there is no checkpoint of step {step}", where=str(training), fix=fix)

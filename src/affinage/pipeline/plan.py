@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from affinage.config.load import LoadedRecipe
+from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step
@@ -14,6 +14,7 @@ from affinage.pipeline.store import Request, Store, read_request
 
 ELSEWHERE = "complete at the remote"  # the reason of a step whose result is only there
 _SHOWN = 3  # differences named per step
+_WORDS = {"sources": "files", "inputs": "input"}
 
 Sources = tuple[dict[str, str], dict[str, str]]  # fingerprints, and the URLs that could not be checked -> why
 
@@ -61,15 +62,11 @@ def plan(
     elsewhere: Callable[[Request], bool] = lambda _: False,
     taken: dict[str, Sources] | None = None,
 ) -> list[PlannedStep]:
-    """Compare what the steps would make with what is in the store, without running anything.
+    """Compare what the steps, each after those that it reads, would make with what is in the store.
 
-    Args:
-        steps: each after the steps that it reads.
-        store: of the results.
-        run_folder: its links lead to the results of the previous run, which the reasons compare with.
-        force: steps to run again although their results are there, with all that read them.
-        elsewhere: whether a result that is not in the store can be copied from somewhere.
-        taken: fingerprints of sources that were taken before, by step; those that are taken now are added.
+    The reasons compare with the previous run, to whose results the links in `run_folder` lead. Steps of `force`, and
+    all that read them, are not complete. `elsewhere` says whether a result can be copied from somewhere. `taken` has
+    the fingerprints of sources that were taken before, by step; those that are taken now are added.
     """
     planned: dict[str, PlannedStep] = {}
     taken = {} if taken is None else taken
@@ -124,41 +121,14 @@ def _reason(step: Step, store: Store, request: Request, before: tuple[Request, s
 
 
 def _differences(old: Request, new: Request) -> Iterator[str]:
-    settings = _changes(dict(_flat(old.settings)), dict(_flat(new.settings)))
-    if settings:
-        yield "settings changed: " + _listed([f"{key} {_shown(was)} → {_shown(now)}" for key, was, now in settings])
-    for name, before, after in (("files", old.sources, new.sources), ("input", old.inputs, new.inputs)):
-        if changed := _changes(before, after):
-            yield f"{name} changed: " + _listed([key for key, _, _ in changed])
-    if old.version != new.version:
-        yield f"version changed: {old.version} → {new.version}"
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    pairs = ((key, old.get(key, "nothing"), new.get(key, "nothing")) for key in {**old, **new})
-    return [(key, was, now) for key, was, now in pairs if was != now]
-
-
-def _shown(value: Any) -> str:
-    """A setting as a recipe would write it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _flat(value: Any, dotted: str = "") -> Iterator[tuple[str, Any]]:
-    children: Any = ()
-    if isinstance(value, dict):
-        children = value.items()
-    elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
-        children = enumerate(value)
-    if not children:
-        yield dotted, value
-    for key, child in children:
-        yield from _flat(child, f"{dotted}.{key}" if dotted else str(key))
-
-
-def _listed(parts: list[str]) -> str:
-    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-    return ", ".join(parts[:_SHOWN]) + more
+    for name in ("settings", "sources", "inputs", "version"):
+        parts = []
+        for key, values in differing([getattr(each, name) for each in (old, new)], absent="nothing"):
+            was, now = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values)
+            parts.append(f"{key} {was} → {now}".lstrip() if name in ("settings", "version") else key)
+        if parts:
+            more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+            yield f"{_WORDS.get(name, name)} changed: {', '.join(parts[:_SHOWN])}{more}"
 
 
 def check(loaded: LoadedRecipe, planned: Iterable[PlannedStep]) -> None:

@@ -106,10 +106,8 @@ class PipelineRunner:
         """Compute what all processes compute together, as the first one, which calls `run`, announces it."""
         first, mine = Processes.current.broadcast(_SAME, None, seconds=None), self._common()
         if first != mine:
-            other = [
-                f"{name} is {mine.get(name)} and not {first[name]}" for name in first if mine.get(name) != first[name]
-            ]
-            what = f"process {Processes.current.index} does not run the same as process 0: {', '.join(other)}"
+            other = ", ".join(name for name in first if mine.get(name) != first[name])
+            what = f"process {Processes.current.index} does not run the same as process 0; these differ: {other}"
             fix = "Give all processes the same recipe, options and installation."
             raise UserError(what, where=str(self.loaded.path), fix=fix)
         steps = {step.name: step for step in self._all}
@@ -118,9 +116,7 @@ class PipelineRunner:
             while not (folder / REQUEST).is_file():
                 if time.monotonic() > until:
                     what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
-                    fix = (
-                        "Give all processes a --runs on a disk that all of them see, such as NFS; see docs/clusters.md."
-                    )
+                    fix = "Give all processes a --runs on one disk that all of them see; see docs/clusters.md."
                     raise UserError(what, where=str(folder.absolute()), fix=fix)
                 time.sleep(_POLL)
             context = StepContext(self.loaded, folder, self._inputs(work["inputs"]), self.folder)
@@ -208,23 +204,29 @@ class PipelineRunner:
         return Lock(self.store.folder / ".locks", name, f"affinage, recipe {self.loaded.recipe.name}")
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, this process alone is at the run. A run that is refused before it makes anything leaves no folder."""
-        lock = self._lock(f"{self.loaded.recipe.name}.run")
+    def _locked(self, name: str, doing: str) -> Iterator[None]:
+        lock = self._lock(name)
         if not lock.acquire():
-            fix = "Wait until it ends, or make another run: --set name=NAME."
-            raise UserError(f"{lock.holder} is at this run", where=str(self.folder), fix=fix)
-        was_there = self.folder.exists()
+            fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
+            raise UserError(f"{lock.holder} {doing}", where=str(self.folder), fix=fix)
         try:
-            self.store.sweep()
             yield
-        except UserError:
-            with contextlib.suppress(OSError):  # the refusal is what matters
-                if not was_there and {entry.name for entry in self.folder.iterdir()} <= {_RECIPE, _COMMAND}:
-                    shutil.rmtree(self.folder)
-            raise
         finally:
             lock.release()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, this process alone is at the run. A run that is refused before it makes anything leaves no folder."""
+        with self._locked(f"{self.loaded.recipe.name}.run", "is at this run"):
+            was_there = self.folder.exists()
+            self.store.sweep()
+            try:
+                yield
+            except UserError:
+                with contextlib.suppress(OSError):  # the refusal is what matters
+                    if not was_there and {entry.name for entry in self.folder.iterdir()} <= {_RECIPE, _COMMAND}:
+                        shutil.rmtree(self.folder)
+                raise
 
     @contextlib.contextmanager
     def _making(self, request: Request) -> Iterator[bool]:
@@ -249,13 +251,9 @@ class PipelineRunner:
         for planned in steps:
             result = self.store.path(planned.request).resolve()
             for linked in self.runs.folder.glob(f"*/{planned.name}"):
-                if linked.parent != self.folder and linked.exists() and linked.resolve() == result:
-                    lock = self._lock(f"{linked.parent.name}.run")
-                    if not lock.acquire():
-                        what = f"{lock.holder} uses the result of {planned.name} that is to be made again"
-                        fix = "Wait until it ends, or give this run a folder of its own with --runs."
-                        raise UserError(what, where="--force", fix=fix)
-                    lock.release()
+                if linked.parent != self.folder and linked.resolve() == result:
+                    with self._locked(f"{linked.parent.name}.run", f"uses the result of {planned.name}"):
+                        pass
             self.store.discard(planned.request)
 
     # ---- the folder of the run ----

@@ -1,6 +1,6 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and what they need."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +15,8 @@ from affinage.config.training import MonitorSettings, PretrainSettings, TrainSet
 from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
-from affinage.pipeline.models import BEGUN_WITH, MODEL, TOKENIZER, checkpoints_of, trained_params
-from affinage.pipeline.monitor import BenchmarkMonitor, monitor_of
+from affinage.pipeline.models import BEGUN_WITH, MODEL, TOKENIZER, trained_params
+from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.step import StepContext, Summary, at
 from affinage.pipeline.steps_data import check_task
 from affinage.pipeline.store import content_hash, write_json
@@ -26,7 +26,7 @@ from affinage.results import read_json
 if TYPE_CHECKING:
     from affinage.data.dataloader import DataLoader, ValidationRows
     from affinage.model import Graph
-    from affinage.training import Feed, TrainJob, ValidationSet
+    from affinage.training import Feed, TrainJob
 
 FEED = "feed.json"  # how to find the rows of a step again; the number of devices may have a part in the batch
 Tuning = TypeVar("Tuning", bound=TuningSettings)
@@ -34,24 +34,23 @@ Tuning = TypeVar("Tuning", bound=TuningSettings)
 
 def pretrain(context: StepContext) -> Summary:
     """Train the model, from random weights or those that `init_from` names, on rows of documents."""
-    settings = context.recipe.pretrain
+    settings, graph, rows = context.recipe.pretrain, graph_of(context), context.inputs["tokenize"]
     assert settings is not None
-    graph, rows = graph_of(context), context.inputs["tokenize"]
     feed, validation = token_rows(context, settings, rows)
     job = _job(
         context,
         graph,
         settings,
         feed,
-        tokens=feed.context,
+        feed.context,
         data={"rows": content_hash(rows, "train")},
         documents=partial(documents_of, feed),
         validation=validation,
-        initial_params=begin_with(context, graph, ()),
+        initial_params=_begin_with(context, graph, ()),
         monitor=monitor_of(context, settings, graph, feed.context),
     )
-    facts = {"context": feed.context, "system_prompt": ""}
-    return _train(context, job, graph, facts) | {"epochs": feed.epochs(settings.steps)}
+    summary = _train(context, job, graph, {"context": feed.context, "system_prompt": ""})
+    return summary | {"epochs": feed.epochs(settings.steps)}
 
 
 def sft(context: StepContext) -> Summary:
@@ -59,9 +58,8 @@ def sft(context: StepContext) -> Summary:
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tuning_data import show_examples
 
-    asked, rows = context.recipe.sft, context.inputs["sft-data"]
+    asked, graph, rows = context.recipe.sft, graph_of(context), context.inputs["sft-data"]
     assert asked is not None
-    graph = graph_of(context)
     if Processes.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
         for _, example in show_examples(rows, Tokenizer.load(context.inputs["train-tokenizer"]), 1):
@@ -73,11 +71,11 @@ def sft(context: StepContext) -> Summary:
         graph,
         settings,
         feed,
-        tokens=feed.context,
+        feed.context,
         data={"rows": content_hash(rows, "train")},
         documents=partial(documents_of, feed),
         validation=validation,
-        initial_params=begin_with(context, graph, ("pretrain",), settings.from_step),
+        initial_params=_begin_with(context, graph, ("pretrain",), settings.from_step),
         monitor=monitor_of(context, settings, graph, feed.context, settings.system_prompt),
     )
     summary = _train(context, job, graph, _chat_facts(context, feed, settings.system_prompt))
@@ -90,6 +88,7 @@ def dpo(context: StepContext) -> Summary:
 
     asked, inputs, graph = _dpo(context), context.inputs, graph_of(context)
     rows, reference = inputs["preference-data"], inputs.get("ref-logprobs")
+    system_prompt = context.recipe.chat_system_prompt
     feed, held_out = token_rows(context, asked, rows)
     settings = within_epochs(asked, feed, "dpo")
     data = {"rows": content_hash(rows, "train")}
@@ -100,16 +99,8 @@ def dpo(context: StepContext) -> Summary:
         for name, found in held_out.items():
             found.reference = validation.get(name)
         data["reference"] = content_hash(reference, "train")
-    system_prompt = context.recipe.chat_system_prompt
-    job = _dpo_job(
-        context,
-        graph,
-        settings,
-        feed,
-        data=data,
-        validation=held_out,
-        monitor=monitor_of(context, settings, graph, feed.context, system_prompt),
-    )
+    monitor = monitor_of(context, settings, graph, feed.context, system_prompt)
+    job = _dpo_job(context, graph, settings, feed, data=data, validation=held_out, monitor=monitor)
     # What it is used with is the model itself, whose loss is of the next token.
     summary = _train(context, job, graph, _chat_facts(context, feed, system_prompt))
     return _with_end(summary, feed, settings, asked)
@@ -158,14 +149,14 @@ def _dpo(context: StepContext) -> DpoSettings:
     return context.recipe.dpo
 
 
-def _dpo_job(context: StepContext, base: "Graph", settings: DpoSettings, feed: Any, **more: Any) -> "TrainJob":
+def _dpo_job(context: StepContext, base: "Graph", settings: DpoSettings, feed: Any, **fields: Any) -> "TrainJob":
     from affinage.data.tuning_data import documents_in_a_row
     from affinage.model.graph import preference_graph
 
     graph = preference_graph(base, settings, documents_in_a_row(context.inputs["preference-data"]))
-    tokens = settings.seq_len or context.recipe.packing.seq_len
-    initial = begin_with(context, base, ("sft", "pretrain"), settings.from_step)
-    return _job(context, graph, settings, feed, tokens=tokens, model=base, initial_params=initial, **more)
+    initial = _begin_with(context, base, ("sft", "pretrain"), settings.from_step)
+    seq_len = settings.seq_len or context.recipe.packing.seq_len
+    return _job(context, graph, settings, feed, seq_len, model=base, initial_params=initial, **fields)
 
 
 # ---- what all of them share ----
@@ -176,16 +167,12 @@ def _job(
     graph: "Graph",
     settings: TrainSettings,
     feed: "Feed",
+    seq_len: int,
     *,
-    tokens: int,
     model: "Graph | None" = None,
-    documents: Callable[[int], Any] | None = None,
-    data: Mapping[str, str] | None = None,
-    validation: "Mapping[str, ValidationSet] | None" = None,
-    initial_params: Callable[[Any], Any] | None = None,
-    monitor: BenchmarkMonitor | None = None,
+    **fields: Any,
 ) -> "TrainJob":
-    """The job of a step; `tokens` are those of a row, `model` is what `remat: auto` is chosen for, if not the graph."""
+    """The job of a step, with more of its `fields`; `remat: auto` is chosen for `model`, or else for the graph."""
     from affinage.checkpoint.uploader import Uploader
     from affinage.hardware.devices import acquire
     from affinage.parallel import MeshLayout, make_mesh, table_with
@@ -194,41 +181,32 @@ def _job(
     from affinage.training import TrainJob, rows_per_step
     from affinage.training.job import Extension
 
-    recipe, runtime, parallel = context.recipe, context.recipe.runtime, context.recipe.parallel
-    mesh = mesh_of(context)
+    recipe, runtime, parallel, name = context.recipe, context.recipe.runtime, context.recipe.parallel, context.step
     if parallel.remat == "auto":
-        devices = make_mesh(mesh, acquire())
-        layout, rows = MeshLayout(devices, table_with(parallel.sharding)), rows_per_step(settings, devices.size)
-        choice = remat_for_devices(model or graph, settings, parallel, layout, rows, tokens)
-        print(f"{context.step}: {choice}", flush=True)
+        mesh = make_mesh(mesh_of(context), acquire())
+        layout, rows = MeshLayout(mesh, table_with(parallel.sharding)), rows_per_step(settings, mesh.size)
+        choice = remat_for_devices(model or graph, settings, parallel, layout, rows, seq_len)
+        print(f"{name}: {choice}", flush=True)
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    url, keep, extension = remote_of(context), runtime.checkpoint, None
-    if isinstance(settings, TrainSettings) and context.step != "ref-logprobs":
-        extension = extended(context.loaded, context.step)
-    uploader = None
+    url, keep = remote_of(context), runtime.checkpoint
     if url is not None:
-        uploader = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
-    runs = context.run_folder.parent
+        fields["uploader"] = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
         graph=graph,
         settings=settings,
-        mesh=mesh,
+        mesh=mesh_of(context),
         parallel=parallel,
         seed=recipe.seed,
         feed=feed,
-        data=data or {},
         code=plugin_sources(context.loaded, [recipe.model, settings.deciding()]),
-        documents=documents,
-        validation=validation or {},
         folder=context.folder,
-        initial_params=initial_params,
-        monitor=monitor,
-        name=context.step,
+        name=name,
         runtime=runtime,
-        trackers=trackers_of(runtime.trackers, recipe=recipe.name, training=context.step, runs=runs),
+        trackers=trackers_of(runtime.trackers, recipe=recipe.name, training=name, runs=context.run_folder.parent),
         extends=None if extension is None else Extension(*extension),
         measured=context.on_metrics,
-        uploader=uploader,
+        **fields,
     )
 
 
@@ -258,23 +236,16 @@ def _chat_facts(context: StepContext, feed: "DataLoader", system_prompt: str) ->
     return facts if template is None else facts | {"chat_template": template}
 
 
-def begin_with(
+def _begin_with(
     context: StepContext, graph: "Graph", trainings: Sequence[str], step: int | None = None
 ) -> Callable[[Any], Any] | None:
     """The weights of the first of `trainings` that the step reads, or those that the recipe begins with.
 
-    `step` is of the checkpoint, the last one by default. Raises UserError if it was not kept.
+    `step` is of the checkpoint, the last one by default.
     """
-    from affinage.checkpoint import CheckpointStore
-
-    for name in trainings:
-        if name in context.inputs:
-            steps = CheckpointStore(checkpoints_of(context.inputs[name], step)).steps()
-            if step is not None and step not in steps:
-                what = f"{name} has kept no checkpoint of step {step}, but of {', '.join(map(str, steps))}"
-                fix = f"Keep them with runtime.checkpoint.keep_every, and train it again: --force {name}"
-                raise UserError(what, where=f"{context.step}.from_step", fix=fix)
-            return partial(trained_params, context.inputs[name], graph, step)
+    before = next((context.inputs[name] for name in trainings if name in context.inputs), None)
+    if before is not None:
+        return partial(trained_params, before, graph, step)
     folder = initial_folder(context.loaded)
     return None if folder is None else initial_params(folder, graph)
 
@@ -332,20 +303,12 @@ def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
     from affinage.data.lineage import spans_of_rows
 
-    places = feed.where(step - 1)
-    spans = {
-        name: spans_of_rows(feed.shards[name], [number for folder, number in places if folder == name])
-        for name in {folder for folder, _ in places}
-    }
-    return [
-        {
-            "row": row,
-            "folder": folder,
-            "number": number,
-            "documents": [f"{span['source']}/{span['id']}" for span in spans[folder].get(number, [])],
-        }
-        for row, (folder, number) in enumerate(places)
-    ]
+    found = []
+    for row, (folder, number) in enumerate(feed.where(step - 1)):
+        spans = spans_of_rows(feed.shards[folder], [number])[number]
+        documents = [f"{span['source']}/{span['id']}" for span in spans]
+        found.append({"row": row, "folder": folder, "number": number, "documents": documents})
+    return found
 
 
 def _rows_per_step(context: StepContext, settings: TrainSettings) -> int:
@@ -362,7 +325,7 @@ def mesh_of(context: StepContext) -> dict[str, int | str]:
 
 
 def remote_of(context: StepContext) -> str | None:
-    """Where a training is copied to: a folder that is called like its own; None if nowhere."""
+    """Where a training is copied to; None if nowhere."""
     remote = context.recipe.runtime.remote
     return None if remote is None else f"{remote.rstrip('/')}/{context.folder.name}"
 

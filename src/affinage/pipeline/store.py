@@ -1,10 +1,9 @@
 """Results of steps, each in a folder that is named by what the result is a function of.
 
-A result is a folder `<step>-<key>/`. Its `request.json` holds what it is made from, its `result.json` what the step
-reports about it (see `affinage.results`). Its `manifest.json` is written last and holds the size and hash of every
-file: a folder without one is incomplete and is never read as a result. After a kill or a loss of power at any moment,
-a folder with a manifest holds all files that the manifest names. A result is deleted by one rename first, so that a
-half-deleted one cannot be mistaken for a half-made one.
+Of a result `<step>-<key>/`, `request.json` holds what it is made from, and `result.json` what the step reports about
+it. `manifest.json` is written last and holds the size and hash of every file: after a kill or a loss of power at any
+moment, a folder with a manifest holds all files that it names, and one without is never read as a result. A result is
+deleted by one rename first, so that a half-deleted one cannot be mistaken for a half-made one.
 """
 
 import contextlib
@@ -68,7 +67,7 @@ class Store:
     def damage(self, request: Request) -> str:
         """What is wrong with a result that has a manifest, such as a file that is missing; "" if nothing.
 
-        Only files that were written or moved after the manifest are read, as where a folder was copied, and only once.
+        Only files that changed after the manifest are read, as where a folder was copied, and only once.
         """
         folder = self.path(request)
         manifest = read_manifest(folder)
@@ -122,16 +121,10 @@ class Store:
             shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
     def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> dict[str, Any]:
-        """Write `result.json` and then the manifest, which makes the folder a result; returns the manifest.
+        """Write `result.json` with the summary, and then the manifest, which makes the folder a result.
 
-        Args:
-            request: of the result.
-            summary: JSON-able facts about it; see `affinage.results`.
-            started: when the work began, in seconds since 1970.
-            clock: what `time.monotonic()` was then.
-
-        Raises:
-            UserError: the folder was deleted or moved while the result was made.
+        `started` is when the work began, in seconds since 1970, and `clock` what `time.monotonic()` was then. Returns
+        the manifest. Raises UserError if the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
         self.check_begun(request)
@@ -159,39 +152,37 @@ class Store:
 
 
 class Lock:
-    """A lock on a run or on a result, which at most one process holds, and never one that has ended.
+    """A lock on a run or a result, which at most one process holds, and never one that has ended.
 
     `owner` is what this process is called in other processes' messages.
     """
 
     def __init__(self, folder: Path, name: str, owner: str) -> None:
-        self._note = folder / f"{name}.holder"
+        self._folder, self._note = folder, folder / f"{name}.holder"
         self._owner = f"`{owner}` (process {os.getpid()} on {platform.node()}, since {time.strftime('%H:%M:%S')})"
         self._lock = FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
+        self.release = self._lock.release
 
     def acquire(self) -> bool:
         """Take the lock; False if another process holds it."""
         try:
-            self._note.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             self._note.write_text(self._owner, encoding="utf-8")
         except Timeout:
             return False
         except OSError as error:
             what = f"files cannot be made or locked there: {error.strerror or error}"
-            raise UserError(what, where=str(self._note.parent), fix="Name another folder with --runs.") from error
+            raise UserError(what, where=str(self._folder), fix="Name another folder with --runs.") from error
         return True
-
-    def release(self) -> None:
-        """Give the lock back, if it is held."""
-        self._lock.release()
 
     @property
     def holder(self) -> str:
         """The process that holds it, in words."""
-        with contextlib.suppress(OSError):
-            return self._note.read_text(encoding="utf-8", errors="replace")[:1000] or "another process"
-        return "another process"
+        try:
+            return self._note.read_text(encoding="utf-8", errors="replace")[:1000]
+        except OSError:
+            return "another process"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The facts of a run that its model card tells: those of the report, in fewer words."""
+"""The facts of a run for its model card: those of the report, in fewer words."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,9 @@ from affinage.config.sources import SourceSettings
 from affinage.data.places import unique
 from affinage.hub.card import CardFacts
 from affinage.report.evaluations import Evaluation
-from affinage.report.facts import Facts
-from affinage.report.sections import by_size
-from affinage.report.strings import spoken, strings
-from affinage.report.summary import verdict
+from affinage.report.facts import Facts, by_size
+from affinage.report.language import language_of
+from affinage.report.page import TITLES, summary
 from affinage.results import DocumentsResult, Size
 
 _CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages that are only guessed are written otherwise
@@ -21,26 +20,26 @@ _LEAST = 0.01  # share of the bytes: less of a language may be mistakes of langu
 
 
 def card_facts(facts: Facts, license: str) -> CardFacts:
-    """What the card of a run's last model says beside what the model itself tells, in the language of the report.
+    """What a run adds to the card of its last model, in the language of the report.
 
-    Nothing in it tells the time: the same model has the same card.
+    It holds no times: the same model has the same card.
     """
-    language = spoken(facts.language)
-    words, data, flows = strings(language), facts.settings.data, list(facts.flows.values())
+    t, data = language_of(facts.settings.report.language), facts.settings.data
+    documents = list(facts.documents.values())
+    training = {}
+    for one in facts.trainings:
+        for what, count in ((t("steps"), one.result.steps), (t("tokens"), one.result.tokens)):
+            if count is not None:
+                training[t("{step}: {what}", step=t(TITLES[one.name]), what=what)] = count
     return CardFacts(
         license=license,
-        language=language,
-        summary=verdict(facts, language, timed=False) if facts.trainings else "",
+        language=t.code,
+        summary=summary(facts, t.code, timed=False) if facts.trainings else "",
         description=facts.settings.description,
         command=facts.command,
-        languages=_languages(flows) or tuple(data.languages),
-        sources=_sources(flows[-1].by_source, data.sources) if flows else (),
-        training={
-            f"{words[training.name]}{words['colon']} {words[what]}": count
-            for training in facts.trainings
-            for what, count in (("q_steps", training.steps), ("q_tokens", training.tokens))
-            if count is not None
-        },
+        languages=_languages(documents) or tuple(data.languages),
+        sources=_sources(documents[-1].by_source, data.sources) if documents else (),
+        training=training,
         results={evaluation.model: _results(evaluation) for evaluation in facts.evaluations},
     )
 

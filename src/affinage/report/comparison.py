@@ -1,20 +1,48 @@
-"""Several runs, or models of runs, beside each other: what is set otherwise, what it cost, and what it gave."""
+"""Several runs, or models of runs, side by side: which settings differ, what each cost, and what each gave."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
-from affinage.report.evaluations import Evaluation, read_evaluation
-from affinage.report.facts import Facts, collect_facts
-from affinage.report.summary import verdict
+from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
+from affinage.report.charts import Axis, Series, line_chart, smoothed, thinned
+from affinage.report.evaluations import Evaluation, is_share, read_evaluation
+from affinage.report.facts import TRAININGS, Facts, collect_facts
+from affinage.report.figures import Figure, keys_of, loss_axis, score_figure, values_of
+from affinage.report.language import ABSENT, N_, Language, language_of
+from affinage.report.page import render_template, summary
 
 _NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
 _HOUR = 3600.0
+_LABELS = {
+    "parameters": N_("Parameters"),
+    "tokens": N_("Tokens, all trainings"),
+    "flops": N_("Computation, all trainings"),
+    "devices": N_("Devices"),
+    "training_seconds": N_("Time, all trainings"),
+    "device_hours": N_("Device hours"),
+    "seconds": N_("Time of the whole run"),
+    "tokens_per_second": N_("Tokens per second, first training"),
+    "mfu": N_("Share of the peak (MFU), first training"),
+    "final_loss": N_("Loss at the end of the first training"),
+}
+_METRICS = {  # what metrics of texts mean
+    LOG_LIKELIHOOD: N_(
+        "log_likelihood: of the expected text, in nats per item, higher is better; perplexity is exp(−log_likelihood)."
+    ),
+    BITS_PER_BYTE: N_("bits_per_byte: of the texts, lower is better."),
+}
+_TITLES = {
+    "pretrain": N_("Loss in pretraining"),
+    "sft": N_("Loss in fine-tuning"),
+    "dpo": N_("Loss in preference optimization"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +50,7 @@ class Entrant:
     """One of those that are compared."""
 
     name: str  # as the user called it
-    facts: Facts  # of its run; without anything in them for results that no run has made
+    facts: Facts  # of its run; empty for results without a run
     results: Path | None = None  # the folder of its answers to benchmarks
     evaluation: Evaluation | None = None  # what is in it
     again: str = ""  # the command that evaluates it again, where the answers are not of the model as it is now
@@ -32,82 +60,79 @@ class Entrant:
         """Whether more is known of it than its answers."""
         return bool(self.facts.recipe)
 
+    @property
+    def bits_per_byte(self) -> dict[str, float]:
+        """Of each validation set, after the first training."""
+        sets = self.facts.trainings[0].result.validation if self.facts.trainings else {}
+        return {name: one.bits_per_byte for name, one in sets.items() if one.bits_per_byte is not None}
 
-@dataclass(frozen=True)
-class Setting:
-    """A setting that is not the same in all runs: its value in each, None where a run does not have it."""
-
-    key: str
-    values: tuple[Any, ...]
+    @property
+    def quantities(self) -> dict[str, Any]:
+        """What a run took and gave, in numbers; what it does not know is left out."""
+        results = [training.result for training in self.facts.trainings]
+        if not results:
+            return {}
+        first, seconds = results[0], sum(result.worked or 0.0 for result in results) or None
+        found = {
+            "parameters": first.parameters.total,
+            "tokens": sum(result.tokens or 0 for result in results) or None,
+            "flops": sum((result.flops_per_step or 0.0) * (result.steps or 0) for result in results) or None,
+            "devices": str(first.devices) or None,
+            "training_seconds": seconds,
+            "device_hours": seconds * first.devices.count / _HOUR if seconds and first.devices.count else None,
+            "seconds": self.facts.seconds,
+            "tokens_per_second": first.tokens_per_second,
+            "mfu": first.mfu,
+            "final_loss": first.final_loss,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Paired:
-    """What the items say of one entrant against the first: both by their places."""
+    """What the items show of one entrant against the first."""
 
-    other: int
-    differences: tuple[Difference, ...]
-    unlike: tuple[Unlike, ...] = ()  # tasks that were not asked alike
+    other: Entrant
+    differences: list[Difference]
+    unlike: list[Unlike]  # tasks whose questions differ
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that is said of several entrants; differences are against the first of them."""
+    """Several entrants, their settings that differ (key -> the values), and differences from the first of them."""
 
-    entrants: tuple[Entrant, ...]
-    settings: tuple[Setting, ...]
-    paired: tuple[Paired, ...]
-    quantities: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> of each entrant, None if unknown
+    entrants: list[Entrant]
+    settings: dict[str, tuple[Any, ...]]
+    paired: list[Paired]
 
     @property
-    def title(self) -> str:
-        """Their names in a line."""
-        return " · ".join(entrant.name for entrant in self.entrants)
+    def quantities(self) -> list[str]:
+        """Names of all quantities that any of them knows."""
+        return list(dict.fromkeys(name for one in self.entrants for name in one.quantities))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
+        runs = []
+        for one in self.entrants:
+            scores: dict[str, dict[str, Any]] = {}
+            for score in one.evaluation.scores if one.evaluation else ():
+                scores.setdefault(score.task, {})[score.metric] = {"value": score.value, "stderr": score.stderr}
+            text = summary(one.facts, "en") if one.is_run else ""
+            known = {"bits_per_byte": one.bits_per_byte, "scores": scores}
+            again = {"judged_before": True, "evaluate_again": one.again} if one.again else {}
+            quantities = {name: one.quantities.get(name) for name in self.quantities}
+            runs.append({"name": one.name, "summary": text, **quantities, **known, **again})
+        ends = [({"from": self.entrants[0].name, "to": pair.other.name}, pair) for pair in self.paired]
         return {
-            "runs": [
-                {
-                    "name": one.name,
-                    "summary": verdict(one.facts, "en") if one.is_run else "",
-                    **{name: values[place] for name, values in self.quantities.items()},
-                    "bits_per_byte": bits_per_byte(one.facts),
-                    "scores": {
-                        task: {
-                            s.metric: {"value": s.value, "stderr": s.stderr}
-                            for s in one.evaluation.scores
-                            if s.task == task
-                        }
-                        for task in dict.fromkeys(s.task for s in one.evaluation.scores)
-                    }
-                    if one.evaluation
-                    else {},
-                    **({"judged_before": True, "evaluate_again": one.again} if one.again else {}),
-                }
-                for place, one in enumerate(self.entrants)
-            ],
-            "settings": [{"key": one.key, "values": list(one.values)} for one in self.settings],
-            "differences": [
-                {"from": self.entrants[0].name, "to": self.entrants[pair.other].name, **each.to_dict()}
-                for pair in self.paired
-                for each in pair.differences
-            ],
-            "asked_otherwise": [
-                {"from": self.entrants[0].name, "to": self.entrants[pair.other].name, **each.to_dict()}
-                for pair in self.paired
-                for each in pair.unlike
-            ],
+            "runs": runs,
+            "settings": [{"key": key, "values": list(values)} for key, values in self.settings.items()],
+            "differences": [names | each.to_dict() for names, pair in ends for each in pair.differences],
+            "asked_otherwise": [names | asdict(each) for names, pair in ends for each in pair.unlike],
         }
 
 
 def entrant(
-    name: str,
-    run: Path | None,
-    results: Path | None,
-    *,
-    again: str = "",
-    parts: Mapping[str, Path] | None = None,
+    name: str, run: Path | None, results: Path | None, *, again: str = "", parts: Mapping[str, Path] | None = None
 ) -> Entrant:
     """One to compare: its run's folder, the folder of its results, or both; `again` as `Entrant` has it.
 
@@ -119,78 +144,136 @@ def entrant(
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
-    """What is to be said of them.
+    """Compare several entrants.
 
     Raises:
         UserError: nothing can be compared: they are no runs, and have no item of a benchmark in common.
     """
-    found = [_quantities(one) for one in entrants]
-    names = dict.fromkeys(name for each in found for name in each)
-    quantities = {name: tuple(each.get(name) for each in found) for name in names}
-    settings = differing_settings([one.facts.recipe for one in entrants if one.is_run])
-    if not all(one.is_run for one in entrants):
-        settings = ()
-    paired = tuple(_paired(entrants))
-    if not (quantities or settings or any(pair.differences for pair in paired)):
-        places = ", ".join(one.name for one in entrants)
-        commands = dict.fromkeys(map(_judging, entrants))
-        fix = f"Run their recipes, or judge them: {'; '.join(commands)}"
+    runs = all(one.is_run for one in entrants)
+    settings = differing_settings([one.facts.recipe for one in entrants]) if runs else {}
+    found = Comparison(list(entrants), settings, list(_paired(entrants)))
+    if not (found.quantities or settings or any(pair.differences for pair in found.paired)):
+        tasks = [[] if one.facts.settings.evaluate.tasks else ["--tasks", "TASK"] for one in entrants]
+        commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
         raise UserError(
-            "there is nothing to compare: no training, no results, the same settings", where=places, fix=fix
+            "there is nothing to compare: no training, no results, the same settings",
+            where=", ".join(one.name for one in entrants),
+            fix=f"Run their recipes, or evaluate them: {'; '.join(dict.fromkeys(commands))}",
         )
-    return Comparison(tuple(entrants), settings, paired, quantities)
-
-
-def _judging(one: Entrant) -> str:
-    """The command that judges it, with the tasks where its recipe does not say what it evaluates."""
-    tasks = one.facts.settings.evaluate.tasks
-    return shlex.join(["affinage", "eval", one.name, *([] if tasks else ["--tasks", "TASK"])])
+    return found
 
 
 def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:
     first, ours = entrants[0], None
-    for place, other in enumerate(entrants[1:], 1):
+    for other in entrants[1:]:
         if first.results is None or other.results is None:
             continue
         try:
             ours = ours or Answers(first.results)
             theirs = Answers(other.results)
-            yield Paired(place, tuple(compare(ours, theirs)), tuple(unlike(ours, theirs)))
+            yield Paired(other, compare(ours, theirs), unlike(ours, theirs))
         except UserError:
             if not (first.is_run and other.is_run):  # then there is nothing else to compare
                 raise
 
 
-def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> tuple[Setting, ...]:
-    """The settings that are not the same in all recipes, by their keys as `--set` takes them; sections in a whole."""
-    found = (Setting(key, values) for key, values in differing(recipes))
-    return tuple(setting for setting in found if setting.key.split(".")[0] not in _NAMES)
+def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """The settings that are not the same in all recipes, by their keys as `--set` takes them; sections as a whole."""
+    return {key: values for key, values in differing(recipes) if key.split(".")[0] not in _NAMES}
 
 
-def _quantities(one: Entrant) -> dict[str, Any]:
-    """What a run took and gave, in numbers; what it does not know is left out."""
-    trainings = one.facts.trainings
-    first = trainings[0] if trainings else None
-    if first is None:
-        return {}
-    seconds = sum(training.worked or 0.0 for training in trainings) or None
-    flops = [t.flops_per_step * t.steps for t in trainings if t.flops_per_step and t.steps]
-    found = {
-        "parameters": first.parameters.total,
-        "tokens": sum(training.tokens or 0 for training in trainings) or None,
-        "flops": sum(flops) or None,
-        "devices": str(first.devices) or None,
-        "training_seconds": seconds,
-        "device_hours": seconds * first.devices.count / _HOUR if seconds and first.devices.count else None,
-        "seconds": one.facts.seconds,
-        "tokens_per_second": first.tokens_per_second,
-        "mfu": first.mfu,
-        "final_loss": first.final_loss,
+def render_comparison(found: Comparison, language: str | None = None) -> str:
+    """The comparison as one self-contained HTML page, in English or French."""
+    t = language_of(language)
+    losses = [figure for name in TRAININGS if (figure := _loss_figure(found, name, t))]
+    evaluations = {one.name: one.evaluation for one in found.entrants if one.evaluation}
+    scores = score_figure(evaluations, t, t("Scores side by side"))
+    shown = {
+        "runs": True,
+        "differing": all(one.is_run for one in found.entrants),
+        "losses": bool(losses),
+        "judged": scores is not None,
+        "differences": bool(found.paired),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return render_template(
+        "comparison.html.j2",
+        t,
+        found=found,
+        sections=[name for name, there in shown.items() if there],
+        summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in found.entrants},
+        quantities=quantity_lines(found, t),
+        settings=setting_lines(found),
+        losses=losses,
+        scores=scores,
+        notes=notes,
+        is_share=is_share,
+    )
 
 
-def bits_per_byte(facts: Facts) -> dict[str, float]:
-    """Of each validation set, after the first training."""
-    sets = facts.trainings[0].validation if facts.trainings else {}
-    return {name: one.bits_per_byte for name, one in sets.items() if one.bits_per_byte is not None}
+def quantity_lines(found: Comparison, t: Language) -> list[list[str]]:
+    """What each took and gave: a label and the values, for each quantity that any of them knows."""
+    write: dict[str, Callable[[Any], str]] = {
+        "flops": t.flops,
+        "devices": str,
+        "training_seconds": t.duration,
+        "seconds": t.duration,
+        "device_hours": t.number,
+        "mfu": t.percent,
+        "final_loss": lambda loss: t.decimal(loss, 3),
+    }
+    lines = []
+    for name in found.quantities:
+        values = [one.quantities.get(name) for one in found.entrants]
+        written = [ABSENT if value is None else write.get(name, t.count)(value) for value in values]
+        lines.append([t(_LABELS[name]), *written])
+    for name in dict.fromkeys(name for one in found.entrants for name in one.bits_per_byte):
+        bits = [t.decimal(one.bits_per_byte.get(name), 3) for one in found.entrants]
+        lines.append([t("Bits per byte, {name}", name=name), *bits])
+    return lines
+
+
+def setting_lines(found: Comparison) -> list[list[str]]:
+    """The settings that differ: the key and the value in each run."""
+    written = {key: [ABSENT if one is None else brief(one) for one in values] for key, values in found.settings.items()}
+    return [[key, *values] for key, values in written.items()]
+
+
+def notes(pair: Paired, t: Language) -> list[str]:
+    """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
+    found, tasks = [], []
+    for one in pair.unlike:
+        reasons = []
+        if one.questions:
+            reasons.append(t("items with another prompt or right answer: {count}", count=one.questions))
+        if one.versions:
+            reasons.append(t("versions {a} and {b}", a=one.versions[0], b=one.versions[1]))
+        tasks.append(f"{one.task} ({'; '.join(reasons)})")
+    if tasks:
+        found.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=", ".join(tasks)))
+    metrics = {one.metric.partition(",")[0] for one in pair.differences}
+    return found + [t(meaning) for metric, meaning in _METRICS.items() if metric in metrics]
+
+
+def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
+    """The losses of one training in all runs that have it, against tokens."""
+    trained = [
+        (place, one, training) for place, one in enumerate(found.entrants) if (training := one.facts.training(name))
+    ]
+    if len(trained) < 2:
+        return None
+    in_tokens = all(training.result.tokens and training.result.steps for _, _, training in trained)
+    series = []
+    for place, one, training in trained:
+        scale = (training.result.tokens or 1) / (training.result.steps or 1) if in_tokens else 1.0
+        curve = [(step * scale, loss) for step, loss in smoothed(training.curves.get("loss", []))]
+        sets = [dict(points) for points in training.validation.values()]
+        steps = sorted(set.intersection(*(set(one) for one in sets))) if sets else []
+        means = [(step * scale, sum(losses[step] for losses in sets) / len(sets)) for step in steps]
+        series.append(Series(one.name, thinned(curve), place, "line"))
+        series.append(Series(t("validation: {name}", name=one.name), thinned(means, 60), place, "points"))
+    series = [one for one in series if one.points]
+    if not series:
+        return None
+    x, y = Axis(t("training tokens") if in_tokens else t("step")), loss_axis(series, trained[0][2].loss_unit, t)
+    title = t(_TITLES[name])
+    return Figure(title, line_chart(series, x, y, title, t.code), keys_of(series), "", values_of(x.label, series))

@@ -1,4 +1,4 @@
-"""Everything a report says about a run, read from its step folders. Steps that did not run are absent, not errors."""
+"""Everything a report states about a run, read from its step folders. Steps that did not run are absent, not errors."""
 
 import hashlib
 import shlex
@@ -6,29 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from affinage.report.duplicates import NearDuplicate, near_duplicates
 from affinage.report.evaluations import Evaluation, read_by_hand, read_evaluation
-from affinage.report.neighbours import NearDuplicate, near_duplicates
 from affinage.report.trainings import Training, read_training
 from affinage.results import (
     DOCUMENT_STEPS,
+    RESULTS,
     AnyResult,
-    ChatDataResult,
-    CompareTokenizersResult,
-    DecontaminateResult,
     DocumentsResult,
     FilterResult,
     Manifest,
     Result,
+    Sample,
+    Size,
+    ThresholdCost,
     TokenizeResult,
-    TokenizerResult,
     TrainingResult,
     read_json,
     read_result,
 )
 
-TRAININGS = ("pretrain", "sft", "dpo")
+if TYPE_CHECKING:
+    from affinage.model.analysis import Analysis
+
+TRAININGS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # step -> model
 EVALUATIONS = {"evaluate-base": "base", "evaluate-sft": "sft", "evaluate-dpo": "dpo"}  # step -> model
 ORDER = (
     "synthesize",
@@ -45,7 +48,12 @@ ORDER = (
     *EVALUATIONS,
     "export",
 )
-REPORT = "report"  # it describes the others, and is written before its own time is known
+_GROUPS = {  # kinds of work: 0 is on the data
+    **dict.fromkeys(("pretrain", "sft-data", "sft", "preference-data", "ref-logprobs", "dpo"), 1),
+    **dict.fromkeys(EVALUATIONS, 2),
+    "export": 3,
+}
+THRESHOLDS = 5  # of language id, shown beside each other
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,11 @@ class Step:
     seconds: float | None
     checksum: str
 
+    @property
+    def group(self) -> int:
+        """The kind of its work: 0 data, 1 training, 2 evaluation, 3 release."""
+        return _GROUPS.get(self.name, 0)
+
 
 class _Report(Result):
     language: str = "en"
@@ -69,14 +82,12 @@ class _Report(Result):
 class _Data(Result):
     languages: list[str] = []
     sources: list[dict[str, Any]] = []
+    filters: dict[str, Any] = {}
+    decontaminate: dict[str, Any] = {}
 
 
 class _Evaluate(Result):
     tasks: list[str] = []
-
-
-class _Model(Result):
-    nodes: dict[str, dict[str, Any]] = {}
 
 
 class Settings(Result):
@@ -87,7 +98,6 @@ class Settings(Result):
     report: _Report = _Report()
     data: _Data = _Data()
     evaluate: _Evaluate = _Evaluate()
-    model: _Model = _Model()
 
 
 @dataclass(frozen=True)
@@ -99,21 +109,17 @@ class Facts:
     settings: Settings  # the same
     command: str
     steps: tuple[Step, ...] = ()
-    flows: dict[str, DocumentsResult] = field(default_factory=dict)  # by step, in the order of the steps
+    results: dict[str, Result] = field(default_factory=dict)  # by step, in the order of the steps
     near_duplicates: tuple[NearDuplicate, ...] = ()
-    tokenizer: TokenizerResult | None = None
-    published_tokenizers: tuple[TokenizerResult, ...] = ()  # measured on the same documents
-    rows: TokenizeResult | None = None
-    conversations: ChatDataResult | None = None
     trainings: tuple[Training, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
     by_hand: tuple[Evaluation, ...] = ()  # of its models, by `affinage eval`
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def language(self) -> str:
-        """The language the page is written in, by the recipe's `report.language`."""
-        return self.settings.report.language
+    def documents(self) -> dict[str, DocumentsResult]:
+        """The results of the steps from documents to documents."""
+        return {name: one for name, one in self.results.items() if isinstance(one, DocumentsResult)}
 
     @property
     def finished(self) -> datetime | None:
@@ -127,16 +133,55 @@ class Facts:
         return sum(known) if known else None
 
     @property
-    def filtered(self) -> FilterResult | None:
-        """The result of the step `filter`."""
-        found = self.flows.get("filter")
-        return found if isinstance(found, FilterResult) else None
+    def analysis(self) -> "tuple[Analysis, int | None] | None":
+        """The cost of the nodes of the model of its first training, and the tokens of its sequences."""
+        return next(((one.analysis, one.context) for one in self.trainings if one.analysis), None)
 
     @property
-    def decontaminated(self) -> DecontaminateResult | None:
-        """The result of the step `decontaminate`, if it searched for benchmarks."""
-        found = self.flows.get("decontaminate")
-        return found if isinstance(found, DecontaminateResult) and found.benchmarks else None
+    def samples(self) -> tuple[list[Sample], list[Sample]]:
+        """Prompts, and questions in conversations, with what the models wrote, each once."""
+        found = ([], [])  # type: tuple[list[Sample], list[Sample]]
+        for evaluation in self.evaluations:
+            for samples, name in zip(found, ("prompts", "questions")):
+                samples += [one for one in evaluation.result.samples.get(name, ()) if one not in samples]
+        return found
+
+    @property
+    def epochs(self) -> float | None:
+        """How often pretraining read the training set: in sequences, as the tokens it read include padding."""
+        pretrain, packed = self.training("pretrain"), self.result("tokenize", TokenizeResult)
+        slots = (packed.train.rows or 0) * (packed.context or 0) if packed else 0
+        tokens = slots or (packed.train.tokens if packed else None)
+        return pretrain.result.tokens / tokens if pretrain and pretrain.result.tokens and tokens else None
+
+    @property
+    def thresholds(self) -> list[float]:
+        """The thresholds of language id that are shown: those that are nearest to the thresholds of the recipe."""
+        found = self.result("filter", FilterResult) or FilterResult()
+        centers = {used for cost in self.threshold_costs if (used := self.threshold_of(cost)) is not None} or {0.8}
+        near = sorted(found.thresholds.grid, key=lambda at: (min(abs(at - one) for one in centers), at))
+        return sorted(near[:THRESHOLDS])
+
+    @property
+    def threshold_costs(self) -> list[ThresholdCost]:
+        """What each threshold of language id would keep of each source in a language."""
+        found = (self.result("filter", FilterResult) or FilterResult()).thresholds
+        size = len(found.grid)
+        costs = found.costs if size else []
+        return [one for one in costs if one.documents > 0 and len(one.documents_kept) == len(one.bytes_kept) == size]
+
+    def threshold_of(self, cost: ThresholdCost) -> float | None:
+        """The threshold that the recipe sets for a source in a language."""
+        used: Any = self.settings.data.filters.get("language_threshold")
+        if isinstance(used, Mapping):
+            name = next((name for name in (cost.source, cost.language, "default") if name in used), "")
+            used = used.get(name)
+        return used if isinstance(used, int | float) else None
+
+    def result(self, step: str, kind: type[AnyResult]) -> AnyResult | None:
+        """The result of a step, if it ran."""
+        found = self.results.get(step)
+        return found if isinstance(found, kind) else None
 
     def step(self, name: str) -> Step | None:
         """The step with this name, if it ran."""
@@ -147,8 +192,13 @@ class Facts:
         return next((training for training in self.trainings if training.name == name), None)
 
 
+def by_size(sizes: Mapping[str, Size]) -> list[tuple[str, Size]]:
+    """Languages or sources with their sizes, the largest first."""
+    return sorted(sizes.items(), key=lambda each: (-(each[1].bytes or 0), each[0]))
+
+
 def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -> Facts:
-    """Reads a run folder (`runs/<name>`, one folder per step, each with its manifest.json) but for its report.
+    """Read a run folder (`runs/<name>`, one folder per step, each with its manifest.json) but for its report.
 
     Args:
         run_folder: of the run.
@@ -156,16 +206,15 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
 
     Raises nothing for steps or fields that are missing; a step without a manifest did not finish and is left out.
     """
-    folders = dict(results) if results is not None else _folders(run_folder)
-    steps = _steps(folders)
     recipe = read_json(run_folder / "recipe.json")
     settings = Settings.model_validate(recipe)
-
-    def read(name: str, kind: type[AnyResult]) -> AnyResult | None:
-        return read_result(folders[name], kind) if name in folders else None
-
-    compared = read("compare-tokenizers", CompareTokenizersResult)
-    trained = {name: found for name in TRAININGS if (found := read(name, TrainingResult)) is not None}
+    folders = dict(results) if results is not None else {}
+    if results is None and run_folder.is_dir():
+        folders = {folder.name: folder for folder in run_folder.iterdir()}
+    found = {name: read_result(folders[name], RESULTS[name]) for name in ORDER if name in folders and name in RESULTS}
+    known = {name: result for name, result in found.items() if result is not None}
+    steps = _steps(folders)
+    done = {step.name for step in steps}
     command = read_json(run_folder / "run.json").get("command")
     return Facts(
         name=settings.name or run_folder.name,
@@ -173,52 +222,43 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         settings=settings,
         command=command if isinstance(command, str) else shlex.join(["affinage", "run", run_folder.name]),
         steps=tuple(steps),
-        flows={name: result for name, kind in DOCUMENT_STEPS.items() if (result := read(name, kind)) is not None},
+        results=known,
         near_duplicates=near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter"))
-        if "dedup" in {step.name for step in steps}
+        if "dedup" in done
         else (),
-        tokenizer=read("train-tokenizer", TokenizerResult),
-        published_tokenizers=tuple(compared.tokenizers[1:]) if compared else (),
-        rows=read("tokenize", TokenizeResult),
-        conversations=read("sft-data", ChatDataResult),
-        trainings=tuple(read_training(name, folders[name], result, recipe) for name, result in trained.items()),
-        evaluations=tuple(
-            read_evaluation(model, folders[step])
-            for step, model in EVALUATIONS.items()
-            if any(step == each.name for each in steps)
+        trainings=tuple(
+            read_training(name, folders[name], result, recipe)
+            for name, result in known.items()
+            if isinstance(result, TrainingResult)
         ),
-        by_hand=tuple(read_by_hand(run_folder.parent, _models(folders, trained))) if results is None else (),
+        evaluations=tuple(read_evaluation(EVALUATIONS[n], folders[n]) for n in EVALUATIONS if n in done),
+        by_hand=tuple(read_by_hand(run_folder.parent, _models(folders, known))) if results is None else (),
         versions={name: version for step in steps for name, version in step.manifest.versions.items()},
     )
 
 
-def _models(folders: Mapping[str, Path], trained: Mapping[str, TrainingResult]) -> dict[str, tuple[str, int | None]]:
+def _models(folders: Mapping[str, Path], results: Mapping[str, Result]) -> dict[str, tuple[str, int | None]]:
     """The models of a run and their steps, by the keys of their trainings, also of trainings that have not ended."""
-    names = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}
-    keys = {name: read_json(folders[name] / "request.json").get("key") for name in names if name in folders}
-    return {
-        key: (names[name], trained[name].steps if name in trained else None)
-        for name, key in keys.items()
-        if isinstance(key, str)
-    }
-
-
-def _folders(run_folder: Path) -> dict[str, Path]:
-    return {folder.name: folder for folder in run_folder.iterdir()} if run_folder.is_dir() else {}
+    models = {}
+    for name, model in TRAININGS.items():
+        key = read_json(folders[name] / "request.json").get("key") if name in folders else None
+        if isinstance(key, str):
+            result = results.get(name)
+            models[key] = (model, result.steps if isinstance(result, TrainingResult) else None)
+    return models
 
 
 def _steps(folders: Mapping[str, Path]) -> list[Step]:
-    read = ((name, folder, read_json(folder / "manifest.json")) for name, folder in folders.items())
-    found = [_step(name, folder, manifest) for name, folder, manifest in read if manifest and name != REPORT]
+    found = []
+    for folder_name, folder in folders.items():
+        value = read_json(folder / "manifest.json")
+        if not value or folder_name == "report":  # written before its own time is known
+            continue
+        manifest = Manifest.model_validate(value)
+        name, seconds = manifest.step or folder_name, manifest.seconds
+        if name in TRAININGS and (training := read_result(folder, TrainingResult)) is not None:
+            seconds = max((each for each in (seconds, training.worked) if each is not None), default=None)
+        lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(manifest.files.items()))
+        found.append(Step(name, manifest, seconds, hashlib.sha256(lines.encode()).hexdigest() if lines else ""))
     rank = {name: i for i, name in enumerate(ORDER)}
     return sorted(found, key=lambda step: (rank.get(step.name, len(rank)), step.name))
-
-
-def _step(folder_name: str, folder: Path, value: Mapping[str, Any]) -> Step:
-    manifest = Manifest.model_validate(value)
-    name = manifest.step or folder_name
-    seconds = manifest.seconds
-    if name in TRAININGS and (training := read_result(folder, TrainingResult)) is not None:
-        seconds = max((each for each in (seconds, training.worked) if each is not None), default=None)
-    lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(manifest.files.items()))
-    return Step(name, manifest, seconds, hashlib.sha256(lines.encode()).hexdigest() if lines else "")

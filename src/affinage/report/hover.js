@@ -14,7 +14,14 @@ for (const figure of document.querySelectorAll("figure[data-values]")) {
   for (const svg of steps.length ? figure.querySelectorAll("svg[data-frame]") : []) {
     const frame = JSON.parse(svg.dataset.frame);
     const [low, high] = frame.log ? frame.x.map(Math.log) : frame.x;
-    const [left, right] = frame.px;
+    const plot = svg.querySelector(".background");
+    let left = 0, right = 1, top = 0, bottom = 1, scale = 1;
+    const measure = () => {
+      const whole = svg.getBoundingClientRect(), inner = plot.getBoundingClientRect();
+      scale = whole.width / svg.viewBox.baseVal.width || 1;
+      [left, right] = [inner.left, inner.right].map((x) => (x - whole.left) / scale);
+      [top, bottom] = [inner.top, inner.bottom].map((y) => (y - whole.top) / scale);
+    };
     const place = (step) => left + (((frame.log ? Math.log(step) : step) - low) / (high - low)) * (right - left);
     const cursor = document.createElementNS("http://www.w3.org/2000/svg", "line");
     cursor.setAttribute("class", "cursor");
@@ -23,8 +30,9 @@ for (const figure of document.querySelectorAll("figure[data-values]")) {
     const hide = () => { tip.hidden = true; cursor.remove(); };
     const show = (step) => {
       shown = steps.indexOf(step);
+      measure();
       const at = place(step);
-      for (const [name, value] of [["x1", at], ["x2", at], ["y1", frame.py[0]], ["y2", frame.py[1]]]) cursor.setAttribute(name, value);
+      for (const [name, value] of [["x1", at], ["x2", at], ["y1", top], ["y2", bottom]]) cursor.setAttribute(name, value);
       svg.append(cursor);
       tip.replaceChildren();
       const head = document.createElement("b");
@@ -38,14 +46,14 @@ for (const figure of document.querySelectorAll("figure[data-values]")) {
         tip.append(line);
       }
       tip.hidden = false;
-      const scale = svg.clientWidth / svg.viewBox.baseVal.width;
       const room = figure.clientWidth - tip.offsetWidth;
       tip.style.left = `${Math.max(0, Math.min(room, at * scale + 12))}px`;
-      tip.style.top = `${svg.parentNode.offsetTop + frame.py[0] * scale + 4}px`;
+      tip.style.top = `${svg.parentNode.offsetTop + top * scale + 4}px`;
     };
     svg.tabIndex = 0;
     svg.addEventListener("pointermove", (event) => {
       const box = svg.getBoundingClientRect();
+      measure();
       show(nearest(steps, ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width, place));
     });
     svg.addEventListener("pointerleave", hide);

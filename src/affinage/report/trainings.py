@@ -1,196 +1,222 @@
-"""What a training left behind: its result, its curves, and what was predicted for it."""
+"""What a training left behind: its result, its curves, its benchmarks, and what the planner predicts for it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from affinage.errors import UserError
 from affinage.report.charts import Point
-from affinage.report.costs import Node, node_costs
 from affinage.report.evaluations import headline
-from affinage.report.forecasts import predicted
-from affinage.results import Metric, Result, TrainingResult, Validated, read_json, read_json_lines
-
-CURVES = (
-    *("loss", "learning_rate", "tokens_per_second", "grad_norm", "mfu"),
-    *("expert_load_max", "dropped_share"),
+from affinage.results import (
+    MANIFEST,
+    Metric,
+    Result,
+    TrainedModel,
+    TrainingResult,
+    Validated,
+    read_json,
+    read_json_lines,
 )
 
-
-@dataclass(frozen=True)
-class Worse:
-    """A benchmark that is worse after a step than it was: both scores, and the probability that chance does this."""
-
-    task: str
-    step: int
-    than: int  # an earlier step
-    before: float | None
-    now: float | None
-    p: float | None
+if TYPE_CHECKING:
+    from affinage.model import Graph
+    from affinage.model.analysis import Analysis
 
 
-@dataclass(frozen=True)
-class EvalPoint:
-    """The benchmarks after a step: task -> (its headline score, standard error, whether it is worse than before)."""
-
-    step: int
-    scores: Mapping[str, tuple[float | None, float | None, bool]]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One quantity as it was predicted and as it was measured."""
-
-    quantity: str
-    predicted: float | None
-    measured: float | None
-
-
-class Training(TrainingResult):
-    """One training. Curves map a metric to (step, value); `validation_curves` do so per validation set."""
-
-    name: str
-    curves: dict[str, list[Point]]
-    validation_curves: dict[str, list[Point]]
-    broken_steps: list[int]  # steps whose loss was not a finite number
-    compared: list[Compared]
-    nodes: tuple[Node, ...]
-    context: int | None
-    eval_points: list[EvalPoint]  # benchmarks during the training
-    monitored: bool  # whether regressions of the benchmarks can end it
-    bits_per_byte: dict[str, list[Point]]  # of the validation text of a language
-    worse: list[Worse]  # benchmarks that became worse: for each of them the last time
-
-    @property
-    def loss_kind(self) -> str:
-        """The prefix of the words for its loss: per token, or per pair of answers."""
-        return "pair_loss" if self.name == "dpo" else "loss"
-
-
-class _Evaluated(Result):
-    """Benchmarks of a line of metrics.jsonl."""
-
-    tasks: dict[str, dict[str, Metric]] = {}
-    bits_per_byte: dict[str, float] = {}
-
-
-class _Line(Result):
-    """A line of metrics.jsonl."""
-
-    step: float | None = None
-    loss: float | None = None
-    learning_rate: float | None = None
-    tokens_per_second: float | None = None
-    grad_norm: float | None = None
-    mfu: float | None = None
-    expert_load_max: float | None = None
-    dropped_share: float | None = None
-    validation: dict[str, Validated] = {}
-    evaluation: _Evaluated = _Evaluated()
-
-
-class _Regression(Result):
-    """A task that is worse than at an earlier step."""
+class Regression(Result):
+    """A benchmark that is worse than at an earlier step, with the probability that chance does this."""
 
     task: str = ""
     than: int = 0
     p: float | None = None
 
 
-class _MonitorPoint(Result):
-    """The benchmarks of a monitor after a step."""
+class EvalPoint(Result):
+    """The benchmarks after a step, by their headline metrics, and those that are worse than before."""
 
     step: int = 0
     scores: dict[str, Metric] = {}
-    worse: list[_Regression] = []
+    worse: list[Regression] = []
+
+    def value(self, task: str) -> float | None:
+        """The score of a task."""
+        return self.scores.get(task, Metric()).value
+
+
+class _Evaluated(Result):
+    tasks: dict[str, dict[str, Metric]] = {}
+    bits_per_byte: dict[str, float] = {}
+
+
+class _Line(Result):
+    """What a line of metrics.jsonl has beside its numbers."""
+
+    step: int | None = None
+    validation: dict[str, Validated] = {}
+    evaluation: _Evaluated = _Evaluated()
 
 
 class _Monitor(Result):
-    """The file of a monitor."""
+    points: list[EvalPoint] = []
 
-    points: list[_MonitorPoint] = []
+
+@dataclass(frozen=True)
+class Training:
+    """One training. Curves are points (step, value): by metric, validation set, and language of the validation text."""
+
+    name: str
+    result: TrainingResult
+    curves: dict[str, list[Point]] = field(default_factory=dict)
+    validation: dict[str, list[Point]] = field(default_factory=dict)
+    bits_per_byte: dict[str, list[Point]] = field(default_factory=dict)
+    nonfinite_steps: list[int] = field(default_factory=list)  # whose loss was not a finite number
+    points: list[EvalPoint] = field(default_factory=list)  # benchmarks during the training
+    monitored: bool = False  # whether regressions of the benchmarks can end it
+    predicted: dict[str, float] = field(default_factory=dict)
+    analysis: "Analysis | None" = None  # of the model
+    context: int | None = None  # tokens of a sequence
+
+    @property
+    def loss_unit(self) -> str:
+        """What the loss is of: a token, or a pair of answers."""
+        return "pair" if self.name == "dpo" else "token"
+
+    @property
+    def ended_by_regression(self) -> bool:
+        """Whether a benchmark ended it before its last step; otherwise that was `num_epochs`."""
+        return bool(self.result.ended and self.points and self.points[-1].worse)
+
+    @property
+    def regressions(self) -> list[tuple[EvalPoint, EvalPoint, Regression]]:
+        """Benchmarks that became worse: for each its last point, the earlier one, and the most certain test."""
+        by_step = {point.step: point for point in self.points}
+        last: dict[str, tuple[EvalPoint, EvalPoint, Regression]] = {}
+        for point in self.points:
+            for one in sorted(point.worse, key=lambda one: -(one.p or 0.0)):
+                last[one.task] = (point, by_step.get(one.than, EvalPoint(step=one.than)), one)
+        return list(last.values())
+
+    @property
+    def measured(self) -> dict[str, float | None]:
+        """What the time of the steps says about what was predicted."""
+        result, spent = self.result, self.result.seconds
+        seconds = spent.get("compute", 0.0) + spent.get("data", 0.0) or None
+        flops = result.flops_per_step * result.steps if result.flops_per_step and result.steps else None
+        return {
+            "step_seconds": seconds / result.steps if seconds and result.steps else None,
+            "memory": result.memory.peak_bytes,
+            "parameters": result.parameters.total,
+            "seconds": seconds,
+            "flops_per_second": flops / seconds if flops and seconds else None,
+            "tokens_per_second": result.tokens_per_second,
+            "mfu": result.mfu,
+        }
+
+    @property
+    def compared(self) -> list[tuple[str, float | None, float | None]]:
+        """Each quantity as it was predicted and as it was measured."""
+        measured = self.measured
+        names = dict.fromkeys((*self.predicted, *measured))
+        rows = [(name, self.predicted.get(name), measured.get(name)) for name in names]
+        return [row for row in rows if row[1:] != (None, None)]
 
 
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
-    """Reads the curves and benchmarks of a training, and predicts it now, from the recipe of the run."""
-    nodes, context = node_costs(folder)
+    """Read the curves and benchmarks of a training, and predict it now, from the recipe of the run."""
+    model = TrainedModel.model_validate(read_json(folder / "model.json"))
+    graph = _graph(model)
     monitored = _Monitor.model_validate(read_json(folder / "monitor.json")).points
-    points = [_of_monitor(point) for point in monitored]
-    curves: dict[str, list[Point]] = {}
-    validation: dict[str, list[Point]] = {}
-    bits: dict[str, list[Point]] = {}
-    broken, evaluated = [], []
-    for value in read_json_lines(folder / "metrics.jsonl"):
-        line = _Line.model_validate(value)
+    training = Training(
+        name,
+        result,
+        points=monitored,
+        monitored=bool(monitored),
+        predicted=result.predicted | (_forecast(name, folder, result, recipe, graph, model.context) if graph else {}),
+        analysis=_analysis(graph, model.context) if graph else None,
+        context=model.context,
+    )
+    for values in read_json_lines(folder / "metrics.jsonl"):
+        line = _Line.model_validate(values)
         if (step := line.step) is None:
             continue
-        if "loss" in value and line.loss is None:
-            broken.append(int(step))
-        for metric in CURVES:
-            if (found := getattr(line, metric)) is not None:
-                curves.setdefault(metric, []).append((step, found))
-        for name_of_set, facts in line.validation.items():
-            if facts.loss is not None:
-                validation.setdefault(name_of_set, []).append((step, facts.loss))
-        if line.evaluation.tasks:
-            evaluated.append(_of_line(int(step), line.evaluation))
-        for language, found in line.evaluation.bits_per_byte.items():
-            bits.setdefault(language, []).append((step, found))
-    return Training.model_construct(
-        **{field: getattr(result, field) for field in TrainingResult.model_fields},
-        name=name,
-        curves=curves,
-        validation_curves=validation,
-        broken_steps=broken,
-        compared=_compared(result, predicted(name, folder, result, recipe)),
-        nodes=nodes,
+        for metric, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                training.curves.setdefault(metric, []).append((step, value))
+            elif metric == "loss":
+                training.nonfinite_steps.append(step)
+        for dataset, validated in line.validation.items():
+            if validated.loss is not None:
+                training.validation.setdefault(dataset, []).append((step, validated.loss))
+        for language, bits in line.evaluation.bits_per_byte.items():
+            training.bits_per_byte.setdefault(language, []).append((step, bits))
+        if line.evaluation.tasks and not training.monitored:
+            tasks = line.evaluation.tasks.items()
+            scores = {task: metrics.get(headline(task, metrics), Metric()) for task, metrics in tasks}
+            training.points.append(EvalPoint(step=step, scores=scores))
+    return training
+
+
+def _graph(model: TrainedModel) -> "Graph | None":
+    """The graph of a trained model; None if it is not stored, or only another version can read it."""
+    from affinage.model import parse
+
+    try:
+        graph = parse(model.graph) if model.graph else None
+    except UserError:
+        return None
+    needs_context = graph is not None and any(name == "tokens" for name, _ in graph.inputs)
+    return None if needs_context and not model.context else graph
+
+
+def _analysis(graph: "Graph", context: int | None) -> "Analysis | None":
+    from affinage.model.analysis import analyse
+
+    try:
+        return analyse(graph, 1, context or 1)
+    except UserError:
+        return None
+
+
+def _forecast(
+    name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any], graph: "Graph", context: int | None
+) -> dict[str, float]:
+    """What the planner says of the training on the devices that it ran on.
+
+    Nothing for trainings that the planner does not know (other chips), or recipes of other versions.
+    """
+    from affinage.config.recipe import Recipe
+    from affinage.data.tuning_data import documents_in_a_row
+    from affinage.planning.plan import forecast, preferring
+
+    steps, tokens = result.steps, result.tokens
+    if not (steps and tokens and context):
+        return {}
+    try:
+        loaded = Recipe.model_validate(dict(recipe))
+        if (settings := getattr(loaded, name)) is None:
+            return {}
+        if name == "dpo":  # the stored graph is that of the model in use, without the loss of preferences
+            data = folder.parent / "preference-data"
+            documents = documents_in_a_row(data) if (data / MANIFEST).is_file() else None
+            graph = preferring(graph, settings, context, documents)
+    except (ValidationError, UserError):
+        return {}
+    found = forecast(
+        graph,
+        settings,
+        loaded.parallel,
+        rows=tokens // steps // context,
         context=context,
-        eval_points=points or evaluated,
-        monitored=bool(points),
-        bits_per_byte=bits,
-        worse=_worse(monitored, {point.step: point for point in points}),
+        mesh=result.devices.mesh,
+        device_kind=result.devices.kind,
+        devices=result.devices.count or 1,
     )
-
-
-def _of_monitor(point: _MonitorPoint) -> EvalPoint:
-    worse = {one.task for one in point.worse}
-    scores = {task: (score.value, score.stderr, task in worse) for task, score in point.scores.items()}
-    return EvalPoint(point.step, scores)
-
-
-def _of_line(step: int, evaluation: _Evaluated) -> EvalPoint:
-    """The benchmarks, each by its headline metric."""
-    scores = {}
-    for task, metrics in evaluation.tasks.items():
-        score = metrics.get(headline(task, metrics), Metric())
-        scores[task] = (score.value, score.stderr, False)
-    return EvalPoint(step, scores)
-
-
-def _worse(monitored: Sequence[_MonitorPoint], points: Mapping[int, EvalPoint]) -> list[Worse]:
-    found: dict[str, Worse] = {}
-    for point in monitored:
-        for one in sorted(point.worse, key=lambda one: -(one.p or 0.0)):  # the surest one last
-            before, now = (points[at].scores.get(one.task) if at in points else None for at in (one.than, point.step))
-            found[one.task] = Worse(
-                one.task, point.step, one.than, before[0] if before else None, now[0] if now else None, one.p
-            )
-    return list(found.values())
-
-
-def _compared(result: TrainingResult, planned: Mapping[str, float]) -> list[Compared]:
-    """What is predicted, and what the time of the steps says about it."""
-    seconds = result.seconds.get("compute", 0.0) + result.seconds.get("data", 0.0) or None
-    steps, per_step = result.steps, result.flops_per_step
-    measured = {
-        "step_seconds": seconds / steps if seconds and steps else None,
-        "memory": result.memory.peak_bytes,
-        "parameters": result.parameters.total,
-        "seconds": seconds,
-        "flops_per_second": per_step * steps / seconds if per_step and steps and seconds else None,
-        "tokens_per_second": result.tokens_per_second,
-        "mfu": result.mfu,
-    }
-    expected = {**result.predicted, **planned}
-    rows = [Compared(name, expected.get(name), measured.get(name)) for name in dict.fromkeys((*expected, *measured))]
-    return [row for row in rows if row.predicted is not None or row.measured is not None]
+    if found is None:
+        return {}
+    memory, step = found[0].total, found[1].seconds
+    per_second = tokens / steps / step
+    return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": per_second, "memory": float(memory)}

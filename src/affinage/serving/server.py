@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -234,7 +234,7 @@ class Server:
 
 async def _received(
     request: Request, news: _News, requests: Sequence[EngineRequest]
-) -> AsyncIterator[tuple[int, str, Generation | None]]:
+) -> AsyncGenerator[tuple[int, str, Generation | None]]:
     """Yield (choice, new text, its end) until all have ended; cancel the requests if the client leaves.
 
     Raises Refused if the engine fails, without its reason.
