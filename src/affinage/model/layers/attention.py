@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
-from affinage.errors import UserError
 from affinage.model.layer import Cost, LayerContext, ShapeMismatch
 from affinage.model.layers.attention_ops import Workload, attention, choose, of_whole_rows
 from affinage.model.layers.dense import dense, dense_flops, dense_parameters, dense_together
@@ -101,39 +100,28 @@ class AttentionSettings(Settings):
 
     def prepare(self, x: Float[Array, "B S D"], context: LayerContext) -> "Prepared":
         """What all layers have in common: the implementation, positions, segments, the mask and the rotary tables."""
+        config, head = context.config, self.head_width(x.shape[2])
         positions = positions_of(context, x.shape[0], x.shape[1])
-        impl = self._implementation(x, context)
+        workload = Workload(
+            config.platform,
+            x.dtype,
+            head,
+            config.layout.whole(x.shape[1], "sequence"),
+            capability=config.capability,
+            cached=context.cache is not None,
+            prefixes="prefix_segment_ids" in context.batch,
+            dropout=self.dropout if context.key is not None else 0.0,
+            softcap=self.softcap,
+        )
+        impl = choose("ring" if config.rings else config.attention, workload)
         masked = impl == "xla" or _few_query(x, context)
         return Prepared(
             impl=impl,
             positions=positions,
             segment_ids=context.batch.get("segment_ids"),
             mask=self._mask(context, positions) if masked else None,
-            rotary=self._rotary(positions, self.head_width(x.shape[2]), context),
+            rotary=self._rotary(positions, head, context),
         )
-
-    def _implementation(self, x: Array, context: LayerContext) -> str:
-        config, prefixes = context.config, "prefix_segment_ids" in context.batch
-        dropped = self.dropout if context.key is not None else 0.0
-        if config.rings and context.cache is None and not prefixes:
-            if dropped:
-                raise UserError(
-                    "ring attention has no dropout of probabilities",
-                    fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`.",
-                )
-            return "ring"
-        workload = Workload(
-            config.platform,
-            x.dtype,
-            self.head_width(x.shape[2]),
-            config.layout.whole(x.shape[1], "sequence"),
-            capability=config.capability,
-            cached=context.cache is not None,
-            prefixes=prefixes,
-            dropout=dropped,
-            softcap=self.softcap,
-        )
-        return choose(config.attention, workload)
 
     def _rotary(self, positions: Array, head: int, context: LayerContext) -> Tables | None:
         return self.rope.tables(positions, head, stored=context.config.platform == "cpu") if self.rope else None

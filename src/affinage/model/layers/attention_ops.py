@@ -49,7 +49,7 @@ def choose(requested: str, workload: Workload) -> str:
     Raises:
         UserError: the requested one does not exist or cannot honor the workload; nothing is ever left out silently.
     """
-    if requested not in IMPLEMENTATIONS:
+    if requested not in (*IMPLEMENTATIONS, "ring"):
         what, fix = f"attention implementation {requested!r} is not known", f"There are {_listed(IMPLEMENTATIONS)}."
         raise UserError(what, fix=fix)
     kernel = _KERNELS.get(workload.platform, "xla") if requested == "auto" else requested
@@ -64,7 +64,9 @@ def choose(requested: str, workload: Workload) -> str:
         raise UserError(
             f"attention by {requested} cannot honor {_listed(missing)}",
             where="attention",
-            fix=f"{_listed(others)} can; `attention: auto` takes one that can.",
+            fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`."
+            if requested == "ring"
+            else f"{_listed(others)} can; `attention: auto` takes one that can.",
         )
     return kernel
 
@@ -88,7 +90,8 @@ def obstacles(name: str, workload: Workload) -> list[str]:
         (workload.prefixes, "shared prefixes"),
         (workload.dropout > 0, f"dropout of {workload.dropout:g} of the probabilities"),
     ]
-    of_each = {
+    of_each: dict[str, list[tuple[bool, str]]] = {
+        "ring": [],
         "splash": [
             (workload.platform != "tpu", f"a {workload.platform}: it is a kernel for TPUs"),
             (dtype not in (jnp.float32, jnp.bfloat16), f"{dtype} (float32 and bfloat16 it can)"),
