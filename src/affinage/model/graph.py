@@ -212,8 +212,7 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
             nodes[name] = replace(node, layer=node.layer.bind(nodes))
         except ValueError as error:
             raise _wrong(f"node `{name}`: {error}", locate, name) from None
-    ordered = _topological(nodes, locate)
-    shapes = _infer_shapes(ordered, inputs, locate)
+    ordered, shapes = _ordered(nodes, inputs, locate)
     _check_alive(nodes, locate)
     return Graph(tuple(inputs.items()), tuple(ordered), shapes)
 
@@ -292,47 +291,44 @@ def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -
 
 
 def _ancestors(nodes: Mapping[str, Node], name: str) -> Collection[str]:
-    found: set[str] = set()
-    waiting = [name]
+    found, waiting = set[str](), [name]
     while waiting:
         current = waiting.pop()
-        if current not in found and current in nodes:
+        if current in nodes and current not in found:
             found.add(current)
             waiting.extend(nodes[current].inputs)
     return found
 
 
-def _topological(nodes: Mapping[str, Node], locate: Locate) -> list[Node]:
-    """Nodes after their inputs, otherwise as written; a cycle is an error that names its nodes."""
-    ordered: dict[str, Node] = {}
+def _ordered(
+    nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate
+) -> tuple[list[Node], dict[str, Shape]]:
+    """Nodes after their inputs, otherwise as written, and the shapes of all values."""
+    ordered: list[Node] = []
+    shapes = dict(inputs)
 
     def visit(name: str, trail: Path) -> None:
-        if name in ordered or name not in nodes:
+        if name in shapes:
             return
         if name in trail:
             cycle = " -> ".join([*trail[trail.index(name) :], name])
             raise _wrong(f"the nodes form a cycle: {cycle}", locate, name, "in")
-        for source in nodes[name].inputs:
+        node = nodes[name]
+        for source in node.inputs:
             visit(source, (*trail, name))
-        ordered[name] = nodes[name]
+        taken = tuple(shapes[source] for source in node.inputs)
+        try:
+            shape = node.layer.shape(taken)
+        except ShapeMismatch as error:
+            raise _wrong(f"node `{name}` ({node.layer.kind_name}): {error}", locate, name) from None
+        if node.repeat is not None and (shape,) != taken:
+            raise _wrong(f"node `{name}` cannot repeat: it turns {taken[0]} into {shape}", locate, name)
+        shapes[name] = shape
+        ordered.append(node)
 
     for name in nodes:
         visit(name, ())
-    return list(ordered.values())
-
-
-def _infer_shapes(ordered: Iterable[Node], inputs: Mapping[str, Shape], locate: Locate) -> dict[str, Shape]:
-    shapes = dict(inputs)
-    for node in ordered:
-        taken = tuple(shapes[name] for name in node.inputs)
-        try:
-            shapes[node.name] = node.layer.shape(taken)
-        except ShapeMismatch as error:
-            raise _wrong(f"node `{node.name}` ({node.layer.kind_name}): {error}", locate, node.name) from None
-        if node.repeat is not None and (shapes[node.name],) != taken:
-            what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"
-            raise _wrong(what, locate, node.name)
-    return shapes
+    return ordered, shapes
 
 
 def _check_alive(nodes: Mapping[str, Node], locate: Locate) -> None:
