@@ -67,10 +67,7 @@ def eval_results(name: str, runs: Path) -> EvalResults | None:
 
 
 def results_folder(name: str, runs: Path) -> Path:
-    """Where the results of a model are kept that no recipe evaluates: a folder for each path and step.
-
-    It is called as the run or, of any other model, as its folder, with a hash of the path.
-    """
+    """Where the results of a model are kept that no recipe evaluates; its name has a hash of the model's path."""
     try:
         target = resolve(name, runs)
         place, step = target.path, "" if target.step is None else f"@{target.step}".replace(":", "-")
@@ -87,10 +84,7 @@ def results_folder(name: str, runs: Path) -> Path:
 
 
 def model_fingerprint(target: Target, runs: Path) -> str:
-    """A hash that tells a model from what it was or will be, without reading its weights.
-
-    Raises UserError if there is no such model.
-    """
+    """A hash that tells a model from what it was or will be, without reading its weights."""
     from affinage.checkpoint.metadata import fingerprint
     from affinage.checkpoint.store import complete_steps
 
@@ -108,10 +102,7 @@ def model_fingerprint(target: Target, runs: Path) -> str:
 
 
 def training_of(target: Target) -> dict[str, Any]:
-    """Which training made a model: its `key`, and the `step` if it is not all of it; {} where no recipe made it.
-
-    `target` is a model, not a run.
-    """
+    """Which training made a model: its `key`, and the `step` if it is not all of it; {} where no recipe made it."""
     from affinage.checkpoint.store import complete_steps
 
     folder, step, is_hub = target.path, target.step, is_hub_folder(target.path)
