@@ -338,7 +338,7 @@ def warnings(loaded: LoadedRecipe) -> Iterator[str]:
     if recipe.mesh.get("expert", 1) != 1:
         from affinage.model import parse
         from affinage.parallel import table_with
-        from affinage.parallel.used_axes import without_experts
+        from affinage.parallel.sharding import without_experts
 
         graph = parse(steps_train.with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
         if sentence := without_experts(graph, table_with(recipe.parallel.sharding)):
