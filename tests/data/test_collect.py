@@ -19,11 +19,11 @@ from affinage.config.data import DataSettings
 from affinage.config.sources import SourceSettings
 from affinage.data import ingest as ingesting
 from affinage.data import readers
-from affinage.data.ingest import ingest, resolve
+from affinage.data.ingest import resolve
 from affinage.data.places import location
 from affinage.errors import UserError
 from affinage.pipeline.sources import fingerprints
-from source_forms import collected, rows_of, write_lines
+from source_forms import collected, write_lines
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
