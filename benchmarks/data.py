@@ -145,9 +145,9 @@ def keepers(documents: Path) -> np.ndarray:
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
         corpus = corpus_of(document_files(documents), DedupSettings(), Path(scratch))
-        found = find_duplicates(corpus, executor=Executor(1))
+        removed, _ = find_duplicates(corpus, executor=Executor(1))
         kept = np.arange(corpus.size)
-        kept[found.removed["document"].to_numpy()] = found.removed["kept"].to_numpy()
+        kept[removed["document"].to_numpy()] = removed["kept"].to_numpy()
         return kept
 
 

@@ -63,7 +63,7 @@ def evaluate(
     own = not given and mesh is None and max_model_len is None
     if own and target.kind in ("recipe", "run") and target.step is None:
         results = _evaluate_run(model, options.PipelineOptions(overrides, runs, force, as_json=as_json))
-        tables = (part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each)))
+        tables = iter([part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each))])
     elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)

@@ -2,7 +2,9 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from affinage.model.graph import Graph
 
 _UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
+_COLUMNS = ("name", "kind", "repeat", "shape", "parameters", "flops", "training_flops", "inputs")
 _LINES = 24  # at most, for the schedule of one training
 _WIDTH = 48  # characters of the longest bar
 
@@ -59,14 +62,15 @@ def graph(
         print(mermaid(model), end="")
         return
     batch, context = _batch_size(loaded.recipe), loaded.recipe.packing.seq_len
-    facts = {
+    facts: dict[str, Any] = {
         "nodes": summary_table(model, batch, context),
         "batch": batch,
         "context": context if any(SEQUENCE in shape.dims for _, shape in model.inputs) else None,
         "parameters": asdict(parameters(model)),
         "memory": _memory(model, batch, context, loaded.recipe.parallel.remat),
     }
-    emit(facts, as_json)
+    shown = [{key: row[key] for key in _COLUMNS} for row in facts["nodes"]]
+    emit(facts, as_json, described(facts | {"nodes": shown}))
 
 
 def _memory(model: "Graph", batch: int, context: int, remat: Any) -> dict[str, Any]:
@@ -115,10 +119,13 @@ def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
 
     rates = {}
     for name in loaded.recipe.trainings:
-        settings = getattr(loaded.recipe, name)
-        check_choices(settings, lambda path, name=name: loaded.locate((name, *path)))
-        rates[name] = _rates(settings)
+        check_choices(getattr(loaded.recipe, name), partial(_located, loaded, name))
+        rates[name] = _rates(getattr(loaded.recipe, name))
     return rates
+
+
+def _located(loaded: "LoadedRecipe", section: str, path: Sequence[str | int]) -> str:
+    return loaded.locate((section, *path))
 
 
 def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:

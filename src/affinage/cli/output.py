@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _UNBROKEN = 10_000  # columns where there is no terminal: a program reads lines, and one that is folded is two
 _LONG = 10**12  # whole numbers from here on, such as FLOPs, are rounded
-_EMPTY = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ ROLES = ("system", "user", "assistant")
 REASONING = "reasoning_content"  # of a message: the thoughts before its content
 _WHERE = "chat_template"  # the setting that messages name
 _PROBE = "Zq7"  # a text that no template has of itself
-_EDGE = "\U0001fffe"  # a noncharacter, put around contents to find them again
 _THINK = "<think>"
 _TAIL = 40  # characters by which the end of a content is found
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
@@ -171,12 +170,12 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message
     Tags of an assistant such as <think> are structure, but not in ChatML, which has none.
     """
 
-    def guard(message: Message) -> Message:
+    found = []
+    for message in messages:
         tags = message["role"] == "assistant" and tokenizer.template is not None
-        texts = {key: message[key] for key in ("content", REASONING) if key in message}
-        return {**message, **{key: tokenizer.guard(text, tags=tags) for key, text in texts.items()}}
-
-    return [guard(message) for message in messages]
+        texts = {key: tokenizer.guard(message[key], tags=tags) for key in ("content", REASONING) if key in message}
+        found.append({**message, **texts})
+    return found
 
 
 def write_conversation(
@@ -281,24 +280,21 @@ def write_turns(
 ) -> list[Written]:
     """Return a conversation as texts, and the parts of each that are the answers of the messages `trained`.
 
-    Those are what stands in {% generation %} blocks where the template has such. Otherwise what an answer adds to the
-    text by which the model is asked for it. Counted is the token that ends a turn, not the white space after it.
+    Those are the {% generation %} blocks where the template has such. Otherwise what an answer adds to the text by
+    which the model is asked for it, with the token that ends the turn.
 
-    Some templates write an earlier turn otherwise once another follows; most leave out its reasoning. What the model
-    would have said then stands in the conversation up to that turn alone, and it is trained there. So one conversation
-    comes as several texts, in the order of its answers. In each are trained those answers that it has as the model
-    would have said them, after what the model would have seen, and every answer is trained in one of them.
+    Some templates write an earlier turn otherwise once another follows; most leave out its reasoning. Then one
+    conversation comes as several texts, in the order of its answers. In each are trained those answers that it has as
+    the model would have said them, after what the model would have seen; every answer is trained in one of them.
 
-    Raises UserError for a template that asks for an answer with a text that the answer does not go on from, or does
-    not write an answer.
+    Raises UserError for a template that does not write an answer, or asks for it with a text that does not begin it.
     """
     text, blocks = template.render_blocks(messages)
     if not trained:
         return [(text, [])]
     if (spans := _spans_at_once(template, messages, trained, text, blocks, tokenizer)) is not None:
         return [(text, spans)]
-    find = _marked_answer if template.marks_answers else _added_answer
-    left = [find(template, messages, number, tokenizer) for number in trained]  # the text up to each, and its parts
+    left = [_answer(template, messages, number, tokenizer) for number in trained]  # the text up to each, and its parts
     found: list[Written] = []
     while left:
         here = [answer for answer in left if text.startswith(answer[0][: answer[1][-1][1]])]
@@ -322,66 +318,66 @@ def _spans_at_once(
     None where they cannot be found so: then each answer is found in its own conversation.
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    plain = all(REASONING not in message and "think>" not in message["content"] for message in messages)
-    if not plain or not template.is_stable:
+    if any(REASONING in message or "think>" in message["content"] for message in messages):
         return None
-    if template.marks_answers:
+    if template.marks_answers and template.is_stable:
         if len(blocks) != len(answers):
             return None
         for number, (start, end) in zip(answers, blocks, strict=True):
             _check_written(messages[number], number, text[start:end])
         return [blocks[answers.index(number)] for number in trained]
-    edged = [
-        {**message, "content": f"{_EDGE}{message['content']}{_EDGE}"} if message["role"] == "assistant" else message
-        for message in messages
-    ]
-    parts, form = template.render(edged).split(_EDGE), tokenizer.turn_form
-    if form is None or len(parts) != 2 * len(answers) + 1 or "".join(parts) != text:
+    talk = messages[messages[0]["role"] == "system" :]
+    if (form := tokenizer.turn_form) is None or [each["role"] for each in talk] != ["user", "assistant"] * len(answers):
         return None
-    edges = list(itertools.accumulate(map(len, parts)))
-    before, opening, closing = form
-    places = list(zip(edges[::2], edges[1::2]))
-    if not all(text.endswith(before + opening, 0, start) and text.startswith(closing, end) for start, end in places):
-        return None
-    return [(start - len(opening), end + len(closing)) for n, (start, end) in zip(answers, places) if n in trained]
+    between, after, tail, opening, closing = form
+    for contents in ([each["content"] for each in talk], [each["content"].strip() for each in talk]):  # some strip them
+        seams = [between, after] * (len(answers) - 1) + [between, tail]
+        parts = [part for pair in zip(contents, seams, strict=True) for part in pair]
+        if text.endswith("".join(parts)):
+            edges = list(itertools.accumulate(map(len, parts), initial=len(text) - sum(map(len, parts))))
+            places = zip(answers, edges[2::4], edges[3::4], strict=True)  # of the contents of the answers
+            return [(start - len(opening), end + len(closing)) for n, start, end in places if n in trained]
+    return None
 
 
-def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[str, str, str] | None:
-    """Return the end of the text before an answer, and what stands around its content; None if that is refused."""
-    talk = _talk("?", f"{_PROBE}{_PROBE}")
+def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[str, str, str, str, str] | None:
+    """Return what a template writes between a question and its answer, after an answer before a question, and at last.
+
+    Also what of this is trained: before and after the content of an answer. None where turns differ.
+    """
+    talk = _talk(*(f"{n}{_PROBE}{n}" for n in range(4)))
     try:
-        text, [(begin, end)] = _added_answer(template, talk, 1, tokenizer)
-        earlier = template.render(_talk("?"))
+        text, spans = _answer(template, talk, 3, tokenizer)
     except UserError:
         return None
-    start = text.index(_PROBE, begin)
-    return text[len(earlier) : begin], text[begin:start], text[start + 2 * len(_PROBE) : end]
+    parts = re.split("|".join(str(message["content"]) for message in talk), text)
+    if len(parts) != 5 or parts[1] != parts[3] or not template.is_stable:
+        return None
+    start = len(text) - len(parts[4])
+    opening = text[spans[0][0] : start - len(str(talk[3]["content"]))]
+    closing = text[start : spans[0][1]]
+    alike = parts[1].endswith(opening) and parts[2].startswith(closing)
+    return (parts[1], parts[2], parts[4], opening, closing) if alike else None
 
 
-def _marked_answer(template: ChatTemplate, messages: Sequence[Message], number: int, _: "Tokenizer") -> Written:
-    """Return the text up to the answer `number`, and the blocks that come with it, such as one around the end."""
+def _answer(template: ChatTemplate, messages: Sequence[Message], number: int, tokenizer: "Tokenizer") -> Written:
+    """Return the text up to the answer `number`, and its own blocks or what it adds to the text that asks for it."""
     text, blocks = template.render_blocks(messages[: number + 1])
-    begun = _common(template.render(messages[:number]), text) if number else 0
-    own = [block for block in blocks if block[0] >= begun]
-    earlier = sum(message["role"] == "assistant" for message in messages[:number])
-    if not own or len(blocks) - len(own) < earlier:
-        raise UserError(
-            f"the chat template has {len(blocks)} generation blocks for {earlier + 1} answers, "
-            f"and message {number + 1} has none that is its own",
-            where=_WHERE,
-        )
-    _check_written(messages[number], number, text[begun:])
-    return text, own
-
-
-def _added_answer(template: ChatTemplate, messages: Sequence[Message], number: int, tokenizer: "Tokenizer") -> Written:
-    """Return the text up to the answer `number`, and what it adds to the text by which the model is asked for it."""
-    before = template.render(messages[:number], add_generation_prompt=True)
-    text = template.render(messages[: number + 1])
-    if not text.startswith(before):
-        text = before + _continuation(template, messages[: number + 1], before)
-    _check_written(messages[number], number, text[len(before) :])
-    return text, [(len(before), len(before) + _turn_end(text[len(before) :], messages[number]["content"], tokenizer))]
+    if template.marks_answers:
+        begin = _common(template.render(messages[:number]), text) if number else 0
+        spans = [block for block in blocks if block[0] >= begin]
+        earlier = sum(message["role"] == "assistant" for message in messages[:number])
+        if not spans or len(blocks) - len(spans) < earlier:
+            what = f"{len(blocks)} generation blocks for {earlier + 1} answers, and message {number + 1} has none"
+            raise UserError(f"the chat template has {what} that is its own", where=_WHERE)
+    else:
+        before = template.render(messages[:number], add_generation_prompt=True)
+        begin = len(before)
+        if not text.startswith(before):
+            text = before + _continuation(template, messages[: number + 1], before)
+        spans = [(begin, begin + _turn_end(text[begin:], messages[number]["content"], tokenizer))]
+    _check_written(messages[number], number, text[begin:])
+    return text, spans
 
 
 def _check_written(message: Message, number: int, text: str) -> None:

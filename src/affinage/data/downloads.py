@@ -6,8 +6,6 @@ Files in buckets and on the Hub are read in place, by their own clients.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ _VERSION_KEYS = ("etag", "ETag", "md5Hash", "blob_id", "generation")  # of file 
 _TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 
 _versions: dict[str, str] = {}  # URL -> the version that the server had when this process asked
-_silent: set[str] = set()  # servers that did not answer this process, which are not asked again
 
 
 class Unreachable(Exception):
@@ -66,19 +63,15 @@ def version_of(url: str, *, again: bool = False) -> str:
     """The version of a file, folder or glob at a server or in a bucket: its ETag, else size and time of change.
 
     Returns "" where the server gives none. It is asked once in a process, unless `again`. Raises Unreachable if it does
-    not answer.
+    not answer (once; then its version is not known).
     """
-    server = url.split("/", 3)[2] if "://" in url else url
     if url not in _versions or again:
-        if server in _silent and not again:
-            raise Unreachable("the server did not answer before")
+        _versions[url] = ""
         try:
             _versions[url] = _version(url)
         except Exception as error:  # each library has its own
-            if is_web(url) and not is_transient(error):
-                return ""  # it does not answer such questions
-            _silent.add(server)
-            raise Unreachable(first_line(error.__cause__ or error)) from error
+            if not is_web(url) or is_transient(error):  # else it does not answer such questions
+                raise Unreachable(first_line(error.__cause__ or error)) from error
     return _versions[url]
 
 
@@ -132,10 +125,14 @@ def cached(url: str, sha256: str = "") -> Path:
     """
     path = cached_path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(path.name + ".lock")), _refusals_reported(url):
+    with FileLock(path.with_name(path.name + ".lock")):
         if not path.is_file() or (not sha256 and _was_replaced(url)):
             part = path.with_name(path.name + ".part")
-            _download(url, part)
+            try:
+                _download(url, part)
+            except (FileNotFoundError, aiohttp.ClientError) as error:
+                what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
+                raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
             with part.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             write_json(_facts_path(url), _facts(url) | {"sha256": digest})
@@ -179,17 +176,6 @@ def _download(url: str, part: Path) -> None:
             file.write(block)
             file.flush()
             size = len(block) if size is None else size
-
-
-@contextmanager
-def _refusals_reported(url: str) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, aiohttp.ClientError) as error:
-        raise UserError(
-            f"cannot download {url}: {first_line(error.__cause__ or error)}",
-            fix="Is the address right, and are you allowed to read it?",
-        ) from None
 
 
 def _facts_path(url: str) -> Path:
