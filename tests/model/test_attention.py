@@ -11,7 +11,7 @@ import pytest
 from affinage.errors import UserError
 from affinage.model.layers.attention_ops import Workload, choose, xla_attention
 from affinage.model.layers.cudnn import cudnn_attention
-from affinage.model.layers.rotary import RopeSettings, rotary_tables, rotate
+from affinage.model.layers.rotary import RopeSettings, rotate
 from affinage.model.layers.splash import splash_attention, splash_on_parts
 from affinage.parallel import MeshLayout, make_mesh
 
@@ -74,7 +74,7 @@ def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fract
         return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
     def ours(x):
-        return rotate(x, rotary_tables(RopeSettings(theta=100.0, fraction=fraction), positions, 8, stored=stored))
+        return rotate(x, RopeSettings(theta=100.0, fraction=fraction).tables(positions, 8, stored=stored))
 
     found, expected = (
         jax.jit(jax.value_and_grad(lambda x, turn: jnp.sum(jnp.tanh(turn(x)) * weights)), static_argnums=1)(x, turn)

@@ -15,7 +15,7 @@ from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.model import Adapters, ApplyConfig, Declared, Graph, Node, apply
 from affinage.model.analysis import analyse
 from affinage.model.layer import BATCH, SEQUENCE
-from affinage.model.layers.preference import REFERENCE
+from affinage.model.layers.losses import REFERENCE
 from affinage.model.parameter import parameters_in
 
 PyTree = Any
