@@ -85,7 +85,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     if contamination_targets(recipe):
         config, files = _searched(recipe, data)
         add("decontaminate", steps_data.decontaminate, config, steps[-1].name, version=3, files=files, resumable=True)
-    add("split", steps_data.split, {"data": _json(data, "split"), **_part(recipe, "seed")}, steps[-1].name, version=3)
+    config = {"data": _json(data, "split"), **_part(recipe, "seed")}
+    add("split", steps_data.split, config, steps[-1].name, version=3, resumable=True)
     if begun:
         add("train-tokenizer", steps_data.base_tokenizer, {}, "split", sources=begun, version=2)
     else:
