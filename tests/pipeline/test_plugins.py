@@ -16,7 +16,7 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, init_params, parse
 from affinage.model.layer import LAYERS
-from affinage.model.layers.ffn import GATED
+from affinage.model.layers.dense import GATED
 from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import load_trained

@@ -75,7 +75,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     if contamination_targets(recipe):
         config, files = _searched(recipe, data)
         add("decontaminate", steps_data.decontaminate, config, steps[-1].name, version=3, files=files, resumable=True)
-    add("split", steps_data.split, {"data": _json(data, "split"), **_part(recipe, "seed")}, steps[-1].name, version=3)
+    config = {"data": _json(data, "split"), **_part(recipe, "seed")}
+    add("split", steps_data.split, config, steps[-1].name, version=3, resumable=True)
     if begun:
         add("train-tokenizer", steps_data.base_tokenizer, {}, "split", sources=begun, version=2)
     else:
@@ -328,7 +329,7 @@ def warnings(loaded: LoadedRecipe) -> Iterator[str]:
     if recipe.mesh.get("expert", 1) != 1:
         from affinage.model import parse
         from affinage.parallel import table_with
-        from affinage.parallel.used_axes import without_experts
+        from affinage.parallel.sharding import without_experts
 
         graph = parse(steps_train.with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
         if sentence := without_experts(graph, table_with(recipe.parallel.sharding)):
