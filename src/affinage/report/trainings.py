@@ -173,10 +173,10 @@ def _graph(model: TrainedModel) -> "Graph | None":
 
 
 def _analysis(graph: "Graph", context: int | None) -> "Analysis | None":
-    from affinage.model.analysis import analyse
+    from affinage.model.analysis import analyze
 
     try:
-        return analyse(graph, 1, context or 1)
+        return analyze(graph, 1, context or 1)
     except UserError:
         return None
 
