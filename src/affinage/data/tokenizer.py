@@ -110,10 +110,12 @@ class Tokenizer:
         finds = normalized or any(token["single_word"] for token in controls.values())
         self._finder = FastTokenizer.from_str(json.dumps(_finder(state, controls))) if finds else None
         self._found = [-1, *(ids[content] for content in controls)]  # ids by those of the finder
-        self._lengths: dict[str, list[int]] = {}  # of control tokens by their first character, the longest first
-        for first, length in sorted({(content[0], len(content)) for content in controls}, reverse=True):
-            self._lengths.setdefault(first, []).append(length)
-        self._first = re.compile("|".join(map(re.escape, self._lengths)) or "(?!)")
+        prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
+        self._lengths = {  # of the control tokens that may follow a prefix, the longest first
+            prefix: sorted({len(c) for c in controls if c[:3] == prefix or prefix.startswith(c)}, reverse=True)
+            for prefix in prefixes
+        }
+        self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
         pieces = {piece.replace(_SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
         self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
 
@@ -229,7 +231,7 @@ class Tokenizer:
         return self.marks if self.template is None else self.template.boundary_ids(self)
 
     @cached_property
-    def turn_form(self) -> tuple[str, str, str] | None:
+    def turn_form(self) -> tuple[str, str, str, str, str] | None:
         """See `affinage.data.chat.turn_form`."""
         return None if self.template is None else turn_form(self.template, self)
 
@@ -288,15 +290,13 @@ class Tokenizer:
         if self._finder is not None:
             encoded = self._finder.encode(text, add_special_tokens=False)
             return [(self._found[at], *span) for at, span in zip(encoded.ids, encoded.offsets, strict=True) if at]
-        spans, end = [], 0
-        for match in self._first.finditer(text):
+        spans, at = [], 0
+        while match := self._prefixes.search(text, at):
             start = match.start()
-            for length in self._lengths[match[0]] if start >= end else ():
-                piece = text[start : start + length]
-                if piece in self.controls:
-                    end = start + len(piece)
-                    spans.append((self.controls[piece], start, end))
-                    break
+            pieces = (text[start : start + length] for length in self._lengths[match[0]])
+            piece = next((piece for piece in pieces if piece in self.controls), "")
+            at = start + max(len(piece), 1)
+            spans += [(self.controls[piece], start, at)] if piece else []
         return spans
 
     def guard(self, text: str, *, tags: bool = False) -> str:

@@ -147,8 +147,7 @@ def contamination_of(found: Contamination, tasks: Mapping[str, Any], samples: Sa
         {texts: number of them, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short, too_short_of,
         found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: found in more than
         `boilerplate` texts; the scores are without these as well. too_short counts all `too_short_of` items of the
-        task, the other numbers those that were evaluated. Metrics that are neither a mean over items nor a perplexity
-        are left out.
+        task, the other numbers those that were evaluated. Metrics that are not a mean over items are left out.
     """
     entries = {}
     for name, of_task in samples.items():
@@ -180,22 +179,8 @@ def _without(
     values = [one[name] for one in chosen]
     if reported is None or not values or not all(isinstance(value, int | float) for value in values):
         return None
-    computed = _score(values, name)["value"]
-    if computed is None or not math.isclose(computed, reported, rel_tol=1e-9, abs_tol=1e-9):
+    if not math.isclose(statistics.fmean(values), reported, rel_tol=1e-9, abs_tol=1e-9):
         return None  # the harness aggregates otherwise
-    return _score([float(one[name]) for one in chosen if one["doc_id"] not in found], name)
-
-
-def _score(values: Sequence[float], metric: str) -> dict[str, float | None]:
-    """The mean and its standard error; of log-likelihoods the perplexity, and its error by the delta method."""
-    if not values:
-        return {"value": None, "stderr": None}
-    mean = statistics.fmean(values)
-    stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    if metric != "perplexity":
-        return {"value": mean, "stderr": stderr}
-    try:
-        value = math.exp(-mean)
-    except OverflowError:
-        return {"value": None, "stderr": None}
-    return {"value": value, "stderr": None if stderr is None else value * stderr}
+    rest = [float(one[name]) for one in chosen if one["doc_id"] not in found]
+    stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
+    return {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}

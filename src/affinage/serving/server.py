@@ -273,13 +273,11 @@ async def _events(
     generations = []
     async with contextlib.aclosing(_received(request, news, requests)) as received:
         for place, echo in enumerate(echoes):
-            yield reply.begin(place, echo)
+            yield reply.chunk(place, echo.text, begins=True)
         try:
             async for place, text, end in received:
-                yield reply.piece(place, text)
-                if end is not None:
-                    generations.append(end)
-                    yield reply.end(place, end)
+                yield reply.chunk(place, text, end)
+                generations += [] if end is None else [end]
         except Refused as refused:
             yield event(refused.body)
             return
