@@ -54,12 +54,7 @@ class Layout:
         return True
 
     def mapped(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[Any],
-        outputs: Any,
-        *,
-        over: Collection[str] | None = None,
+        self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
     ) -> Callable[..., Any]:
         """`function` as every device runs it on the parts that lie there, with collectives of its own.
 
