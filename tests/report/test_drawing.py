@@ -66,15 +66,14 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
     assert [end / inner for end in lines(picture, "var(--s1)")[0]] == near([0.7, 1.0], abs=1e-3)
 
 
-def test_bars_are_as_long_as_their_values_with_the_standard_error_across_their_ends():
+def test_values_without_an_end_have_an_axis_from_zero_and_their_texts():
     rows = [Row("text", [Interval(0.5, 0.1, 0, "0.5 model"), Interval(2.0, 0, 1, "2.0 gzip")])]
-    drawing = row_chart(rows, Axis("bits"), "bars", "en", bars=True)
-    picture = drawn(drawing)
-    shapes = [one.get("d") or "" for one in picture.iter() if "--s" in (one.get("fill") or "")]
-    lengths = [abs(float(re.findall(r"h(-?[\d.]+)", shape)[0])) for shape in shapes]
-    assert lengths[1] / lengths[0] == near(4, rel=0.01)
-    low, high = lines(picture, "var(--ink)")[0]
-    assert [low / lengths[0], high / lengths[0]] == near([0.8, 1.2], rel=1e-3)
+    drawing = row_chart(rows, Axis("bits"), "bits", "en", shares=False)
+    points = [one for one in drawn(drawing).iter() if one.get("d") and "--s" in (one.get("fill") or "")]
+    model, gzip = (placed(one)[0] for one in points)
+    assert gzip / model == near(4, rel=0.01)
+    low, high = lines(drawn(drawing), "var(--s0)")[0]
+    assert [low / model, high / model] == near([0.8, 1.2], rel=1e-3)
     assert "0.5 model" in drawing and "2.0 gzip" in drawing
 
 
@@ -92,7 +91,7 @@ def test_what_cannot_be_shown_is_left_out_and_little_is_still_a_chart():
     assert (line.get("d") or "").count("L") == 1
     for few in ([], [(1.0, 2.0)], [(1.0, 3.0), (2.0, 3.0)]):
         assert "loss" in line_chart([Series("l", few)], Axis("step"), Axis("loss"), "a chart", "en")
-    assert "</svg>" in row_chart([], Axis("bits"), "bars", "en", bars=True)
+    assert "</svg>" in row_chart([], Axis("bits"), "bits", "en", shares=False)
 
 
 def test_axes_have_the_numbers_of_their_language():

@@ -43,7 +43,7 @@ def test_a_whole_run_is_read(facts):
     assert facts.documents["filter"].reasons[0] == ("too short", 412)
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
-    assert facts.thresholds == [0.5, 0.8] and facts.threshold_costs[0].documents_kept == [799, 640]
+    assert [cost.documents_kept for cost, _ in facts.threshold_costs] == [[799, 640]]
     decontaminated = facts.results["decontaminate"]
     assert decontaminated.benchmarks["quiz"].found == 1 and decontaminated.boilerplate.in_items == 40
     assert facts.results["train-tokenizer"].sources["pocket-world"].bytes_per_token == 4.26
@@ -52,7 +52,7 @@ def test_a_whole_run_is_read(facts):
     pretrain = facts.training("pretrain")
     assert pretrain.result.parameters.total == 1_443_968 and pretrain.nonfinite_steps == [300]
     assert [point[0] for point in pretrain.curves["loss"]] == sorted(point[0] for point in pretrain.curves["loss"])
-    assert {name for name, _, _ in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
+    assert {"parameters", "flops"} <= set(pretrain.predicted) and pretrain.analysis is not None
     assert [evaluation.model for evaluation in facts.evaluations] == ["base", "sft"]
     assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))

@@ -49,7 +49,7 @@ def read_baselines(file: Path) -> Baselines:
 def baseline_figures(facts: Facts, baselines: Baselines, t: Language) -> list[Figure]:
     """For each benchmark that both have, bars of all models."""
     own = [(one, score) for one in _evaluated(facts) for score in one.scores]
-    keys = (Key(t("this run"), 0, "bar"), Key(t("published"), 1, "bar"))
+    keys = (Key(t("this run"), 0, "points"), Key(t("published"), 1, "points"))
     figures = []
     for task in dict.fromkeys(task for model in baselines.models for task in model.scores):
         metric, items = baselines.metrics.get(task, HEADLINES.get(task, "acc")), baselines.items.get(task)
@@ -71,7 +71,7 @@ def baseline_figures(facts: Facts, baselines: Baselines, t: Language) -> list[Fi
             note = t("The published scores are of {count} items, those of this run of {others}.")
             notes.append(note.format(count=t.count(items), others=t.listed(list(dict.fromkeys(others)))))
         title = f"{task} {metric}"
-        figures.append(Figure(title, row_chart(rows, Axis(""), title, t.code, bars=True), keys, " ".join(notes)))
+        figures.append(Figure(title, row_chart(rows, Axis(""), title, t.code), keys, " ".join(notes)))
     return figures
 
 

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from markupsafe import Markup
 
-WIDE, HALF, THIRD, NARROW = 920, 452, 296, 350  # the page's column and parts of it, and a phone's; pixels
+WIDE, HALF, NARROW = 920, 452, 350  # the page's column and parts of it, and a phone's; pixels
 COLORS = 6  # series beyond them repeat the first colors
-LOG_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to show its end
 POINTS = 500  # per series; more than a screen is wide shows nothing more
 Point = tuple[float, float]
 Spec = dict[str, Any]
@@ -86,13 +85,8 @@ def line_chart(
 ) -> Markup:
     """Lines over a common x axis; values that a logarithmic axis cannot show are left out.
 
-    Args:
-        series: drawn in order, later ones on top.
-        x, y: labels and formats of the axes.
-        label: what the picture shows, for screen readers.
-        language: "en" or "fr", for the numbers of the axes.
-        wide, height: pixels on a wide page.
-        marks: x positions of vertical dashed lines (steps at which the run was resumed).
+    `label` is for screen readers, `wide` and `height` are pixels on a wide page, and `marks` the places of vertical
+    dashed lines (steps at which the run was resumed).
     """
     rows = [row for number, one in enumerate(series) for row in _points(one, number, x, y)]
     xs = [row["x"] for row in rows] or [1.0]
@@ -147,76 +141,52 @@ def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
 
 
 def row_chart(
-    rows: Sequence[Row],
-    x: Axis,
-    label: str,
-    language: str,
-    *,
-    bars: bool = False,
-    low: float = 0.0,
-    hollow: bool = False,
+    rows: Sequence[Row], x: Axis, label: str, language: str, *, shares: bool = True, hollow: bool = False
 ) -> Markup:
-    """One row per task: values under each other, with lines of one standard error each way.
+    """One row per task: values under each other, with lines of one standard error each way and their texts.
 
-    Args:
-        rows: their labels are unique.
-        x: label and format of the axis.
-        label: what the picture shows, for screen readers.
-        language: "en" or "fr", for the numbers of the axis.
-        bars: values are bars from zero with their texts at their ends, else points between `low` and 1.
-        low: where the axis of points begins.
-        hollow: points of the first color are hollow.
+    Labels are unique; `shares` are on an axis from 0 to 1, other values on one from 0 to the largest. The points of the
+    first color can be `hollow`. On a narrow page labels stand above their rows.
     """
     values: list[Spec] = []
     for row in rows:
         for place, one in enumerate(row.intervals):
-            high = one.value + one.error
-            ends = {"low": max(low, one.value - one.error), "high": high if bars else min(1.0, high)}
+            high = min(1.0, one.value + one.error) if shares else one.value + one.error
+            ends = {"low": max(0.0, one.value - one.error), "high": high}
             values.append({"row": row.label, "place": str(place), "value": one.value, "text": one.text} | ends)
-            values[-1] |= _look(one.color) | {"first": hollow and one.color == 0, "zero": 0}
+            values[-1] |= _look(one.color) | {"first": hollow and one.color == 0}
     guesses = [{"row": row.label, "value": row.chance} for row in rows if row.chance is not None]
-    # A bar's text takes up to a fifth of the page.
-    domain = [0.0, 1.25 * max((value["high"] for value in values), default=1.0) or 1.0] if bars else [low, 1.0]
+    most = 1.0 if shares else 1.3 * max((value["high"] for value in values), default=1.0) or 1.0  # with room for texts
     bare = {"domain": False, "ticks": False}
     axis: Spec = {"title": x.label or None, "titleAnchor": "end", "format": x.form, "tickCount": 5, **bare}
-    axis |= {"labels": False, "grid": False} if bars else {}
-    across = {"type": "quantitative", "scale": {"domain": domain, "nice": False}, "axis": axis}
+    across = {"type": "quantitative", "scale": {"domain": [0, most], "nice": False}, "axis": axis}
     place = {"field": "place", "type": "nominal", "scale": {"type": "band", "paddingInner": 0, "paddingOuter": 0}}
+    fill = _as_is("color") | {"condition": {"test": "datum.first", "value": "var(--paper)"}}
+    look = {"stroke": _as_is("color"), "fill": fill, "shape": _as_is("shape"), "yOffset": place}
+    spread = {"x": across | {"field": "low"}, "x2": {"field": "high"}, "stroke": _as_is("color"), "yOffset": place}
     text = {"type": "text", "align": "left", "fontSize": 13, "fill": "var(--ink)"}
-    group = (17 if bars else 12) * max((len(row.intervals) for row in rows), default=1)
+    written = {"x": across | {"field": "high"}, "text": {"field": "text"}, "yOffset": place}
+    group = (12 if shares else 17) * max((len(row.intervals) for row in rows), default=1)
 
     def spec(width: int) -> Spec:
-        beside = width > 600  # labels stand above their rows on a narrow page
+        beside = width > 600
         gap = 14 if beside else 26
         share = gap / (group + gap)  # of a step of the scale
         labels = {"title": None, "labelLimit": 330, "labelPadding": 10, "labelFontSize": 13, "grid": False, **bare}
         up: Spec = {"field": "row", "type": "nominal", "sort": None}
         up["scale"] = {"type": "band", "paddingInner": share, "paddingOuter": share * (0.3 if beside else 0.8)}
         up["axis"] = labels | {"labelColor": "var(--ink)"} if beside else None
-        spread = {"x": across | {"field": "low"}, "x2": {"field": "high"}, "yOffset": place}
-        if bars:
-            from_zero = {"x": across | {"field": "zero"}, "x2": {"field": "value"}, "fill": _as_is("color")}
-            written = {"x": across | {"field": "high"}, "text": {"field": "text"}, "yOffset": place}
-            layers = [
-                _layer("true", {"type": "bar"}, yOffset=place, **from_zero),
-                _layer("datum.low < datum.high", _rule("ink"), **spread),
-                _layer("true", text | {"dx": 7}, **written),
-            ]
-        else:
-            fill = _as_is("color") | {"condition": {"test": "datum.first", "value": "var(--paper)"}}
-            look = {"stroke": _as_is("color"), "fill": fill, "shape": _as_is("shape")}
-            guess = {"x": across | {"field": "value"}, "y": up | {"bandPosition": 0}}
-            guess["y2"] = {"field": "row", "bandPosition": 1}
-            points = {"type": "point", "size": 80, "opacity": 1}
-            layers = [
-                {"data": {"values": guesses}, "mark": _rule("ink", dash=[3, 3]), "encoding": guess},
-                _layer("true", {"type": "rule", "strokeWidth": 2}, stroke=_as_is("color"), **spread),
-                _layer("true", points, x=across | {"field": "value"}, yOffset=place, **look),
-            ]
+        top, bottom = {"y": up | {"bandPosition": 0}}, {"y2": {"field": "row", "bandPosition": 1}}
+        guess = {"x": across | {"field": "value"}, **top, **bottom}
+        layers = [
+            {"data": {"values": guesses}, "mark": _rule("ink", dash=[3, 3]), "encoding": guess},
+            _layer("true", {"type": "rule", "strokeWidth": 2}, **spread),
+            _layer("true", {"type": "point", "size": 80, "opacity": 1}, x=across | {"field": "value"}, **look),
+            _layer("true", text | {"dx": 9}, **written),
+        ]
         if not beside:
             above = text | {"baseline": "bottom", "dy": -2, "limit": 330}
-            names = {"x": {"datum": domain[0]}, "y": up | {"bandPosition": 0}, "text": {"field": "row"}}
-            layers.append(_layer("datum.place == '0'", above, **names))
+            layers.append(_layer("datum.place == '0'", above, x={"datum": 0}, text={"field": "row"}, **top))
         return {
             **{"width": width, "height": {"step": group + gap, "for": "position"}},
             "autosize": {"type": "fit-x", "contains": "padding"},
@@ -272,15 +242,11 @@ def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     """At most `limit` (4 or more) of the points: the ends, and of each stretch between the lowest and the highest."""
     if len(points) <= limit:
         return list(points)
-    stretches = (limit - 2) // 2
-    inner = points[1:-1]
-    kept = [points[0]]
-    for i in range(stretches):
-        stretch = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
-        low = min(range(len(stretch)), key=lambda j: stretch[j][1])
-        high = max(range(len(stretch)), key=lambda j: stretch[j][1])
-        kept += [stretch[j] for j in sorted({low, high})]
-    return [*kept, points[-1]]
+    kept = {0, len(points) - 1}
+    for stretch in np.array_split(np.arange(1, len(points) - 1), (limit - 2) // 2):
+        values = [points[at][1] for at in stretch]
+        kept |= {int(stretch[np.argmin(values)]), int(stretch[np.argmax(values)])}
+    return [points[at] for at in sorted(kept)]
 
 
 def smoothed(points: Sequence[Point], span: float = 0.04) -> list[Point]:

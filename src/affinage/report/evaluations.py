@@ -42,9 +42,9 @@ class Score:
     stderr: float | None
     items: int | None
     shots: int | None
-    chat_template: bool = False
-    chance: float | None = None
-    headline: bool = False
+    chat_template: bool
+    chance: float | None
+    headline: bool
 
     @property
     def is_share(self) -> bool:
@@ -64,23 +64,16 @@ class Evaluation:
     @cached_property
     def scores(self) -> tuple[Score, ...]:
         """All metrics of all tasks."""
-        return tuple(
-            Score(
-                task=task,
-                metric=name,
-                value=metric.value,
-                stderr=metric.stderr,
-                items=result.items,
-                shots=result.num_fewshot,
-                chat_template=result.chat_template,
-                chance=(CHANCE.get(task) if result.chance is None else result.chance) if is_share(name) else None,
-                headline=name
-                == headline(task, [name for name, one in result.metrics.items() if one.value is not None]),
-            )
-            for task, result in self.result.tasks.items()
-            for name, metric in result.metrics.items()
-            if metric.value is not None
-        )
+        found = []
+        for task, result in self.result.tasks.items():
+            known = {name: metric.value for name, metric in result.metrics.items() if metric.value is not None}
+            guessed = CHANCE.get(task) if result.chance is None else result.chance
+            for name, value in known.items():
+                about = (result.items, result.num_fewshot, result.chat_template, guessed if is_share(name) else None)
+                found.append(
+                    Score(task, name, value, result.metrics[name].stderr, *about, name == headline(task, known))
+                )
+        return tuple(found)
 
     @property
     def headlines(self) -> list[Score]:

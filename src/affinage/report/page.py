@@ -19,58 +19,29 @@ from affinage.report import figures
 from affinage.report.baselines import Baselines, baseline_figures, read_baselines
 from affinage.report.evaluations import changes, headline
 from affinage.report.facts import TRAININGS, Facts, by_size, collect_facts
-from affinage.report.language import ABSENT, N_, Language, language_of
+from affinage.report.language import ABSENT, Language, language_of
 
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
-TITLES = {  # of sections, and of steps that a page names
-    "data": N_("Data"),
-    "duplicates": N_("Near duplicates"),
-    "tokenizer": N_("Tokenizer"),
-    "sequences": N_("Sequences"),
-    "model": N_("Model"),
-    "pretrain": N_("Pretraining"),
-    "sft": N_("Fine-tuning"),
-    "dpo": N_("Preferences"),
-    "compression": N_("Bits per byte"),
-    "scores": N_("Scores"),
-    "samples": N_("What it writes"),
-    "predicted": N_("Predicted and measured"),
-    "settings": N_("Settings"),
-    "steps": N_("Steps"),
-    "ingest": N_("ingest"),
-    "filter": N_("filter"),
-    "dedup": N_("dedup"),
-    "decontaminate": N_("decontaminate"),
-    "split": N_("split"),
-    "runs": N_("At a glance"),
-    "differing": N_("Settings that differ"),
-    "losses": N_("Losses"),
-    "judged": N_("Scores side by side"),
-    "differences": N_("Item by item"),
-}
 
 
 def write_report(
     run_folder: Path, out: Path, language: str | None = None, baselines: Path | None = None
 ) -> dict[str, Any]:
-    """Write the report of a run as one self-contained HTML file.
+    """Write the report of a run as one self-contained HTML file, whole or not at all.
 
     Args:
         run_folder: `runs/<name>`, with a folder per step; steps that are not there have no section.
-        out: the file to write; it appears whole or not at all.
+        out: the file.
         language: "en" or "fr"; None for the one of the recipe.
         baselines: a YAML file with published scores to show beside those of the run.
 
     Returns:
         bytes of the file, its language, what the run made in one line, and the sections of the page.
-
-    Raises:
-        UserError: the file cannot be written, or that of the baselines not read.
     """
     published = None if baselines is None else read_baselines(baselines)
     facts = collect_facts(run_folder)
-    t = language_of(language or facts.settings.report.language)
+    t = language_of(language or facts.settings.report.get("language"))
     written = write_page(render(facts, t.code, published), out)
     return {"bytes": written, "language": t.code, "summary": summary(facts, t.code), "sections": sections(facts)}
 
@@ -93,7 +64,7 @@ def write_page(page: str, out: Path) -> int:
 
 def render(facts: Facts, language: str | None = None, baselines: Baselines | None = None) -> str:
     """The page as HTML, in `language`, or in the one of the recipe."""
-    t = language_of(language or facts.settings.report.language)
+    t = language_of(language or facts.settings.report.get("language"))
     evaluations = facts.evaluations
     return render_template(
         "report.html.j2",
@@ -125,7 +96,7 @@ def render_template(name: str, t: Language, **values: Any) -> str:
         t=t,
         figures=figures,
         headline_of=headline,
-        titles=TITLES,
+        named=lambda evaluations: {figures.model_name(one, t): one for one in evaluations},
         affinage_version=affinage.__version__,
         style=Markup(_packaged("style.css")),
         script=Markup(script),
@@ -162,7 +133,7 @@ def sections(facts: Facts) -> list[str]:
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
         "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
         "samples": any(facts.samples),
-        "predicted": any(training.compared for training in facts.trainings),
+        "predicted": facts.trainings,
         "settings": facts.recipe or facts.versions,
         "steps": facts.steps,
     }
@@ -170,11 +141,5 @@ def sections(facts: Facts) -> list[str]:
 
 
 def summary(facts: Facts, language: str, *, timed: bool = True) -> str:
-    """What was made, of how much text, in what time, and how good it is, in one line of text.
-
-    Args:
-        facts: of the run.
-        language: "en" or "fr"; English for others.
-        timed: whether to state how long the trainings took and on what; a card that must not change does not.
-    """
+    """What was made, of how much text, and how good it is, in one line of text; `timed`, also in what time on what."""
     return render_template("summary.txt.j2", language_of(language), facts=facts, timed=timed).strip()
