@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, arg, complete_model, find, opt, verb
 from affinage.cli.output import Table, emit
@@ -87,15 +87,18 @@ def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
 
 
 def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
-    from affinage.report.comparison import quantity_lines, setting_lines
-    from affinage.report.language import Language
+    from affinage.config.yaml import brief
 
     names = [one.name for one in found.entrants]
-    if lines := quantity_lines(found, Language("en")):
-        yield Table(["", *names], lines)
-    if lines := setting_lines(found):
+    if found.quantities:
+        rows = [[name.replace("_", " "), *map(_number, values)] for name, values in found.quantities.items()]
+        yield Table(["", *names], rows)
+    if found.settings:
         yield ""
-        yield Table(["setting", *names], lines)
+        rows = [
+            [key, *(None if one is None else brief(one) for one in values)] for key, values in found.settings.items()
+        ]
+        yield Table(["setting", *names], rows)
     for one in found.entrants:
         if one.again:
             yield f"\n{one.name} has changed since these answers. To evaluate it again: {one.again}"
@@ -103,6 +106,12 @@ def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
         yield from _pair(found, pair)
     if html is not None:
         yield f"\nThe page is in {html}."
+
+
+def _number(value: Any) -> str | None:
+    if not isinstance(value, int | float):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":

@@ -7,10 +7,11 @@ too, so that color is never the only difference.
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jinja2
 import numpy as np
 from markupsafe import Markup
 
@@ -21,11 +22,6 @@ Point = tuple[float, float]
 Spec = dict[str, Any]
 
 _SHAPES = ("circle", "square", "triangle-up", "diamond")
-_LINES: dict[str, Spec] = {
-    "faint": {"strokeWidth": 1, "opacity": 0.42},
-    "line": {"strokeWidth": 2},
-    "points": {"strokeWidth": 1, "strokeDash": [4, 3]},
-}
 
 
 @dataclass(frozen=True)
@@ -89,40 +85,17 @@ def line_chart(
     dashed lines (steps at which the run was resumed).
     """
     rows = [row for number, one in enumerate(series) for row in _points(one, number, x, y)]
-    xs = [row["x"] for row in rows] or [1.0]
+    xs, ends = [row["x"] for row in rows] or [1.0], [row[end] for row in rows for end in ("low", "high")]
     low = min(xs) if x.log or min(xs) < 0 else 0.0
     domain = [low, max(xs)] if max(xs) > low else [low * 0.9, max(xs) * 1.1 or 1.0]
-    across = {"field": "x", "type": "quantitative", "scale": _scale(x) | {"domain": domain, "nice": False}}
-    up = {"field": "y", "type": "quantitative", "scale": _scale(y) | {"zero": False}}
-    if y.log and rows:
-        ends = [row[end] for row in rows for end in ("low", "high")]
-        up["scale"] = _scale(y) | {"domain": [min(ends) * 0.95, max(ends) * 1.05], "nice": False}
-    up["axis"] = {"title": None, "format": y.form, "domain": False, "ticks": False, "labelOverlap": True}
-    points = {"type": "point", "opacity": 1, "strokeWidth": 1.3, "stroke": "var(--paper)"}
-    ring = {"type": "point", "shape": "circle", "opacity": 1, "size": 200, "fill": "transparent"}
-    look = {"fill": _as_is("color"), "shape": _as_is("shape"), "size": _as_is("size")}
-    bars = {"y": up | {"field": "low"}, "y2": {"field": "high"}, "stroke": _as_is("color")}
-    line = {"detail": {"field": "series", "type": "nominal"}, "stroke": _as_is("color")}
-    layers: list[Spec] = [
-        {"data": {"values": [{"x": mark} for mark in marks]}, "mark": _rule("muted", dash=[2, 4])},
-        _layer("datum.low < datum.high", {"type": "rule", "strokeWidth": 2}, **bars),
-        *(_layer(f"datum.style == '{style}'", {"type": "line", **_LINES[style]}, y=up, **line) for style in _LINES),
-        _layer("datum.size > 0", points, y=up, **look),
-        _layer("datum.ringed", ring, y=up, stroke=_as_is("color")),
-    ]
-    title = {"text": y.label, "anchor": "start", "frame": "bounds", "fontSize": 12, "fontWeight": "normal"}
-    axis = {"title": x.label, "titleAnchor": "end", "format": x.form, "grid": False, "labelOverlap": True}
-
-    def spec(width: int) -> Spec:
-        encoding = {"x": across | {"axis": axis | {"tickCount": 8 if width > 600 else 4}}}
-        return {
-            **{"width": width, "height": min(height, 260) if width < wide else height},
-            "autosize": {"type": "fit", "contains": "padding"},
-            "title": title | {"color": "var(--muted)"},
-            **{"data": {"values": rows}, "encoding": encoding, "layer": layers},
-        }
-
-    return _drawn(spec, wide, label, language, frame=json.dumps({"x": domain, "log": x.log}))
+    y_scale: Spec = {"zero": False}
+    if y.log:
+        y_scale = {"type": "log", "nice": False}
+        y_scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if ends else {}
+    values = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x_axis": x, "y_axis": y}
+    x_scale = {"type": "log" if x.log else "linear", "domain": domain, "nice": False}
+    frame = json.dumps({"x": domain, "log": x.log})
+    return _drawn("line", wide, label, language, frame, x_scale=x_scale, y_scale=y_scale, **values)
 
 
 def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
@@ -157,82 +130,25 @@ def row_chart(
             values[-1] |= _look(one.color) | {"first": hollow and one.color == 0}
     guesses = [{"row": row.label, "value": row.chance} for row in rows if row.chance is not None]
     most = 1.0 if shares else 1.3 * max((value["high"] for value in values), default=1.0) or 1.0  # with room for texts
-    bare = {"domain": False, "ticks": False}
-    axis: Spec = {"title": x.label or None, "titleAnchor": "end", "format": x.form, "tickCount": 5, **bare}
-    across = {"type": "quantitative", "scale": {"domain": [0, most], "nice": False}, "axis": axis}
-    place = {"field": "place", "type": "nominal", "scale": {"type": "band", "paddingInner": 0, "paddingOuter": 0}}
-    fill = _as_is("color") | {"condition": {"test": "datum.first", "value": "var(--paper)"}}
-    look = {"stroke": _as_is("color"), "fill": fill, "shape": _as_is("shape"), "yOffset": place}
-    spread = {"x": across | {"field": "low"}, "x2": {"field": "high"}, "stroke": _as_is("color"), "yOffset": place}
-    text = {"type": "text", "align": "left", "fontSize": 13, "fill": "var(--ink)"}
-    written = {"x": across | {"field": "high"}, "text": {"field": "text"}, "yOffset": place}
-    group = (12 if shares else 17) * max((len(row.intervals) for row in rows), default=1)
-
-    def spec(width: int) -> Spec:
-        beside = width > 600
-        gap = 14 if beside else 26
-        share = gap / (group + gap)  # of a step of the scale
-        labels = {"title": None, "labelLimit": 330, "labelPadding": 10, "labelFontSize": 13, "grid": False, **bare}
-        up: Spec = {"field": "row", "type": "nominal", "sort": None}
-        up["scale"] = {"type": "band", "paddingInner": share, "paddingOuter": share * (0.3 if beside else 0.8)}
-        up["axis"] = labels | {"labelColor": "var(--ink)"} if beside else None
-        top, bottom = {"y": up | {"bandPosition": 0}}, {"y2": {"field": "row", "bandPosition": 1}}
-        guess = {"x": across | {"field": "value"}, **top, **bottom}
-        layers = [
-            {"data": {"values": guesses}, "mark": _rule("ink", dash=[3, 3]), "encoding": guess},
-            _layer("true", {"type": "rule", "strokeWidth": 2}, **spread),
-            _layer("true", {"type": "point", "size": 80, "opacity": 1}, x=across | {"field": "value"}, **look),
-            _layer("true", text | {"dx": 9}, **written),
-        ]
-        if not beside:
-            above = text | {"baseline": "bottom", "dy": -2, "limit": 330}
-            layers.append(_layer("datum.place == '0'", above, x={"datum": 0}, text={"field": "row"}, **top))
-        return {
-            **{"width": width, "height": {"step": group + gap, "for": "position"}},
-            "autosize": {"type": "fit-x", "contains": "padding"},
-            **{"data": {"values": values}, "encoding": {"y": up}, "layer": layers},
-        }
-
-    return _drawn(spec, WIDE, label, language)
-
-
-def _scale(axis: Axis) -> Spec:
-    return {"type": "log"} if axis.log else {}
+    group = (12 if shares else 17) * max((len(row.intervals) for row in rows), default=1)  # pixels
+    return _drawn("rows", WIDE, label, language, values=values, guesses=guesses, most=most, group=group, x_axis=x)
 
 
 def _look(color: int) -> Spec:
     return {"color": f"var(--s{color % COLORS})", "shape": _SHAPES[color % len(_SHAPES)]}
 
 
-def _as_is(field: str) -> Spec:
-    """An encoding by values that are colors, shapes or sizes themselves."""
-    return {"field": field, "type": "nominal", "scale": None, "legend": None}
-
-
-def _layer(test: str, mark: Spec, **encoding: Spec) -> Spec:
-    return {"transform": [{"filter": test}], "mark": mark, "encoding": encoding}
-
-
-def _rule(color: str, dash: Sequence[int] = ()) -> Spec:
-    return {"type": "rule", "stroke": f"var(--{color})", "strokeWidth": 1.5, "strokeDash": list(dash)}
-
-
-def _drawn(spec: Callable[[int], Spec], wide: int, label: str, language: str, frame: str = "") -> Markup:
+def _drawn(template: str, wide: int, label: str, language: str, frame: str = "", **values: Any) -> Markup:
     """The drawing for a wide and for a narrow page, of which the style sheet shows one, as SVG that scales."""
     import vl_convert  # loads a JavaScript engine
 
-    colors = {"label": "muted", "title": "muted", "grid": "grid", "domain": "line", "tick": "line"}
-    axis = {f"{part}Color": f"var(--{color})" for part, color in colors.items()}
-    sizes = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
-    shared = {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "background": None,
-        "padding": {"left": 2, "right": 16, "top": 4, "bottom": 4},
-        "config": {"aria": False, "view": {"stroke": None}, "axis": axis | sizes},
-    }
+    loader = jinja2.PackageLoader("affinage.report", "templates/charts")
+    templates = jinja2.Environment(loader=loader, autoescape=False)  # noqa: S701 - of JSON
+    shared = json.loads(templates.get_template("shared.json.j2").render())
     head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" data-frame="{}" ').format(label, frame), []
     for width in (wide, NARROW):
-        drawn = vl_convert.vegalite_to_svg(shared | spec(width), format_locale="fr-FR" if language == "fr" else None)
+        spec = json.loads(templates.get_template(f"{template}.json.j2").render(values | {"width": width, "wide": wide}))
+        drawn = vl_convert.vegalite_to_svg(shared | spec, format_locale="fr-FR" if language == "fr" else None)
         body = re.sub(r'font-family="[^"]*"', "", drawn[drawn.index("viewBox=") :])
         drawings.append(head + Markup(body))  # noqa: S704 - Vega escapes the texts
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(*drawings)

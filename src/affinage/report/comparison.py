@@ -1,7 +1,7 @@
 """Several runs, or models of runs, side by side: which settings differ, what each cost, and what each gave."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,10 @@ from affinage.report.charts import Series, smoothed, thinned
 from affinage.report.evaluations import Evaluation, is_share, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts
 from affinage.report.figures import TITLES, Figure, line_figure, loss_axis, score_figure
-from affinage.report.language import ABSENT, N_, Language, language_of
+from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary
 
 _NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
-_QUANTITIES: dict[str, tuple[str, Callable[[Language, Any], str]]] = {  # labels, and how they are written
-    "parameters": (N_("Parameters"), Language.count),
-    "tokens": (N_("Tokens, all trainings"), Language.count),
-    "flops": (N_("Computation, all trainings"), Language.flops),
-    "devices": (N_("Devices"), lambda _, devices: str(devices)),
-    "training_seconds": (N_("Time, all trainings"), Language.duration),
-    "device_hours": (N_("Device hours"), Language.number),
-    "seconds": (N_("Time of the whole run"), Language.duration),
-    "tokens_per_second": (N_("Tokens per second, first training"), Language.count),
-    "mfu": (N_("Share of the peak (MFU), first training"), Language.percent),
-    "final_loss": (N_("Loss at the end of the first training"), Language.number),
-}
 _METRICS = {  # what metrics of texts mean
     LOG_LIKELIHOOD: N_(
         "log_likelihood: of the expected text, in nats per item, higher is better; perplexity is exp(−log_likelihood)."
@@ -79,7 +67,8 @@ class Entrant:
             "mfu": first.mfu,
             "final_loss": first.final_loss,
         }
-        return {name: value for name, value in found.items() if value}
+        known = {name: value for name, value in found.items() if value}
+        return known | {f"bits_per_byte {name}": bits for name, bits in self.bits_per_byte.items()}
 
 
 @dataclass(frozen=True)
@@ -100,9 +89,10 @@ class Comparison:
     paired: list[Paired]
 
     @property
-    def quantities(self) -> list[str]:
-        """Names of all quantities that any of them knows."""
-        return list(dict.fromkeys(name for one in self.entrants for name in one.quantities))
+    def quantities(self) -> dict[str, list[Any]]:
+        """All quantities that any of them knows, of each; None where it does not."""
+        names = dict.fromkeys(name for one in self.entrants for name in one.quantities)
+        return {name: [one.quantities.get(name) for one in self.entrants] for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -114,7 +104,7 @@ class Comparison:
             text = summary(one.facts, "en") if one.is_run else ""
             known = {"bits_per_byte": one.bits_per_byte, "scores": scores}
             again = {"judged_before": True, "evaluate_again": one.again} if one.again else {}
-            quantities = {name: one.quantities.get(name) for name in self.quantities}
+            quantities = {name: one.quantities.get(name) for name in self.quantities if " " not in name}
             runs.append({"name": one.name, "summary": text, **quantities, **known, **again})
         ends = [({"from": self.entrants[0].name, "to": pair.other.name}, pair) for pair in self.paired]
         return {
@@ -128,13 +118,10 @@ class Comparison:
 def entrant(
     name: str, run: Path | None, results: Path | None, *, again: str = "", parts: Mapping[str, Path] | None = None
 ) -> Entrant:
-    """One to compare: its run's folder, the folder of its results, or both; `again` as `Entrant` has it.
-
-    `parts` are the folders of the run's steps that count, all of them by default.
-    """
+    """One to compare: its run's folder, or those of its `parts` that count, the folder of its results, or both."""
     facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
-    judged = facts.evaluations[-1] if facts.evaluations else None
-    return Entrant(name, facts, results, read_evaluation(name, results) if results is not None else judged, again)
+    evaluation = read_evaluation(name, results) if results is not None else next(reversed(facts.evaluations), None)
+    return Entrant(name, facts, results, evaluation, again)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
@@ -190,8 +177,7 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
         found=found,
         sections=[name for name, there in shown.items() if there],
         summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in found.entrants},
-        quantities=quantity_lines(found, t),
-        settings=setting_lines(found),
+        brief=brief,
         losses=losses,
         scores=scores,
         notes=notes,
@@ -199,35 +185,13 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
     )
 
 
-def quantity_lines(found: Comparison, t: Language) -> list[list[str]]:
-    """What each took and gave: a label and the values, for each quantity that any of them knows."""
-    lines = []
-    for name in found.quantities:
-        label, write = _QUANTITIES[name]
-        values = [one.quantities.get(name) for one in found.entrants]
-        lines.append([t(label), *(ABSENT if value is None else write(t, value) for value in values)])
-    for name in dict.fromkeys(name for one in found.entrants for name in one.bits_per_byte):
-        bits = [t.decimal(one.bits_per_byte.get(name), 3) for one in found.entrants]
-        lines.append([t("Bits per byte, {name}", name=name), *bits])
-    return lines
-
-
-def setting_lines(found: Comparison) -> list[list[str]]:
-    """The settings that differ: the key and the value in each run."""
-    written = {key: [ABSENT if one is None else brief(one) for one in values] for key, values in found.settings.items()}
-    return [[key, *values] for key, values in written.items()]
-
-
 def notes(pair: Paired, t: Language) -> list[str]:
     """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
     found, tasks = [], []
     for one in pair.unlike:
-        reasons = []
-        if one.questions:
-            reasons.append(t("items with another prompt or right answer: {count}", count=one.questions))
-        if one.versions:
-            reasons.append(t("versions {a} and {b}", a=one.versions[0], b=one.versions[1]))
-        tasks.append(f"{one.task} ({'; '.join(reasons)})")
+        items = t("items with another prompt or right answer: {count}", count=one.questions) if one.questions else ""
+        versions = t("versions {a} and {b}", a=one.versions[0], b=one.versions[1]) if one.versions else ""
+        tasks.append(f"{one.task} ({'; '.join(filter(None, (items, versions)))})")
     if tasks:
         found.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=", ".join(tasks)))
     metrics = {one.metric.partition(",")[0] for one in pair.differences}

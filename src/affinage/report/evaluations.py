@@ -85,6 +85,12 @@ class Evaluation:
         """Bits per byte of validation sets, by the model ("model") and by compressors."""
         return {name: bits for name, bits in self.result.bits_per_byte.items() if "model" in bits}
 
+    @property
+    def prompts(self) -> list[tuple[bool, str, str]]:
+        """Whether it was in a conversation, a prompt or question, and what the model wrote."""
+        found = ((name, one) for name in ("prompts", "questions") for one in self.result.samples.get(name, ()))
+        return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
+
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""
         return next((s for s in self.scores if (s.task, s.metric) == (task, metric)), None)

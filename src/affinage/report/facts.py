@@ -4,9 +4,8 @@ import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from affinage.report.duplicates import NearDuplicate, near_duplicates
 from affinage.report.evaluations import Evaluation, read_by_hand, read_evaluation
@@ -19,7 +18,6 @@ from affinage.results import (
     FilterResult,
     Manifest,
     Result,
-    Sample,
     Size,
     ThresholdCost,
     TokenizeResult,
@@ -27,9 +25,6 @@ from affinage.results import (
     read_json,
     read_result,
 )
-
-if TYPE_CHECKING:
-    from affinage.model.analysis import Analysis
 
 TRAININGS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # step -> model
 EVALUATIONS = {"evaluate-base": "base", "evaluate-sft": "sft", "evaluate-dpo": "dpo"}  # step -> model
@@ -92,29 +87,10 @@ class Facts:
         return {name: one for name, one in self.results.items() if isinstance(one, DocumentsResult)}
 
     @property
-    def finished(self) -> datetime | None:
-        """When the last step began; None for a run without dates."""
-        return max((step.manifest.started for step in self.steps if step.manifest.started), default=None)
-
-    @property
     def seconds(self) -> float | None:
         """Time spent in all steps together."""
         known = [step.seconds for step in self.steps if step.seconds is not None]
         return sum(known) if known else None
-
-    @property
-    def analysis(self) -> "tuple[Analysis, int | None] | None":
-        """The cost of the nodes of the model of its first training, and the tokens of its sequences."""
-        return next(((one.analysis, one.context) for one in self.trainings if one.analysis), None)
-
-    @property
-    def samples(self) -> tuple[list[Sample], list[Sample]]:
-        """Prompts, and questions in conversations, with what the models wrote, each once."""
-        found = ([], [])  # type: tuple[list[Sample], list[Sample]]
-        for evaluation in self.evaluations:
-            for samples, name in zip(found, ("prompts", "questions")):
-                samples += [one for one in evaluation.result.samples.get(name, ()) if one not in samples]
-        return found
 
     @property
     def epochs(self) -> float | None:

@@ -1,9 +1,7 @@
 """The pages: facts, messages and charts put into templates. Each page is one file that loads nothing."""
 
 import base64
-import contextlib
 import hashlib
-import os
 import re
 from importlib import resources
 from pathlib import Path
@@ -14,7 +12,7 @@ import yaml
 from markupsafe import Markup
 
 import affinage
-from affinage.errors import UserError
+from affinage.data.atomic import write_atomically
 from affinage.report import figures
 from affinage.report.baselines import Baselines, baseline_figures, read_baselines
 from affinage.report.evaluations import changes, headline
@@ -49,16 +47,8 @@ def write_report(
 def write_page(page: str, out: Path) -> int:
     """Write a page, whole or not at all. Returns its bytes."""
     content = page.encode(errors="replace")
-    part = out.with_name(f".{out.name}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        os.replace(part, out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        fix = "Make room or name another place, then write it again: nothing else is lost."
-        raise UserError(f"cannot be written: {error.strerror}", where=str(out), fix=fix) from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, content)
     return len(content)
 
 
@@ -128,11 +118,11 @@ def sections(facts: Facts) -> list[str]:
         "duplicates": facts.near_duplicates,
         "tokenizer": "train-tokenizer" in facts.results,
         "sequences": "tokenize" in facts.results,
-        "model": facts.analysis,
+        "model": any(training.analysis for training in facts.trainings),
         **{name: facts.training(name) for name in TRAININGS},
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
         "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
-        "samples": any(facts.samples),
+        "samples": any(evaluation.prompts for evaluation in facts.evaluations),
         "predicted": facts.trainings,
         "settings": facts.recipe or facts.versions,
         "steps": facts.steps,
