@@ -13,7 +13,7 @@ from affinage.report.charts import (
     Interval,
     Row,
     Series,
-    line_chart,
+    line_figure,
     row_chart,
     smoothed,
     thinned,
@@ -46,12 +46,10 @@ def lines(picture: ElementTree.Element, color: str) -> list[list[float]]:
 @pytest.mark.parametrize("log", [False, True])
 def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
     points = [(float(i + 1), 0.1 + (7.3 * i) % 11) for i in range(30)]
-    chart = line_chart([Series("loss", points)], Axis("step", log=log), Axis("loss", "~g", log), "a chart", "en")
+    figure = line_figure("a chart", [Series("loss", points)], Axis("step", log=log), Axis("loss", "~g", log), EN)
     for width in ("wide", "narrow"):
-        found = [
-            one for one in drawn(chart, width).iter() if one.get("stroke") == "var(--s0)" and "L" in one.get("d", "")
-        ]
-        corners = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", found[0].get("d") or "")[1:]]
+        strokes = [one.get("d") or "" for one in drawn(figure.drawing, width).iter() if one.get("stroke") == "var(--s0)"]
+        corners = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", max(strokes, key=len))[1:]]
         assert len(corners) == len(points) and all(-1 <= x <= 920 and -1 <= y <= 340 for x, y in corners)
         assert [x for x, _ in corners] == sorted(x for x, _ in corners)
         heights = [corners[i][1] for i in sorted(range(len(points)), key=lambda i: points[i][1])]
@@ -59,7 +57,7 @@ def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
 
 
 def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
-    picture = drawn(row_chart([Row("task", [Interval(0.5, 0.1, 0), Interval(0.9, 0.2, 1)], 0.25)], SHARE, "s", "en"))
+    picture = drawn(row_chart([Row("task", [Interval(0.5, 0.1, 0), Interval(0.9, 0.2, 1)], 0.25)], SHARE, "s", EN))
     (half,) = [one for one in picture.iter() if one.get("d") and one.get("stroke") == "var(--s0)"]  # the point at 0.5
     inner = 2 * placed(half)[0]
     assert [end / inner for end in lines(picture, "var(--s0)")[0]] == near([0.4, 0.6], abs=1e-3)
@@ -68,7 +66,7 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
 
 def test_values_without_an_end_have_an_axis_from_zero_and_their_texts():
     rows = [Row("text", [Interval(0.5, 0.1, 0, "0.5 model"), Interval(2.0, 0, 1, "2.0 gzip")])]
-    drawing = row_chart(rows, Axis("bits"), "bits", "en", shares=False)
+    drawing = row_chart(rows, Axis("bits"), "bits", EN, shares=False)
     points = [one for one in drawn(drawing).iter() if one.get("d") and "--s" in (one.get("fill") or "")]
     model, gzip = (placed(one)[0] for one in points)
     assert gzip / model == near(4, rel=0.01)
@@ -79,24 +77,24 @@ def test_values_without_an_end_have_an_axis_from_zero_and_their_texts():
 
 def test_drawings_have_a_text_and_escape_what_others_wrote():
     row = Row('<b>"task"</b>', [Interval(0.5, 0.1, 0)])
-    drawing = row_chart([row], Axis("</text><script>"), "scores & <more>", "en")
+    drawing = row_chart([row], Axis("</text><script>"), "scores & <more>", EN)
     assert "<b>" not in drawing and "<script" not in drawing and "task" in drawing
     assert drawing.count('role="img" aria-label="scores &amp; &lt;more&gt;"') == 2
 
 
 def test_what_cannot_be_shown_is_left_out_and_little_is_still_a_chart():
     points = [(0.0, 1.0), (1.0, math.nan), (2.0, 0.0), (3.0, 5.0)]
-    chart = line_chart([Series("l", points)], Axis("step"), Axis("loss", "~g", log=True), "a chart", "en")
-    (line,) = [one for one in drawn(chart).iter() if one.get("stroke") == "var(--s0)"]
+    figure = line_figure("a chart", [Series("l", points)], Axis("step"), Axis("loss", "~g", log=True), EN)
+    (line,) = [one for one in drawn(figure.drawing).iter() if one.get("stroke") == "var(--s0)"]
     assert (line.get("d") or "").count("L") == 1
     for few in ([], [(1.0, 2.0)], [(1.0, 3.0), (2.0, 3.0)]):
-        assert "loss" in line_chart([Series("l", few)], Axis("step"), Axis("loss"), "a chart", "en")
-    assert "</svg>" in row_chart([], Axis("bits"), "bits", "en", shares=False)
+        assert "loss" in line_figure("a chart", [Series("l", few)], Axis("step"), Axis("loss"), EN).drawing
+    assert "</svg>" in row_chart([], Axis("bits"), "bits", EN, shares=False)
 
 
 def test_axes_have_the_numbers_of_their_language():
     row = Row("t", [Interval(0.5, 0, 0)])
-    english, french = (row_chart([row], Axis("", ".1%"), "s", code) for code in ("en", "fr"))
+    english, french = (row_chart([row], Axis("", ".1%"), "s", t) for t in (EN, FR))
     assert "20.0%" in english and "20,0\u202f%" in french
 
 

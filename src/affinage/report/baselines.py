@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from affinage.config.yaml import parse
 from affinage.errors import UserError
-from affinage.report.charts import Axis, Interval, Row, row_chart
+from affinage.report.charts import Axis, Figure, Interval, Key, Row, row_chart
 from affinage.report.evaluations import marked
 from affinage.report.facts import Facts
-from affinage.report.figures import Figure, Key, in_chat_note, model_name
+from affinage.report.figures import in_chat_note, model_name
 from affinage.report.language import Language
 
 
@@ -63,6 +63,6 @@ def baseline_figures(facts: Facts, baselines: Baselines, t: Language) -> list[Fi
         if mine:
             metrics = ", ".join(dict.fromkeys(score.metric for score in mine.values()))
             note = in_chat_note(t) if any(score.chat_template for score in mine.values()) else ""
-            drawing = row_chart(rows, Axis("", ".0%"), task, t.code)
+            drawing = row_chart(rows, Axis("", ".0%"), task, t)
             figures.append(Figure(f"{task} {metrics}", drawing, keys, note))
     return figures

@@ -32,12 +32,10 @@ def card_facts(facts: Facts, license: str) -> CardFacts:
         for what, count in ((t("steps"), one.result.steps), (t("tokens"), one.result.tokens)):
             if count is not None:
                 training[t("{step}: {what}", step=t(TITLES[one.name]), what=what)] = count
-    results: dict[str, dict[str, Any]] = {}
-    for evaluation in facts.evaluations:
-        tasks = results.setdefault(evaluation.model, {"tasks": {}})["tasks"]
-        for score in evaluation.scores:
-            metrics = tasks.setdefault(score.task, {"metrics": {}})["metrics"]
-            metrics[score.metric] = {"value": score.value, "stderr": score.stderr, "in_chat": score.chat_template}
+    results = {
+        one.model: {"tasks": {task: {"metrics": metrics} for task, metrics in one.by_task.items()}}
+        for one in facts.evaluations
+    }
     return CardFacts(
         license=license,
         language=t.code,

@@ -9,11 +9,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
+
+from affinage.report.language import Language
 
 WIDE, HALF, NARROW = 920, 452, 350  # the page's column and parts of it, and a phone's; pixels
 COLORS = 6  # series beyond them repeat the first colors
@@ -68,21 +70,40 @@ class Row:
     chance: float | None = None
 
 
-def line_chart(
+class Key(NamedTuple):
+    """One entry of a legend."""
+
+    label: str
+    color: int
+    style: str  # that of a series, hollow, or chance
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its title, its legend, and the values a reader can point at (JSON, "" for none)."""
+
+    title: str
+    drawing: Markup
+    legend: Sequence[Key] = ()
+    note: str = ""
+    values: str = ""
+
+
+def line_figure(
+    title: str,
     series: Sequence[Series],
     x: Axis,
     y: Axis,
-    label: str,
-    language: str,
+    t: Language,
     *,
     wide: int = WIDE,
     height: int = 340,
-    marks: Sequence[float] = (),
-) -> Markup:
-    """Lines over a common x axis; values that a logarithmic axis cannot show are left out.
+    marks: Sequence[int] = (),
+    note: str = "",
+) -> Figure:
+    """Lines over a common x axis, later ones on top; values that a logarithmic axis cannot show are left out.
 
-    `label` is for screen readers, `wide` and `height` are pixels on a wide page, and `marks` the places of vertical
-    dashed lines (steps at which the run was resumed).
+    `wide` and `height` are pixels on a wide page, `marks` the steps at which the run was resumed.
     """
     rows = [row for number, one in enumerate(series) for row in _points(one, number, x, y)]
     xs, ends = [row["x"] for row in rows] or [1.0], [row[end] for row in rows for end in ("low", "high")]
@@ -92,10 +113,20 @@ def line_chart(
     if y.log:
         y_scale = {"type": "log", "nice": False}
         y_scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if ends else {}
-    values = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x_axis": x, "y_axis": y}
     x_scale = {"type": "log" if x.log else "linear", "domain": domain, "nice": False}
+    spec = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x_axis": x, "y_axis": y}
     frame = json.dumps({"x": domain, "log": x.log})
-    return _drawn("line", wide, label, language, frame, x_scale=x_scale, y_scale=y_scale, **values)
+    drawing = _drawn("line", wide, title, t, frame, x_scale=x_scale, y_scale=y_scale, **spec)
+    if marks and wide == WIDE and not note:
+        note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks))
+    legend = [Key(one.label, one.color, one.style) for one in series]
+    values = [
+        {"label": one.label, "color": one.color, "points": [[at, float(f"{value:.5g}")] for at, value in one.points]}
+        for one in series
+        if one.style != "faint"
+    ]
+    packed = json.dumps({"x": x.label, "series": values}, separators=(",", ":"), ensure_ascii=False)
+    return Figure(title, drawing, legend if len(series) > 1 or series[0].label != title else (), note, packed)
 
 
 def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
@@ -114,7 +145,7 @@ def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
 
 
 def row_chart(
-    rows: Sequence[Row], x: Axis, label: str, language: str, *, shares: bool = True, hollow: bool = False
+    rows: Sequence[Row], x: Axis, label: str, t: Language, *, shares: bool = True, hollow: bool = False
 ) -> Markup:
     """One row per task: values under each other, with lines of one standard error each way and their texts.
 
@@ -131,14 +162,14 @@ def row_chart(
     guesses = [{"row": row.label, "value": row.chance} for row in rows if row.chance is not None]
     most = 1.0 if shares else 1.3 * max((value["high"] for value in values), default=1.0) or 1.0  # with room for texts
     group = (12 if shares else 17) * max((len(row.intervals) for row in rows), default=1)  # pixels
-    return _drawn("rows", WIDE, label, language, values=values, guesses=guesses, most=most, group=group, x_axis=x)
+    return _drawn("rows", WIDE, label, t, values=values, guesses=guesses, most=most, group=group, x_axis=x)
 
 
 def _look(color: int) -> Spec:
     return {"color": f"var(--s{color % COLORS})", "shape": _SHAPES[color % len(_SHAPES)]}
 
 
-def _drawn(template: str, wide: int, label: str, language: str, frame: str = "", **values: Any) -> Markup:
+def _drawn(template: str, wide: int, label: str, t: Language, frame: str = "", **values: Any) -> Markup:
     """The drawing for a wide and for a narrow page, of which the style sheet shows one, as SVG that scales."""
     import vl_convert  # loads a JavaScript engine
 
@@ -148,7 +179,7 @@ def _drawn(template: str, wide: int, label: str, language: str, frame: str = "",
     head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" data-frame="{}" ').format(label, frame), []
     for width in (wide, NARROW):
         spec = json.loads(templates.get_template(f"{template}.json.j2").render(values | {"width": width, "wide": wide}))
-        drawn = vl_convert.vegalite_to_svg(shared | spec, format_locale="fr-FR" if language == "fr" else None)
+        drawn = vl_convert.vegalite_to_svg(shared | spec, format_locale="fr-FR" if t.code == "fr" else None)
         body = re.sub(r'font-family="[^"]*"', "", drawn[drawn.index("viewBox=") :])
         drawings.append(head + Markup(body))  # noqa: S704 - Vega escapes the texts
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(*drawings)

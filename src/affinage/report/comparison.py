@@ -11,10 +11,10 @@ from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
-from affinage.report.charts import Series, smoothed, thinned
+from affinage.report.charts import Axis, Figure, Series, line_figure, smoothed, thinned
 from affinage.report.evaluations import Evaluation, is_share, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts
-from affinage.report.figures import TITLES, Figure, line_figure, loss_axis, score_figure
+from affinage.report.figures import TITLES, loss_axis, score_figure
 from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary
 
@@ -98,9 +98,7 @@ class Comparison:
         """As JSON."""
         runs = []
         for one in self.entrants:
-            scores: dict[str, dict[str, Any]] = {}
-            for score in one.evaluation.scores if one.evaluation else ():
-                scores.setdefault(score.task, {})[score.metric] = {"value": score.value, "stderr": score.stderr}
+            scores = one.evaluation.by_task if one.evaluation else {}
             text = summary(one.facts, "en") if one.is_run else ""
             known = {"bits_per_byte": one.bits_per_byte, "scores": scores}
             again = {"judged_before": True, "evaluate_again": one.again} if one.again else {}
@@ -216,4 +214,4 @@ def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
     if len({one.color for one in series}) < 2:
         return None
     title = t("Loss: {training}", training=t(TITLES[name]))
-    return line_figure(title, series, t("training tokens"), loss_axis(series, name, t), t)
+    return line_figure(title, series, Axis(t("training tokens")), loss_axis(series, name, t), t)

@@ -1,9 +1,10 @@
 """What an evaluation left behind: scores with standard errors, bits per byte, samples."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, compare
@@ -95,13 +96,14 @@ class Evaluation:
         """The score of that task and metric, if it was computed."""
         return next((s for s in self.scores if (s.task, s.metric) == (task, metric)), None)
 
-    def completed(self, other: "Evaluation") -> "Evaluation":
-        """With another's scores of the same model for the metrics that this one does not have."""
-        tasks = dict(other.result.tasks)
-        for task, result in self.result.tasks.items():
-            before = other.result.tasks[task].metrics if task in other.result.tasks else {}
-            tasks[task] = result.model_copy(update={"metrics": {**before, **result.metrics}})
-        return replace(self, result=self.result.model_copy(update={"tasks": tasks}))
+    @property
+    def by_task(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """As JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for one in self.scores:
+            score = {"value": one.value, "stderr": one.stderr, "in_chat": one.chat_template}
+            found.setdefault(one.task, {})[one.metric] = score
+        return found
 
 
 def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Difference]:
@@ -120,19 +122,18 @@ def read_evaluation(model: str, folder: Path, step: int | None = None) -> Evalua
 
 
 def read_by_hand(runs: Path, trainings: Mapping[str, tuple[str, int | None]]) -> list[Evaluation]:
-    """The results of `affinage eval` for the models of some trainings, apart from their recipe.
+    """The results of `affinage eval` in the folder of runs, for the models of some trainings.
 
-    Args:
-        runs: where these results are.
-        trainings: by their keys the names of their models, and their steps.
+    `trainings` has the names of the models and their steps, by the keys of the trainings.
     """
     found: dict[tuple[str, int | None], Evaluation] = {}
     for file in sorted((runs / "evaluations").glob("*/results.json"), key=lambda file: file.stat().st_mtime):
-        new = read_evaluation("", file.parent)
-        model, steps = trainings.get(new.result.training.key, ("", None))
+        new = read_evaluation("", file.parent).result
+        model, steps = trainings.get(new.training.key, ("", None))
         if model:
-            step = None if new.result.training.step == steps else new.result.training.step
-            before, new = found.get((model, step)), replace(new, model=model, step=step)
-            found[model, step] = new if before is None else new.completed(before)
+            step = None if new.training.step == steps else new.training.step
+            before = found[model, step].result.tasks if (model, step) in found else {}
+            result = new.model_copy(update={"tasks": before | new.tasks})
+            found[model, step] = Evaluation(model, result, file.parent, step)
     order = [model for model, _ in trainings.values()]
     return sorted(found.values(), key=lambda one: (order.index(one.model), one.step is None, one.step or 0))

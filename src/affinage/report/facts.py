@@ -13,14 +13,10 @@ from affinage.report.trainings import Training, read_training
 from affinage.results import (
     DOCUMENT_STEPS,
     RESULTS,
-    AnyResult,
     DocumentsResult,
-    FilterResult,
     Manifest,
     Result,
     Size,
-    ThresholdCost,
-    TokenizeResult,
     TrainingResult,
     read_json,
     read_result,
@@ -92,37 +88,6 @@ class Facts:
         known = [step.seconds for step in self.steps if step.seconds is not None]
         return sum(known) if known else None
 
-    @property
-    def epochs(self) -> float | None:
-        """How often pretraining read the training set: in sequences, as the tokens it read include padding."""
-        pretrain, packed = self.training("pretrain"), self.result("tokenize", TokenizeResult)
-        if pretrain is None or packed is None:
-            return None
-        tokens = (packed.train.rows or 0) * (packed.context or 0) or packed.train.tokens
-        return pretrain.result.tokens / tokens if pretrain.result.tokens and tokens else None
-
-    @property
-    def threshold_costs(self) -> list[tuple[ThresholdCost, float | None]]:
-        """What each threshold of language id would keep of each source in a language, and the recipe's threshold."""
-        found, rows = (self.result("filter", FilterResult) or FilterResult()).thresholds, []
-        filters = self.settings.data.get("filters")
-        used = filters.get("language_threshold") if isinstance(filters, dict) else None
-        by_name = used if isinstance(used, dict) else {"default": used}
-        for cost in found.costs:
-            if cost.documents > 0 and len(cost.documents_kept) == len(cost.bytes_kept) == len(found.grid):
-                name = next((name for name in (cost.source, cost.language) if name in by_name), "default")
-                rows.append((cost, by_name.get(name)))
-        return rows
-
-    def result(self, step: str, kind: type[AnyResult]) -> AnyResult | None:
-        """The result of a step, if it ran."""
-        found = self.results.get(step)
-        return found if isinstance(found, kind) else None
-
-    def step(self, name: str) -> Step | None:
-        """The step with this name, if it ran."""
-        return next((step for step in self.steps if step.name == name), None)
-
     def training(self, name: str) -> Training | None:
         """The training of that step, if it ran."""
         return next((training for training in self.trainings if training.name == name), None)
@@ -136,11 +101,8 @@ def by_size(sizes: Mapping[str, Size]) -> list[tuple[str, Size]]:
 def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -> Facts:
     """Read a run folder (`runs/<name>`, one folder per step, each with its manifest.json) but for its report.
 
-    Args:
-        run_folder: of the run.
-        results: the steps that count, with their folders; None for all that the run has.
-
-    Raises nothing for steps or fields that are missing; a step without a manifest did not finish and is left out.
+    `results` are the folders of the steps that count; None for all that the run has. Raises nothing for steps or fields
+    that are missing; a step without a manifest did not finish and is left out.
     """
     recipe = read_json(run_folder / "recipe.json")
     settings = Settings.model_validate(recipe)

@@ -1,13 +1,21 @@
 """The charts of a report: which facts go into which picture."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from markupsafe import Markup
-
-from affinage.report.charts import HALF, WIDE, Axis, Interval, Point, Row, Series, line_chart, row_chart, thinned
+from affinage.report.charts import (
+    HALF,
+    WIDE,
+    Axis,
+    Figure,
+    Interval,
+    Key,
+    Point,
+    Row,
+    Series,
+    line_figure,
+    row_chart,
+    thinned,
+)
 from affinage.report.charts import smoothed as smooth
 from affinage.report.evaluations import IN_CHAT, Evaluation, marked
 from affinage.report.language import N_, Language
@@ -26,25 +34,6 @@ METRICS = {  # the small charts beside the loss: title, axis, number format
 }
 
 
-class Key(NamedTuple):
-    """One entry of a legend."""
-
-    label: str
-    color: int
-    style: str  # faint, line, points, dots, hollow, bar or chance
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A picture with its title, its legend, and the values a reader can point at (JSON, "" for none)."""
-
-    title: str
-    drawing: Markup
-    legend: Sequence[Key] = ()
-    note: str = ""
-    values: str = ""
-
-
 def model_name(evaluation: Evaluation, t: Language) -> str:
     """What the page calls a model as it was evaluated."""
     name = t(MODELS.get(evaluation.model, evaluation.model))
@@ -59,32 +48,6 @@ def metrics_of(evaluations: Iterable[Evaluation]) -> list[tuple[str, str]]:
 def in_chat_note(t: Language) -> str:
     """What the mark of scores with the chat template means."""
     return t("† asked in the chat template: not comparable with scores asked without it.")
-
-
-def line_figure(
-    title: str,
-    series: Sequence[Series],
-    x: str,
-    y: Axis,
-    t: Language,
-    *,
-    wide: int = WIDE,
-    height: int = 340,
-    marks: Sequence[int] = (),
-    note: str = "",
-) -> Figure:
-    """A line chart with its legend, its values, and what is known of the steps at which the run was resumed."""
-    drawing = line_chart(series, Axis(x), y, title, t.code, wide=wide, height=height, marks=marks)
-    if marks and wide == WIDE and not note:
-        note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks))
-    legend = [Key(one.label, one.color, one.style) for one in series]
-    values = [
-        {"label": one.label, "color": one.color, "points": [[at, float(f"{value:.5g}")] for at, value in one.points]}
-        for one in series
-        if one.style != "faint"
-    ]
-    packed = json.dumps({"x": x, "series": values}, separators=(",", ":"), ensure_ascii=False)
-    return Figure(title, drawing, legend if len(series) > 1 or series[0].label != title else (), note, packed)
 
 
 def loss_axis(series: Sequence[Series], training: str, t: Language) -> Axis:
@@ -111,14 +74,16 @@ def loss_figure(training: Training, t: Language) -> Figure | None:
     for i, (name, points) in enumerate(training.validation.items(), 1):
         series.append(Series(t("validation: {name}", name=name), thinned(points, 60), i, "points"))
     y = loss_axis(series, training.name, t)
-    return line_figure(t("Loss"), series, t("step"), y, t, marks=training.result.resumed_at)
+    return line_figure(t("Loss"), series, Axis(t("step")), y, t, marks=training.result.resumed_at)
 
 
 def benchmark_figures(training: Training, t: Language) -> list[Figure]:
     """Benchmarks during a training, and bits per byte of each language, where there are at least two points."""
     scored = []
     for i, task in enumerate(dict.fromkeys(task for point in training.points for task in point.scores)):
-        known = [(point, score) for point in training.points if (score := point.scores.get(task)) and score.value]
+        known = [
+            (point, score) for point in training.points if (score := point.scores.get(task)) and score.value is not None
+        ]
         points = [(point.step, score.value or 0.0) for point, score in known]
         ringed = [any(one.task == task for one in point.worse) for point, _ in known]
         scored.append(Series(task, points, i, "points", [score.stderr or 0.0 for _, score in known], ringed))
@@ -131,12 +96,11 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
     shown = [each for each in shown if any(len(one.points) > 1 for one in each[1])]
     wide = WIDE if len(shown) == 1 else HALF  # one alone stands under the loss step by step
     look = {"wide": wide, "height": 240, "marks": training.result.resumed_at}
-    return [
-        line_figure(
-            title, series, t("step"), y, t, note=worse if series is scored and training.regressions else "", **look
-        )
-        for title, series, y in shown
-    ]
+    figures = []
+    for title, series, y in shown:
+        note = worse if series is scored and training.regressions else ""
+        figures.append(line_figure(title, series, Axis(t("step")), y, t, note=note, **look))
+    return figures
 
 
 def metric_figures(training: Training, t: Language) -> list[Figure]:
@@ -149,7 +113,7 @@ def metric_figures(training: Training, t: Language) -> list[Figure]:
             series = [Series(t(title), thinned(points))]
         look = {"wide": HALF, "height": 200, "marks": training.result.resumed_at}
         if any(value for _, value in points):
-            figures.append(line_figure(t(title), series, t("step"), Axis(t(y), form), t, **look))
+            figures.append(line_figure(t(title), series, Axis(t("step")), Axis(t(y), form), t, **look))
     return figures
 
 
@@ -169,7 +133,7 @@ def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str)
     if any(row.chance is not None for row in rows):
         legend.append(Key(t("chance"), 0, "chance"))
     axis, note = Axis(t("score of the task’s headline metric"), ".0%"), in_chat_note(t)
-    drawing = row_chart(rows, axis, t("Scores per task with standard errors"), t.code, hollow=hollow)
+    drawing = row_chart(rows, axis, t("Scores per task with standard errors"), t, hollow=hollow)
     return Figure(title, drawing, legend, note if any(IN_CHAT in row.label for row in rows) else "")
 
 
@@ -188,5 +152,5 @@ def compression_figure(evaluations: Mapping[str, Evaluation], t: Language) -> Fi
         for text, by in bits.items()
     ]
     title = t("Bits per byte by model and compressor")
-    drawing = row_chart(rows, Axis(t("bits per byte of held-out text")), title, t.code, shares=False)
+    drawing = row_chart(rows, Axis(t("bits per byte of held-out text")), title, t, shares=False)
     return Figure(title, drawing, [Key(name, i, "points") for i, name in enumerate(names)])
