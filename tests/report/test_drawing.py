@@ -48,8 +48,9 @@ def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
     points = [(float(i + 1), 0.1 + (7.3 * i) % 11) for i in range(30)]
     figure = line_figure("a chart", [Series("loss", points)], Axis("step", log=log), Axis("loss", "~g", log), EN)
     for width in ("wide", "narrow"):
-        strokes = [one.get("d") or "" for one in drawn(figure.drawing, width).iter() if one.get("stroke") == "var(--s0)"]
-        corners = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", max(strokes, key=len))[1:]]
+        blue = [one for one in drawn(figure.drawing, width).iter() if one.get("stroke") == "var(--s0)"]
+        path = max((one.get("d") or "" for one in blue), key=len)
+        corners = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", path)[1:]]
         assert len(corners) == len(points) and all(-1 <= x <= 920 and -1 <= y <= 340 for x, y in corners)
         assert [x for x, _ in corners] == sorted(x for x, _ in corners)
         heights = [corners[i][1] for i in sorted(range(len(points)), key=lambda i: points[i][1])]

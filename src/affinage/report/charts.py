@@ -39,21 +39,21 @@ class Axis:
 class Series:
     """One line or set of points of a chart.
 
-    `style`: "faint" for raw values behind a line, "line", "points" for few values joined by a thin line, or "dots" for
-    values that nothing joins. `errors` are half-lengths of vertical bars, one per point; `ringed` points stand out.
+    `style`: "faint" for raw values behind a line, "line", or "points" for few values joined by a thin line. `errors` are
+    half-lengths of vertical bars, one per point; `ringed` points stand out.
     """
 
     label: str
     points: Sequence[Point]
     color: int = 0
-    style: Literal["faint", "line", "points", "dots"] = "line"
+    style: Literal["faint", "line", "points"] = "line"
     errors: Sequence[float] = ()
     ringed: Sequence[bool] = ()
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with its standard error, of series `color`; `text` is what a bar chart writes at its end."""
+    """A value with its standard error, of series `color`; `text` stands beside it."""
 
     value: float
     error: float
@@ -63,7 +63,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of an interval or bar chart. `chance` is the score of guessing, where it is known."""
+    """One line of a chart of rows. `chance` is the score of guessing, where it is known."""
 
     label: str
     intervals: Sequence[Interval]
@@ -131,7 +131,7 @@ def line_figure(
 
 def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
     """The points of a series that can be drawn, with the ends of their error bars, and how they look."""
-    with_points = series.style in ("points", "dots") or len(series.points) == 1
+    with_points = series.style == "points" or len(series.points) == 1
     look = _look(series.color) | {"style": series.style, "series": number}
     look["size"] = (80 if len(series.points) <= 40 else 24) if with_points else 0
     errors = series.errors or [0.0] * len(series.points)
