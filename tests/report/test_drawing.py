@@ -46,7 +46,7 @@ def lines(picture: ElementTree.Element, color: str) -> list[list[float]]:
 @pytest.mark.parametrize("log", [False, True])
 def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
     points = [(float(i + 1), 0.1 + (7.3 * i) % 11) for i in range(30)]
-    figure = line_figure("a chart", [Series("loss", points)], Axis("step", log=log), Axis("loss", "~g", log), EN)
+    figure = line_figure("a chart", [Series("loss", points)], "step", Axis("loss", "~g", log), EN)
     for width in ("wide", "narrow"):
         blue = [one for one in drawn(figure.drawing, width).iter() if one.get("stroke") == "var(--s0)"]
         path = max((one.get("d") or "" for one in blue), key=len)
@@ -85,11 +85,11 @@ def test_drawings_have_a_text_and_escape_what_others_wrote():
 
 def test_what_cannot_be_shown_is_left_out_and_little_is_still_a_chart():
     points = [(0.0, 1.0), (1.0, math.nan), (2.0, 0.0), (3.0, 5.0)]
-    figure = line_figure("a chart", [Series("l", points)], Axis("step"), Axis("loss", "~g", log=True), EN)
+    figure = line_figure("a chart", [Series("l", points)], "step", Axis("loss", "~g", log=True), EN)
     (line,) = [one for one in drawn(figure.drawing).iter() if one.get("stroke") == "var(--s0)"]
     assert (line.get("d") or "").count("L") == 1
     for few in ([], [(1.0, 2.0)], [(1.0, 3.0), (2.0, 3.0)]):
-        assert "loss" in line_figure("a chart", [Series("l", few)], Axis("step"), Axis("loss"), EN).drawing
+        assert "loss" in line_figure("a chart", [Series("l", few)], "step", Axis("loss"), EN).drawing
     assert "</svg>" in row_chart([], Axis("bits"), "bits", EN, shares=False)
 
 

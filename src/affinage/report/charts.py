@@ -39,8 +39,8 @@ class Axis:
 class Series:
     """One line or set of points of a chart.
 
-    `style`: "faint" for raw values behind a line, "line", or "points" for few values joined by a thin line. `errors` are
-    half-lengths of vertical bars, one per point; `ringed` points stand out.
+    `style`: "faint" for raw values behind a line, "line", or "points" for few values joined by a thin line. `errors`
+    are half-lengths of vertical bars, one per point; `ringed` points stand out.
     """
 
     label: str
@@ -92,7 +92,7 @@ class Figure:
 def line_figure(
     title: str,
     series: Sequence[Series],
-    x: Axis,
+    x: str,
     y: Axis,
     t: Language,
     *,
@@ -105,18 +105,14 @@ def line_figure(
 
     `wide` and `height` are pixels on a wide page, `marks` the steps at which the run was resumed.
     """
-    rows = [row for number, one in enumerate(series) for row in _points(one, number, x, y)]
+    rows = [row for number, one in enumerate(series) for row in _points(one, number, y.log)]
     xs, ends = [row["x"] for row in rows] or [1.0], [row[end] for row in rows for end in ("low", "high")]
-    low = min(xs) if x.log or min(xs) < 0 else 0.0
-    domain = [low, max(xs)] if max(xs) > low else [low * 0.9, max(xs) * 1.1 or 1.0]
-    y_scale: Spec = {"zero": False}
-    if y.log:
-        y_scale = {"type": "log", "nice": False}
-        y_scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if ends else {}
-    x_scale = {"type": "log" if x.log else "linear", "domain": domain, "nice": False}
-    spec = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x_axis": x, "y_axis": y}
-    frame = json.dumps({"x": domain, "log": x.log})
-    drawing = _drawn("line", wide, title, t, frame, x_scale=x_scale, y_scale=y_scale, **spec)
+    low = min(0.0, *xs)
+    domain = [low, max(xs)] if max(xs) > low else [0.0, 1.0]
+    scale: Spec = {"type": "log", "nice": False} if y.log else {"zero": False}
+    scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if y.log and ends else {}
+    spec = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x": x, "y_axis": y}
+    drawing = _drawn("line", wide, title, t, domain=domain, y_scale=scale, **spec)
     if marks and wide == WIDE and not note:
         note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks))
     legend = [Key(one.label, one.color, one.style) for one in series]
@@ -125,11 +121,11 @@ def line_figure(
         for one in series
         if one.style != "faint"
     ]
-    packed = json.dumps({"x": x.label, "series": values}, separators=(",", ":"), ensure_ascii=False)
+    packed = json.dumps({"x": x, "domain": domain, "series": values}, separators=(",", ":"), ensure_ascii=False)
     return Figure(title, drawing, legend if len(series) > 1 or series[0].label != title else (), note, packed)
 
 
-def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
+def _points(series: Series, number: int, log: bool) -> list[Spec]:
     """The points of a series that can be drawn, with the ends of their error bars, and how they look."""
     with_points = series.style == "points" or len(series.points) == 1
     look = _look(series.color) | {"style": series.style, "series": number}
@@ -137,10 +133,10 @@ def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
     errors = series.errors or [0.0] * len(series.points)
     ringed = series.ringed or [False] * len(series.points)
     rows = []
-    for (px, py), error, ring in zip(series.points, errors, ringed, strict=True):
-        if all(math.isfinite(value) and (value > 0 or not axis.log) for value, axis in ((px, x), (py, y))):
-            low = py - error if py - error > 0 or not y.log else py  # a logarithmic axis has no place for the rest
-            rows.append(look | {"x": px, "y": py, "low": low, "high": py + error, "ringed": ring})
+    for (x, y), error, ring in zip(series.points, errors, ringed, strict=True):
+        if math.isfinite(x) and math.isfinite(y) and (y > 0 or not log):
+            low = y - error if y - error > 0 or not log else y  # a logarithmic axis has no place for the rest
+            rows.append(look | {"x": x, "y": y, "low": low, "high": y + error, "ringed": ring})
     return rows
 
 
@@ -169,19 +165,19 @@ def _look(color: int) -> Spec:
     return {"color": f"var(--s{color % COLORS})", "shape": _SHAPES[color % len(_SHAPES)]}
 
 
-def _drawn(template: str, wide: int, label: str, t: Language, frame: str = "", **values: Any) -> Markup:
+def _drawn(template: str, wide: int, label: str, t: Language, **values: Any) -> Markup:
     """The drawing for a wide and for a narrow page, of which the style sheet shows one, as SVG that scales."""
     import vl_convert  # loads a JavaScript engine
 
     loader = jinja2.PackageLoader("affinage.report", "templates/charts")
-    templates = jinja2.Environment(loader=loader, autoescape=False)  # noqa: S701 - of JSON
+    templates = jinja2.Environment(loader=loader, autoescape=False)
     shared = json.loads(templates.get_template("shared.json.j2").render())
-    head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" data-frame="{}" ').format(label, frame), []
+    head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" ').format(label), []
     for width in (wide, NARROW):
         spec = json.loads(templates.get_template(f"{template}.json.j2").render(values | {"width": width, "wide": wide}))
         drawn = vl_convert.vegalite_to_svg(shared | spec, format_locale="fr-FR" if t.code == "fr" else None)
         body = re.sub(r'font-family="[^"]*"', "", drawn[drawn.index("viewBox=") :])
-        drawings.append(head + Markup(body))  # noqa: S704 - Vega escapes the texts
+        drawings.append(head + Markup(body))
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(*drawings)
 
 

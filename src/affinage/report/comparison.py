@@ -11,7 +11,7 @@ from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
-from affinage.report.charts import Axis, Figure, Series, line_figure, smoothed, thinned
+from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
 from affinage.report.evaluations import Evaluation, is_share, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts
 from affinage.report.figures import TITLES, loss_axis, score_figure
@@ -167,13 +167,10 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
     losses = [figure for name in TRAININGS if (figure := _loss_figure(found, name, t))]
     evaluations = {one.name: one.evaluation for one in found.entrants if one.evaluation}
     scores = score_figure(evaluations, t, t("Scores side by side"))
-    runs = all(one.is_run for one in found.entrants)
-    shown = {"runs": True, "differing": runs, "losses": losses, "judged": scores, "differences": found.paired}
     return render_template(
         "comparison.html.j2",
         t,
         found=found,
-        sections=[name for name, there in shown.items() if there],
         summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in found.entrants},
         brief=brief,
         losses=losses,
@@ -214,4 +211,4 @@ def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
     if len({one.color for one in series}) < 2:
         return None
     title = t("Loss: {training}", training=t(TITLES[name]))
-    return line_figure(title, series, Axis(t("training tokens")), loss_axis(series, name, t), t)
+    return line_figure(title, series, t("training tokens"), loss_axis(series, name, t), t)

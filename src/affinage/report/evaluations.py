@@ -67,13 +67,12 @@ class Evaluation:
         """All metrics of all tasks."""
         found = []
         for task, result in self.result.tasks.items():
-            known = {name: metric.value for name, metric in result.metrics.items() if metric.value is not None}
+            known = {name: metric for name, metric in result.metrics.items() if metric.value is not None}
             guessed = CHANCE.get(task) if result.chance is None else result.chance
-            for name, value in known.items():
-                about = (result.items, result.num_fewshot, result.chat_template, guessed if is_share(name) else None)
-                found.append(
-                    Score(task, name, value, result.metrics[name].stderr, *about, name == headline(task, known))
-                )
+            for name, one in known.items():
+                chance, shown = guessed if is_share(name) else None, name == headline(task, known)
+                about = (one.value or 0.0, one.stderr, result.items, result.num_fewshot, result.chat_template)
+                found.append(Score(task, name, *about, chance, shown))
         return tuple(found)
 
     @property
@@ -99,11 +98,14 @@ class Evaluation:
     @property
     def by_task(self) -> dict[str, dict[str, dict[str, Any]]]:
         """As JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
-        for one in self.scores:
-            score = {"value": one.value, "stderr": one.stderr, "in_chat": one.chat_template}
-            found.setdefault(one.task, {})[one.metric] = score
-        return found
+        return {
+            task: {
+                name: {"value": one.value, "stderr": one.stderr, "in_chat": result.chat_template}
+                for name, one in result.metrics.items()
+                if one.value is not None
+            }
+            for task, result in self.result.tasks.items()
+        }
 
 
 def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Difference]:

@@ -14,9 +14,9 @@ from affinage.report.charts import (
     Series,
     line_figure,
     row_chart,
+    smoothed,
     thinned,
 )
-from affinage.report.charts import smoothed as smooth
 from affinage.report.evaluations import IN_CHAT, Evaluation, marked
 from affinage.report.language import N_, Language
 from affinage.report.trainings import Training
@@ -24,14 +24,6 @@ from affinage.report.trainings import Training
 LOG_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to show its end
 TITLES = {"pretrain": N_("Pretraining"), "sft": N_("Fine-tuning"), "dpo": N_("Preferences")}
 MODELS = {"base": N_("base"), "sft": N_("fine-tuned"), "dpo": N_("preferences")}
-METRICS = {  # the small charts beside the loss: title, axis, number format
-    "learning_rate": (N_("Learning rate"), N_("per update"), "~g"),
-    "tokens_per_second": (N_("Throughput"), N_("tokens per second"), "~s"),
-    "grad_norm": (N_("Gradient norm"), N_("global L2 norm before clipping"), "~s"),
-    "mfu": (N_("Model FLOPs utilization"), N_("share of the peak"), "~%"),
-    "expert_load_max": (N_("Fullest expert"), N_("its load over the even share"), "~s"),
-    "dropped_share": (N_("Dropped choices"), N_("share of the choices of experts"), "~%"),
-}
 
 
 def model_name(evaluation: Evaluation, t: Language) -> str:
@@ -60,7 +52,7 @@ def loss_axis(series: Sequence[Series], training: str, t: Language) -> Axis:
 
 def _with_smoothed(raw: Sequence[Point], faint: str, line: str) -> list[Series]:
     """A curve smoothed, and as it was logged behind it; of one too short to be smoothed only that."""
-    if (mean := smooth(raw)) == list(raw):
+    if (mean := smoothed(raw)) == list(raw):
         return [Series(faint, thinned(raw))]
     return [Series(faint, thinned(raw), 0, "faint"), Series(line, thinned(mean))]
 
@@ -74,7 +66,7 @@ def loss_figure(training: Training, t: Language) -> Figure | None:
     for i, (name, points) in enumerate(training.validation.items(), 1):
         series.append(Series(t("validation: {name}", name=name), thinned(points, 60), i, "points"))
     y = loss_axis(series, training.name, t)
-    return line_figure(t("Loss"), series, Axis(t("step")), y, t, marks=training.result.resumed_at)
+    return line_figure(t("Loss"), series, t("step"), y, t, marks=training.result.resumed_at)
 
 
 def benchmark_figures(training: Training, t: Language) -> list[Figure]:
@@ -99,22 +91,16 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
     figures = []
     for title, series, y in shown:
         note = worse if series is scored and training.regressions else ""
-        figures.append(line_figure(title, series, Axis(t("step")), y, t, note=note, **look))
+        figures.append(line_figure(title, series, t("step"), y, t, note=note, **look))
     return figures
 
 
-def metric_figures(training: Training, t: Language) -> list[Figure]:
-    """Learning rate, throughput, gradient norm and the others of `METRICS`, where they were logged and not all zero."""
-    figures = []
-    for metric, (title, y, form) in METRICS.items():
-        points = training.curves.get(metric, [])
-        series = _with_smoothed(points, t("each logged step"), t("smoothed"))
-        if metric == "learning_rate":
-            series = [Series(t(title), thinned(points))]
-        look = {"wide": HALF, "height": 200, "marks": training.result.resumed_at}
-        if any(value for _, value in points):
-            figures.append(line_figure(t(title), series, Axis(t("step")), Axis(t(y), form), t, **look))
-    return figures
+def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Language) -> Figure:
+    """A curve of a training, smoothed; the learning rate as it is."""
+    points = training.curves[metric]
+    plain = metric == "learning_rate"
+    series = [Series(title, thinned(points))] if plain else _with_smoothed(points, t("each logged step"), t("smoothed"))
+    return line_figure(title, series, t("step"), y, t, wide=HALF, height=200, marks=training.result.resumed_at)
 
 
 def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str) -> Figure | None:

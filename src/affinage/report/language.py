@@ -83,14 +83,14 @@ class Language:
         text = f"{value:,.{places}f}"
         return text.replace(",", _NARROW).replace(".", ",") if self.code == "fr" else text
 
-    def number(self, value: float | None, digits: int = 3) -> str:
-        """A number to `digits` significant digits; a power of ten where it is very small or very large."""
+    def number(self, value: float | None) -> str:
+        """A number to three significant digits; a power of ten where it is very small or very large."""
         if value is None or not math.isfinite(value) or value == 0:
             return self.decimal(value, 0)
         magnitude = math.floor(math.log10(abs(value)))
         if -3 <= magnitude <= 6:
-            return self.decimal(value, max(0, digits - 1 - magnitude))
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+            return self.decimal(value, max(0, 2 - magnitude))
+        mantissa, exponent = f"{value:.2e}".split("e")
         written = self.decimal(float(mantissa), len(mantissa.rstrip("0").partition(".")[2]))
         power = f"10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
         return power if written == "1" else f"{written}{_NARROW}×{_NARROW}{power}"

@@ -16,7 +16,7 @@ from affinage.data.atomic import write_atomically
 from affinage.report import figures
 from affinage.report.baselines import Baselines, baseline_figures, read_baselines
 from affinage.report.evaluations import changes, headline
-from affinage.report.facts import TRAININGS, Facts, by_size, collect_facts
+from affinage.report.facts import Facts, by_size, collect_facts
 from affinage.report.language import ABSENT, Language, language_of
 
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
@@ -35,13 +35,13 @@ def write_report(
         baselines: a YAML file with published scores to show beside those of the run.
 
     Returns:
-        bytes of the file, its language, what the run made in one line, and the sections of the page.
+        bytes of the file, its language, and what the run made in one line.
     """
     published = None if baselines is None else read_baselines(baselines)
     facts = collect_facts(run_folder)
     t = language_of(language or facts.settings.report.get("language"))
     written = write_page(render(facts, t.code, published), out)
-    return {"bytes": written, "language": t.code, "summary": summary(facts, t.code), "sections": sections(facts)}
+    return {"bytes": written, "language": t.code, "summary": summary(facts, t.code)}
 
 
 def write_page(page: str, out: Path) -> int:
@@ -62,7 +62,6 @@ def render(facts: Facts, language: str | None = None, baselines: Baselines | Non
         facts=facts,
         by_size=by_size,
         summary=summary(facts, t.code),
-        sections=sections(facts),
         changes=changes(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else {},
         baselines=baselines,
         published=baseline_figures(facts, baselines, t) if baselines else [],
@@ -109,25 +108,6 @@ def _breakable(name: str) -> Markup:
 
 def _packaged(name: str) -> str:
     return (resources.files("affinage.report") / name).read_text(encoding="utf-8")
-
-
-def sections(facts: Facts) -> list[str]:
-    """Names of the sections that have something to show, in the order of the page."""
-    shown = {
-        "data": facts.documents,
-        "duplicates": facts.near_duplicates,
-        "tokenizer": "train-tokenizer" in facts.results,
-        "sequences": "tokenize" in facts.results,
-        "model": any(training.analysis for training in facts.trainings),
-        **{name: facts.training(name) for name in TRAININGS},
-        "compression": any(evaluation.compression for evaluation in facts.evaluations),
-        "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
-        "samples": any(evaluation.prompts for evaluation in facts.evaluations),
-        "predicted": facts.trainings,
-        "settings": facts.recipe or facts.versions,
-        "steps": facts.steps,
-    }
-    return [name for name, there in shown.items() if there]
 
 
 def summary(facts: Facts, language: str, *, timed: bool = True) -> str:

@@ -103,20 +103,14 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
     from affinage.model.analysis import analyse
 
     model = TrainedModel.model_validate(read_json(folder / "model.json"))
-    graph = analysis = None
-    with contextlib.suppress(UserError):  # another version may have stored it
-        graph = parse(model.graph) if model.graph and model.context else None
-        analysis = analyse(graph, 1, model.context) if graph and model.context else None
     monitored = _Monitor.model_validate(read_json(folder / "monitor.json")).points
-    training = Training(
-        name,
-        result,
-        points=monitored,
-        monitored=bool(monitored),
-        predicted=result.predicted | _forecast(name, folder, result, recipe, graph, model.context),
-        analysis=analysis,
-        context=model.context,
-    )
+    analysis, predicted = None, result.predicted
+    if model.graph and model.context:
+        with contextlib.suppress(UserError):  # another version may have stored it
+            graph = parse(model.graph)
+            analysis = analyse(graph, 1, model.context)
+            predicted = predicted | _forecast(name, folder, result, recipe, graph, model.context)
+    training = Training(name, result, monitored, bool(monitored), predicted, analysis, model.context)
     for values in read_json_lines(folder / "metrics.jsonl"):
         line = _Line.model_validate(values)
         if (step := line.step) is None:
@@ -139,12 +133,7 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
 
 
 def _forecast(
-    name: str,
-    folder: Path,
-    result: TrainingResult,
-    recipe: Mapping[str, Any],
-    graph: "Graph | None",
-    context: int | None,
+    name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any], graph: "Graph", context: int
 ) -> dict[str, float]:
     """What the planner estimates for the training on the devices that it ran on.
 
@@ -154,9 +143,7 @@ def _forecast(
     from affinage.data.tuning_data import documents_in_a_row
     from affinage.planning.plan import forecast, preferring
 
-    steps, tokens = result.steps, result.tokens
-    if not (graph and context and steps and tokens):
-        return {}
+    steps, tokens, devices = result.steps or 0, result.tokens or 0, result.devices
     try:
         loaded = Recipe.model_validate(dict(recipe))
         settings = getattr(loaded, name)
@@ -166,10 +153,12 @@ def _forecast(
             graph = preferring(graph, settings, context, documents)
     except (ValidationError, UserError):
         return {}
-    rows, devices = tokens // steps // context, result.devices
-    places = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": devices.count or 1}
-    found = settings and forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)
-    if not found:
+    if not (settings and steps and tokens):
+        return {}
+    rows, count = tokens // steps // context, devices.count or 1
+    places = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": count}
+    found = forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)
+    if found is None:
         return {}
     memory, step = float(found[0].total), found[1].seconds
     per_second = tokens / steps / step
