@@ -1,6 +1,6 @@
-"""The kernels of the data pipeline beside other libraries: filtering, deduplication, encoding, batches.
+"""The kernels of the data pipeline beside other libraries: filtering, deduplication, encoding, chats, batches.
 
-    python benchmarks/data.py [filter dedup encode feed] [--quick] [--text FILE.jsonl.gz ...]
+    python benchmarks/data.py [filter dedup encode chat feed] [--quick] [--text FILE.jsonl.gz ...]
 
 Rates are by seconds of CPU in one thread, so that other work on the machine does not count; each is the median of
 several repetitions. Libraries that are not installed (datasketch, rensa, datatrove, grain) are left out.
@@ -12,6 +12,8 @@ several repetitions. Libraries that are not installed (datasketch, rensa, datatr
   evenly from J = 0.8 to 1, precision over all removals, both against Python sets of 5-grams.
 - encode: documents to token ids with a vocabulary trained on them, beside SentencePiece's own loop and the Hugging Face
   export of the same tokenizer, with equal ids. The text is `--text` (JSON Lines, key `text`) or the pocket world.
+- chat: conversations to ids and loss masks in chat templates, beside transformers' `apply_chat_template`, which makes
+  no mask where the template has no {% generation %} blocks.
 - feed: batches of 2,048 tokens, shuffled and mixed from five sources, with segment ids, positions and loss mask, beside
   Grain's pipeline of the same, and beside a permutation of one source in memory, which does less.
 """
@@ -19,9 +21,11 @@ several repetitions. Libraries that are not installed (datasketch, rensa, datatr
 import argparse
 import gzip
 import importlib.util
+import itertools
 import json
 import random
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -141,9 +145,9 @@ def keepers(documents: Path) -> np.ndarray:
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
         corpus = corpus_of(document_files(documents), DedupSettings(), Path(scratch))
-        found = find_duplicates(corpus, executor=Executor(1))
+        removed, _ = find_duplicates(corpus, executor=Executor(1))
         kept = np.arange(corpus.size)
-        kept[found.removed["document"].to_numpy()] = found.removed["kept"].to_numpy()
+        kept[removed["document"].to_numpy()] = removed["kept"].to_numpy()
         return kept
 
 
@@ -286,6 +290,42 @@ def encode(quick: bool, files: list[Path]) -> Iterator[Result]:
         yield result(f"{name}, equal ids", cold, "MB/s", megabytes / cpu_seconds(run, 1))
 
 
+# ---- chat ----
+
+
+def chat(quick: bool, _: list[Path]) -> Iterator[Result]:
+    from template_forms import SOURCES, folder_of
+    from transformers import PreTrainedTokenizerFast
+
+    from affinage.data.chat import encode_conversation
+    from affinage.data.tokenizer import Tokenizer
+
+    draw = random.Random(0)
+    words = "the capital of France is Paris, and it has many old streets where people walk; où ? Douze".split()
+    with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
+        for added in (0, 1_000):
+            folder = shutil.copytree(folder_of("bytes"), Path(name) / str(added))
+            theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+            theirs.add_tokens([f"<|unused{number}|>" for number in range(added)], special_tokens=True)
+            theirs.save_pretrained(folder)
+            ours = Tokenizer.load(folder)
+            for form, turns in itertools.product(("llama3", "qwen2_5_training"), (1, 3, 30)):
+                ours.use_template(SOURCES[form])
+                talks = [
+                    [
+                        {"role": role, "content": " ".join(draw.choices(words, k=draw.randint(10, 120)))}
+                        for _ in range(turns)
+                        for role in ("user", "assistant")
+                    ]
+                    for _ in range((20 if quick else 200) // turns + 1)
+                ]
+                more = {"return_assistant_tokens_mask": True, "return_dict": True} if "training" in form else {}
+                write = partial(theirs.apply_chat_template, chat_template=SOURCES[form], **more)
+                encoders = (partial(encode_conversation, tokenizer=ours, system_prompt=""), write)
+                rates = [len(talks) / cpu_seconds(lambda e=e, t=talks: [*map(e, t)]) for e in encoders]
+                yield result(f"{form}, {turns} turns, {added} more tokens", rates[0], "conversations/s", rates[1])
+
+
 # ---- feed ----
 
 SEQ_LEN, BATCH = 2048, 32
@@ -378,6 +418,7 @@ PARTS: dict[str, Callable[[bool, list[Path]], Iterator[Result]]] = {
     "filter": filtering,
     "dedup": dedup,
     "encode": encode,
+    "chat": chat,
     "feed": feed,
 }
 

@@ -169,6 +169,8 @@ def caught_by(mutation: Mutation, scratch: Path) -> str:
             return ""
         if not failing(scratch, found[0], []):
             return found[0]
+        if found[0] in red:
+            raise SystemExit(f"{found[0]} fails without a mutation and cannot be left out")
         print(f"fails without a mutation, too: {found[0]}", file=sys.stderr, flush=True)
         red.append(found[0])
 
@@ -182,7 +184,7 @@ def main() -> None:
     caught = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        for part in ("src", "tests", "recipes"):
+        for part in ("src", "tests", "recipes", "examples"):
             shutil.copytree(ROOT / part, scratch / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", scratch)
         for mutation in tried:

@@ -1,4 +1,4 @@
-"""affinage from Python, for notebooks and scripts: a recipe becomes a run, and a run a model.
+"""affinage from Python, for notebooks and scripts: a recipe becomes a run, and a run becomes a model.
 
     from affinage.api import generate, graph_of, recipe, run
 
@@ -7,8 +7,7 @@
     made = run(mine, until="pretrain", on_metrics=print)
     print(generate(made.model(), ["The capital"]))
 
-These are the verbs `run`, `graph` and `generate` of the command line, with the same results in the same folders: what
-one has made, the other goes on from.
+These are the verbs `run`, `graph` and `generate` of the command line, with the same results in the same folders.
 """
 
 import json
@@ -35,25 +34,20 @@ Row = Mapping[str, Any]
 
 
 def recipe(name: str | Path, changes: Mapping[str, Any] | None = None) -> LoadedRecipe:
-    """A recipe by its file, or by the name of one that comes along, with some settings changed.
+    """Load a recipe by its file, or a packaged one by its name, with some settings changed.
 
     Args:
         name: such as `quickstart`, or `my.yaml`.
         changes: values by dotted key, such as {"pretrain.steps": 200}; as `--set` on the command line.
 
     Raises:
-        UserError: for whatever is wrong in it, with the line or the key.
+        UserError: for every mistake in it, with the line or the key.
     """
     return load_recipe(name, [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()])
 
 
 def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
-    """The recipe's model.
-
-    Args:
-        loaded: the recipe.
-        vocabulary: what `vocab: auto` stands for; by default the size that the recipe asks its tokenizer for.
-    """
+    """Returns the recipe's model; `vocabulary` is the size of `vocab: auto`, by default that of the tokenizer."""
     prepare()
     from affinage.model import parse
     from affinage.pipeline.steps_train import with_vocabulary
@@ -66,14 +60,14 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
 
 @dataclass(frozen=True)
 class Run:
-    """What a recipe has made in its folder."""
+    """The results of a recipe in its folder."""
 
     name: str
     runs: Path
 
     @property
     def folder(self) -> Path:
-        """With a link to the result of every stage, and the report."""
+        """Holds a link to the result of every step, and the report."""
         return self.runs / self.name
 
     def metrics(self, training: str = "pretrain") -> list[dict[str, Any]]:
@@ -82,15 +76,15 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def checkpoints(self, training: str = "pretrain") -> Path:
-        """The folder with one Orbax checkpoint per kept step, each called as its step."""
+        """The folder with one Orbax checkpoint for each kept step, named by the step."""
         return self.folder / training / "checkpoints"
 
     def model(
         self, training: str = "", step: int | None = None, mesh: Mapping[str, int | str] | None = None
     ) -> "LoadedModel":
-        """The model: of the last training by default, and of its last step.
+        """The model of a training and step, by default the last ones.
 
-        It is on all devices, as copies, or split over a mesh such as {"tensor": 2}.
+        All devices have a copy of it, or it is split over a mesh such as {"tensor": 2}.
 
         Raises:
             UserError: there is no such training or step, or the model does not divide over the mesh.
@@ -109,17 +103,16 @@ def run(
     runs: str | Path = "runs",
     on_metrics: Callable[[Row], None] | None = None,
 ) -> Run:
-    """Run a recipe to its end, or to a stage. What is complete is not run again; what was stopped goes on.
+    """Run a recipe to its end, or until one or several steps. Complete steps are not run again, stopped ones resume.
 
     Args:
         loaded: the recipe.
-        until: a stage, such as `pretrain`, or several.
+        until: a step, such as `pretrain`, or several.
         runs: the folder of all runs.
-        on_metrics: is given every line of a training's metrics as soon as it is written, such as {"step": 10,
-            "loss": 2.5, ...}.
+        on_metrics: called with every line of a training's metrics, such as {"step": 10, "loss": 2.5, ...}.
 
     Raises:
-        Preempted: it was interrupted and has saved what was done; the same call goes on.
+        Preempted: it was interrupted and has saved its state; the same call resumes.
         UserError: for a mistake in the recipe or its files.
     """
     from affinage.pipeline.build import build_steps
@@ -138,7 +131,7 @@ def run(
 def generate(
     model: "LoadedModel", prompts: Sequence[str], tokens: int = 64, *, stop: str | Sequence[str] = (), **sampling: Any
 ) -> list[str]:
-    """What the model says after each of the prompts.
+    """Continue each of the prompts.
 
     Args:
         model: see `Run.model`.
@@ -158,11 +151,7 @@ def generate(
 
 
 def prompt_tokens(text: str, model: "LoadedModel") -> list[int]:
-    """The ids of a text as the beginning of a document.
-
-    Raises:
-        UserError: it is longer than what the model was trained on.
-    """
+    """The ids of a text as the beginning of a document. Raises UserError if it does not fit the model's context."""
     tokenizer = model.tokenizer
     prompt = [*tokenizer.opening, *tokenizer.encode(text)] or [tokenizer.bos]  # not every model has an opening
     if len(prompt) >= model.context:
@@ -171,7 +160,7 @@ def prompt_tokens(text: str, model: "LoadedModel") -> list[int]:
 
 
 class _Lines:
-    """Prints a line when a stage ends, and hands the metrics on."""
+    """Prints a line when a step ends, and passes metrics on."""
 
     def __init__(self, on_metrics: Callable[[Row], None]) -> None:
         self.on_metrics = on_metrics
@@ -185,14 +174,14 @@ class _Lines:
 
 
 def write_report(context: "StepContext") -> "Summary":
-    """The work of the report stage."""
+    """The function of the report step."""
     from affinage.report import write_report
 
     return write_report(context.run_folder, context.folder / "report.html")
 
 
 def prepare_process(loaded: LoadedRecipe) -> None:
-    """Set what must be set before anything heavy is imported."""
+    """Set the environment variables that libraries read when they are imported."""
     from affinage.pipeline.build import is_local
 
     prepare()

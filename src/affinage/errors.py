@@ -1,10 +1,10 @@
-"""The one way in which affinage tells its user that something they gave cannot be used."""
+"""Errors that are the user's, or the machine's, and not defects: one message each, and an exit status."""
 
 import difflib
 import errno
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from affinage.secrets import masked
 
@@ -27,11 +27,10 @@ _OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
 _NUMPY_HAS_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # of ndarray.tofile, and so of numpy.save
 _OF_RUST = re.compile(r"\(os error (\d+)\)")
 _OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
-_TOLD_BY_RUST = ("SafetensorError",)
 
 
 class UserError(Exception):
-    """A mistake of the user, told in one message: what is wrong, where, and what to do about it.
+    """A mistake of the user in one message: what is wrong, where, and what to do about it.
 
     The command line prints it without a traceback and exits with status 2.
     """
@@ -50,21 +49,18 @@ class UserError(Exception):
 
 
 class TransientError(UserError):
-    """What somebody must know of, and what may be over when the same is tried again, such as a disk behind a network.
+    """A failure that may be over at the next try, such as that of a disk behind a network.
 
-    The command line exits with status 1, after which whoever starts runs again does, as it does not with a mistake.
+    The command line exits with status 1, after which `affinage launch` starts the run again, unlike after a mistake.
     """
 
 
 class UserWarned(UserWarning):
-    """What a user should know of, and nothing has to be done about; the command line prints it as one line."""
+    """A warning for users, without consequences; the command line prints it as one line."""
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
-    """The question whether the user meant the one of `known` that is nearest to `word`; "" where none is near.
-
-    Where `most` is more, the next ones are named, too.
-    """
+    """The question whether the user meant the nearest of `known`, or one of the `most` nearest; "" if none is near."""
     return meant(difflib.get_close_matches(word, list(known), n=most))
 
 
@@ -76,47 +72,34 @@ def meant(names: Iterable[str]) -> str:
 
 
 def of_the_machine(error: Exception) -> UserError | None:
-    """What to tell of an error of files that is no defect of ours; None for every other error."""
+    """The message about an error of files that is no defect of affinage; None for every other error."""
     number = errno_of(error)
     if number not in _OF_THE_MACHINE:
         return None
-    told = error.strerror if isinstance(error, OSError) else None
+    what = getattr(error, "strerror", None) or os.strerror(number)
     kind = TransientError if number in _TRANSIENT else UserError
-    return kind(
-        (told or os.strerror(number)).lower(),
-        where=str(getattr(error, "filename", None) or ""),
-        fix=_OF_THE_MACHINE[number],
-    )
+    return kind(what.lower(), where=str(getattr(error, "filename", None) or ""), fix=_OF_THE_MACHINE[number])
 
 
 def errno_of(error: BaseException) -> int:
-    """The number of an error of files, also where a library tells it in words alone; 0 for every other error."""
+    """The number of an error of files, also where a library has it in its message only; 0 for every other error."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     if isinstance(error, OSError) and _NUMPY_HAS_NO_ROOM.fullmatch(str(error)):
         return errno.ENOSPC
-    in_words = (_OF_RUST if type(error).__name__ in _TOLD_BY_RUST else _OF_TENSORSTORE).search(str(error))
+    in_words = (_OF_RUST if type(error).__name__ == "SafetensorError" else _OF_TENSORSTORE).search(str(error))
     return int(in_words[1]) if in_words else 0
 
 
-def disk_error(error: BaseException | None, numbers: Collection[int] = _TRANSIENT) -> OSError | None:
-    """The error of a disk, or of its network, that an error comes from, as libraries tell it; None if from no such."""
-    for one in causes(error):
-        number = errno_of(one)
-        if number in numbers:
-            return one if isinstance(one, OSError) else OSError(number, os.strerror(number))
-    return None
-
-
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came of; not what was merely being handled, such as a file that need not be there."""
+    """An error and its causes; not what was merely being handled, such as a file that need not be there."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the network, or a server that may answer later, is to blame: the same may succeed when tried again."""
+    """Whether the network, or a server that may answer later, is to blame, so that another try may succeed."""
     for one in causes(error):
         status = getattr(getattr(one, "response", None), "status_code", None) or getattr(one, "status", None)
         if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
@@ -128,25 +111,25 @@ def is_transient(error: BaseException) -> bool:
 
 
 def raise_of_network(error: BaseException) -> None:
-    """Raise what the network of a disk is to blame for, which says nothing of the file; other errors are left.
+    """Raise the failure of a disk's network that an error comes from, which says nothing of the file, if there is one.
 
-    So is EIO: a sector that cannot be read stays so.
+    EIO is not one: a sector that cannot be read stays so.
     """
-    failed = disk_error(error, _OF_A_NETWORK)
-    if failed is not None:
-        raise failed from error
+    for one in causes(error):
+        if (number := errno_of(one)) in _OF_A_NETWORK:
+            raise (one if isinstance(one, OSError) else OSError(number, os.strerror(number))) from error
 
 
 def plain(text: str) -> str:
-    """Text of strangers without what a terminal would obey."""
+    """Foreign text without characters that control a terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line of at most 300 letters."""
+    """The message of an error in one line of at most 300 letters."""
     lines = str(error).strip().splitlines()
     return plain(lines[0][:300]) if lines else type(error).__name__
 
 
 class Preempted(Exception):
-    """The run was told to stop and has saved itself; the command line exits with EXIT_PREEMPTED."""
+    """The run was stopped from outside and has saved itself; the command line exits with EXIT_PREEMPTED."""

@@ -94,22 +94,16 @@ READ = [
     (["run", *WORDS], "Nothing to do: all 18 steps of tiny are complete."),
     (["run", *WORDS, "--dry-run", "--force", "tokenize"], "would run."),
     (["dpo", *WORDS, "--show", "1"], "<|im_start|>user"),
-    (["data", "lineage", "tiny", "--step", "3", "--row", "1"], "pocket-world."),
     (["data", "search", "tiny", "the", "--limit", "1"], "the"),
-    (["data", "head", "tiny", "--limit", "1"], "pocket-world"),
     (["data", "stats", "tiny"], "trained on"),
-    (["checkpoint", "ls", "tiny/pretrain"], " 20 "),
     (["checkpoint", "verify", "tiny"], "intact"),
-    (["checkpoint", "show", "tiny"], "fingerprint"),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4", "--arrays"], "lora"),
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
     (["chat", "tiny", ASK, "--max-new-tokens", "4"], "\n"),
     (["config", "show", "tiny", "pretrain"], "steps: 20 "),
-    (["plan", "tiny", "--on", "v4-8", "--set", "mesh.data=4"], "tiny on v4-8"),
     (["graph", "tiny", "--mermaid"], "flowchart TD"),
     (["config", "schema"], "json-schema.org"),
-    (["doctor"], "jax"),
     (["world", "text", "--megabytes", "0.05"], "text"),
 ]
 
@@ -130,9 +124,8 @@ def test_generate_writes_a_json_document_for_each_prompt(here: Path, affinage):
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, affinage, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for words in (["run", *WORDS], ["sweep", *WORDS, "--set", "sweep={dpo.steps: [4, 6]}"]):
-        status, out, _ = affinage(*words, "--dry-run", "--json")
-        assert status == 0 and json.loads(out) and not list(tmp_path.iterdir())
+    status, out, _ = affinage("sweep", *WORDS, "--set", "sweep={dpo.steps: [4, 6]}", "--dry-run", "--json")
+    assert status == 0 and json.loads(out) and not list(tmp_path.iterdir())
 
 
 def test_what_was_exported_is_imported(here: Path, affinage):

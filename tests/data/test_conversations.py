@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from affinage.config.tuning import ConversationSettings
-from affinage.data.conversations import parse_conversation, parse_pair, read_lines, source_parts
+from affinage.config.tuning import SftSettings
+from affinage.data.conversations import open_source, parse_conversation, parse_pair, read_lines
 from affinage.errors import UserError
 from source_forms import write_lines
 
@@ -21,10 +21,11 @@ TALK = [QUESTION, ANSWER]
 SYSTEM = {"role": "system", "content": "x"}
 
 
-def read(place: Path | str, form: str = "auto", **settings: str) -> Iterator[list[dict]]:
+def read(place: Path | str, form: str = "auto", key: str = "path") -> Iterator[list[dict]]:
     """The messages of every conversation in files or a data set."""
-    source = ConversationSettings.model_validate(settings or {"path": str(place)}).as_source()
-    for part in source_parts(source, str(place)):
+    settings = SftSettings.model_validate({"steps": 1, "sources": [{key: str(place)}]})
+    _, source, parts = open_source(settings, 0)
+    for part in parts:
         for where, name, item in read_lines(part, source):
             if isinstance(item, UserError):
                 raise item
@@ -81,7 +82,7 @@ def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Pat
     assert len(list(read(tmp_path / "[ab].jsonl*"))) == 6
     (tmp_path / "set").mkdir()
     (tmp_path / "d.parquet").rename(tmp_path / "set/train-00000-of-00001.parquet")
-    assert list(read(tmp_path / "set", dataset=str(tmp_path / "set"))) == talks
+    assert list(read(tmp_path / "set", key="dataset")) == talks
 
 
 CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}

@@ -104,10 +104,7 @@ def test_mistakes_are_one_message(tmp_path):
         run(tmp_path / "nothing", ["short", "tiny"])
     assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
     unknown = FilterSettings(language_threshold={"zz": 0})
-    for where, named, options in (
-        ("data.languages", "xx", {"languages": ("en", "xx")}),
-        ("data.filters.language_threshold", "zz", {"settings": unknown}),
-    ):
+    for where, named, options in (("data.filters.language_threshold", "zz", {"settings": unknown}),):
         with pytest.raises(UserError) as error:
             run(tmp_path / named, [ENGLISH], **options)
         assert error.value.where == where and error.value.what.endswith(f" {named}") and error.value.fix

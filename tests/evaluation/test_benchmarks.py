@@ -82,32 +82,6 @@ def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path
             assert score["value"] > 1 if "perplexity" in name else 0 <= score["value"] < 20, (task, name)
 
 
-def test_a_text_that_is_the_right_one_scores_all(tmp_path):
-    model = tiny_llama()
-    right = {
-        "french_bench_fquadv2": lambda said: {"answers": {"text": [said]}, "is_impossible": False},
-    }
-    write_items(tmp_path, right)
-    first = evaluate(model, list(right), data_dir=tmp_path, max_new_tokens=8)
-    for task, of in right.items():
-        (said,) = (item["answer"] for item in first["samples"][task])
-        assert not first["tasks"][task]["chat_template"]
-        assert all(score["value"] < 1 for score in first["tasks"][task]["metrics"].values()), task
-        (tmp_path / f"{task}.jsonl").write_text(json.dumps(ITEMS[task][0] | of(said)) + "\n", encoding="utf-8")
-    again = evaluate(model, list(right), data_dir=tmp_path, max_new_tokens=8)["tasks"]
-    for task, entry in again.items():
-        assert all(score["value"] == pytest.approx(1) for score in entry["metrics"].values()), task
-
-
-def test_one_file_may_hold_the_items_of_two_tasks(tmp_path):
-    for name, of in (("fquadv2", "french_bench_fquadv2"), ("fquadv2_hasAns", "french_bench_fquadv2_hasAns")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ITEMS[of][0]) + "\n", encoding="utf-8")
-    twice = ["french_bench_fquadv2", "french_bench_fquadv2_bool"]
-    answered = "french_bench_fquadv2_hasAns"
-    assert [task["task"] for task in find_tasks([*twice, answered], {}, tmp_path).local] == [*twice, answered]
-    assert [file.name for file in files_of([*twice, answered], tmp_path)] == ["fquadv2.jsonl", "fquadv2_hasAns.jsonl"]
-
-
 @pytest.mark.parametrize(
     ("task", "named"),
     [("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world"), ("piqa", "piqa.jsonl")],

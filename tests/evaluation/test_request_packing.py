@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affinage.evaluation.batching import batches, find_groups, group_requests
+from affinage.evaluation.batching import as_rows, batches, find_groups
 
 CONTEXT = 40
 token_lists = st.lists(st.integers(1, 2), min_size=1, max_size=30)
@@ -13,7 +13,7 @@ many_pairs = st.lists(st.tuples(token_lists, token_lists), max_size=25)
 
 
 def rows_of(pairs):
-    return group_requests([(before, continuation[:CONTEXT]) for before, continuation in pairs], CONTEXT)
+    return as_rows([(before, continuation[:CONTEXT]) for before, continuation in pairs], CONTEXT)
 
 
 def packed(groups, batch, multiple=1):
@@ -24,7 +24,7 @@ def packed(groups, batch, multiple=1):
 @pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * 9)])
 def test_pairs_that_cannot_be_scored_are_refused(pair):
     with pytest.raises(ValueError):
-        group_requests([pair], context=8)
+        as_rows([pair], context=8)
 
 
 def answer(text: tuple[int, ...], token: int) -> tuple[float, bool]:
@@ -58,10 +58,10 @@ def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_pla
 
 
 def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
-    question, begun = list(range(1, 21)), [30, 31, 32]
-    pairs = [(question, [*begun, *end]) for end in ([40, 50], [41], [42, 51, 52])]
-    (group,) = find_groups(group_requests([*pairs, pairs[0]], 99), 198)
-    assert group.length == 23 + 1 + 0 + 2 and group.asked == 3 + 2 + 1 + 3
+    question = list(range(1, 21))
+    pairs = [(question, end) for end in ([30, 40, 50], [30], [31], [30])]
+    (group,) = find_groups(as_rows(pairs, 99), 198)
+    assert group.length == 20 + 2 and group.targets == 6
     (batch,) = packed(find_groups(rows_of([([1, n], [2]) for n in range(10)]), 2 * CONTEXT), 9)
     assert len(batch.tokens) == 1 and len(batch.rows[0]) == 10
 
@@ -69,7 +69,7 @@ def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.booleans())
 def test_rows_have_few_lengths_and_little_padding(lengths, packed_rows):
     pairs = [([1] * length, [2 + n]) for n, length in enumerate(lengths)]
-    groups = [find_groups([row], 60)[0] for row in group_requests(pairs, 60)]
+    groups = [find_groups([row], 60)[0] for row in as_rows(pairs, 60)]
     found = batches(
         groups, 600, context=60, most=60 * packed_rows, compile_tokens=5.0, pad=0, multiple=1, packed=packed_rows
     )

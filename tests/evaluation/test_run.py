@@ -37,11 +37,12 @@ def world(tmp_path):
     return {"pocket-world": folder}
 
 
-def test_a_base_model_is_not_asked_to_chat(world, tmp_path, capfd):
+def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are_counted(world, tmp_path, capfd):
+    choice_task.write_items(world["pocket-world"], [*ITEMS[:6], ITEMS[6] | {"question": "seven plus " * 60}])
     results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / "out")
     assert results["skipped"] == ["answers"] and "generation" not in results
     sums = results["tasks"]["sums"]
-    assert sums["items"] == 7 and sums["version"] == 3.0 and sums["num_fewshot"] == 0
+    assert sums["items"] == 7 and sums["truncated"] == 1 and sums["version"] == 3.0 and sums["num_fewshot"] == 0
     assert sums["chance"] == pytest.approx(1 / 3)
     p = sums["metrics"]["acc"]["value"]
     assert sums["metrics"]["acc"]["stderr"] == pytest.approx((p * (1 - p) / 6) ** 0.5)
@@ -68,14 +69,6 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert [(line["id"], line["filter"]) for line in lines] == [(n, f) for f in ("whole", "lower") for n in range(4)]
     assert set(results["tasks"]["answers"]["metrics"]) == {"exact_match,whole", "exact_match,lower"}
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
-
-
-def test_items_that_do_not_fit_the_context_are_counted(world):
-    long = ITEMS[0] | {"question": "seven plus " * 60}
-    choice_task.write_items(world["pocket-world"], [long, *ITEMS, long])
-    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world)
-    assert results["tasks"]["sums"]["truncated"] == 2
-    assert results["tasks"]["sums"]["items"] == 9
 
 
 def test_items_are_drawn_by_a_seed(world, tmp_path):

@@ -12,9 +12,9 @@ from affinage.evaluation import scoring
 from affinage.evaluation.scoring import (
     MAX_ROWS,
     MEMORY_SHARE,
-    Scorer,
     bytes_of_a_row,
     rows_that_fit,
+    score,
     shorter_rows_that_fit,
 )
 from affinage.generation.engine import generate
@@ -63,20 +63,20 @@ def test_scores_equal_the_definition(batch, block):
     model = tiny_llama()
     pairs = some_pairs(model)
     answered = {}
-    results = Scorer(model, batch=batch, logits_at_once=block).score(pairs, answered.setdefault)
+    results = score(model, pairs, answered.setdefault, batch=batch, logits_at_once=block)
     assert [answered[index] for index in range(len(pairs))] == results  # one of them is scored in three pieces
     for (before, continuation), (value, greedy) in zip(pairs, results, strict=True):
         expected, expected_greedy = slow_score(model, before, continuation)
         assert value == pytest.approx(expected, abs=2e-4)
         assert greedy == expected_greedy
     assert results[-2][1] and not results[-1][1]
-    assert Scorer(model).score([]) == []
+    assert score(model, []) == []
 
 
 def test_of_equally_likely_tokens_the_first_is_the_greedy_one():
     model = tiny_llama()
     flat = replace(model, params=model.params | {"logits": jax.tree.map(jnp.zeros_like, model.params["logits"])})
-    results = Scorer(flat).score([([2], [token]) for token in (0, 1, VOCABULARY - 1)])
+    results = score(flat, [([2], [token]) for token in (0, 1, VOCABULARY - 1)])
     assert [greedy for _, greedy in results] == [True, False, False]
 
 
@@ -109,8 +109,8 @@ def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replac
     assert tuple(up) == ((None, "tensor", "fsdp") if replacements else (None, "fsdp", "tensor"))
     assert sharded.row_multiple == (1 if replacements else len(devices) // 2)
     pairs = [([2, 270 + n, 280], [290 + n, 300]) for n in range(5)]
-    expected = [value for value, _ in Scorer(model).score(pairs)]
-    assert [value for value, _ in Scorer(sharded).score(pairs)] == pytest.approx(expected, abs=1e-4)
+    expected = [value for value, _ in score(model, pairs)]
+    assert [value for value, _ in score(sharded, pairs)] == pytest.approx(expected, abs=1e-4)
     if not says:
         return
     prompts, request = [before for before, _ in pairs[:3]], SamplingParams(12, stop_token_ids=())

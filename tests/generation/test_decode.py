@@ -62,18 +62,15 @@ def slow_greedy(model, prompt, count, stop=(), penalty=1.0):
     return tokens[len(prompt) :]
 
 
-def test_cached_greedy_decoding_equals_the_full_forward_pass():
+def test_cached_greedy_decoding_equals_the_full_forward_pass_up_to_a_stop_token():
     model = tiny_llama()
     for penalty in (1.0, 1.7):
-        params = SamplingParams(24, repetition_penalty=penalty, stop_token_ids=())
-        results = generate(model, PROMPTS, params, max_num_seqs=2)
+        results = generate(
+            model, PROMPTS, SamplingParams(24, repetition_penalty=penalty, stop_token_ids=()), max_num_seqs=2
+        )
         for prompt, result in zip(PROMPTS, results, strict=True):
             assert result.tokens == slow_greedy(model, prompt, 24, penalty=penalty)
             assert result.finish_reason == "length" and result.text == model.tokenizer.decode(result.tokens)
-
-
-def test_a_stop_token_ends_the_row_and_is_not_part_of_it():
-    model = tiny_llama()
     stop = slow_greedy(model, PROMPTS[0], 24)[10]
     results = generate(model, PROMPTS, SamplingParams(24, stop_token_ids=(stop,)))
     assert results[0].finish_reason == "eos"

@@ -58,15 +58,18 @@ def test_a_row_with_filters_of_its_own_is_as_if_all_had_them():
         np.testing.assert_array_equal(together[one], np.asarray(alone))
 
 
-def draw(logits, sampling, rows, steps, seen=None):
+def draw(logits, sampling, rows, steps):
     logits = jnp.asarray(logits, jnp.float32)
     rows, steps = jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32)
-    seen = jnp.zeros(logits.shape, bool) if seen is None else seen
+    seen = jnp.zeros(logits.shape, bool)
     return np.asarray(choose(logits, SamplingTensors.of([sampling] * len(logits)), rows, steps, seen))
 
 
-def test_greedy_takes_the_first_of_the_best():
+def test_greedy_takes_the_first_of_the_best_and_filters_never_exclude_every_token():
     assert draw([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]], SamplingParams(), [0, 1], [0, 0]).tolist() == [1, 0]
+    strict = SamplingParams(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0, repetition_penalty=1.3)
+    logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
+    np.testing.assert_array_equal(draw(logits, strict, np.arange(5), np.zeros(5)), logits.argmax(-1))
 
 
 def test_draws_follow_the_tempered_distribution():
@@ -82,13 +85,6 @@ def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
     assert draw(np.tile(logits, (4, 1)), sampling, [1, 2, 3, 4], [7, 7, 7, 7])[2] == alone[0]
     others = [(SamplingParams(temperature=1.0, seed=6), [3], [7]), (sampling, [4], [7]), (sampling, [3], [8])]
     assert all(draw(logits, *other)[0] != alone[0] for other in others)
-
-
-def test_filters_never_exclude_every_token():
-    strict = SamplingParams(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0, repetition_penalty=1.3)
-    logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
-    tokens = draw(logits, strict, np.arange(5), np.zeros(5), jnp.zeros((5, 50), bool))
-    np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
 def test_changing_a_value_compiles_nothing_again():

@@ -13,29 +13,7 @@ from safetensors.numpy import save
 from affinage.errors import UserError
 from affinage.hub.read import HubWeights
 
-KINDS = [*"F64 F32 F16 BF16 F8_E4M3 F8_E5M2 F8_E8M0 F4 I64 U8 BOOL C64 O".split(), "", 5, None]
 WHOLE = save({"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float16)}, {"format": "pt"})
-
-sizes = st.integers(0, 16) | st.sampled_from([-1, 2**31, 2**62, 2**63, 2**64, 2**200, 1.5, None])
-tensors = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from(KINDS),
-        "shape": st.lists(sizes, max_size=4) | st.just([1] * 65) | st.just([0, 2**40, 2**40]),
-        "data_offsets": st.lists(sizes, max_size=3),
-        "more": st.none(),
-    },
-)
-headers = st.dictionaries(st.sampled_from(["w", "", "__metadata__", "é\0"]) | st.text(max_size=3), tensors, max_size=3)
-
-
-@st.composite
-def fitting(draw: st.DrawFn) -> bytes:
-    """Headers that promise what is there, of every kind of number and many shapes: they get past the first look."""
-    kind, width = draw(st.sampled_from([("F64", 8), ("F32", 4), ("F16", 2), ("BF16", 2), ("F8_E4M3", 1), ("I32", 4)]))
-    shape = draw(st.lists(st.integers(0, 3), max_size=4) | st.sampled_from([[1] * 65, [0, 2**62], [0, 2**40, 2**40]]))
-    size = width * int(np.prod(shape, dtype=object))
-    return laid_out({"w": {"dtype": kind, "shape": shape, "data_offsets": [0, size]}}, bytes(size))
 
 
 def laid_out(header: object, data: bytes = b"", length: int | None = None) -> bytes:
@@ -44,8 +22,17 @@ def laid_out(header: object, data: bytes = b"", length: int | None = None) -> by
 
 
 @st.composite
+def fitting(draw: st.DrawFn) -> bytes:
+    """Headers of every kind of number and many shapes that promise what is there: they get past a first look."""
+    kind, width = draw(st.sampled_from([("F64", 8), ("F16", 2), ("BF16", 2), ("F8_E4M3", 1), ("I32", 4), ("", 1)]))
+    shape = draw(st.lists(st.integers(0, 3), max_size=4) | st.sampled_from([[1] * 65, [0, 2**62], [0, 2**40, 2**40]]))
+    size = width * int(np.prod(shape, dtype=object))
+    return laid_out({"w": {"dtype": kind, "shape": shape, "data_offsets": [0, size]}}, bytes(size))
+
+
+@st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A file as it should be, with some of its bytes exchanged, and cut off or not."""
+    """A file with some of its bytes exchanged, and cut off or not."""
     contents = bytearray(WHOLE)
     for at in draw(st.lists(st.integers(0, len(WHOLE) - 1), max_size=4)):
         contents[at] = draw(st.integers(0, 255))
@@ -62,12 +49,7 @@ def read(folder: Path, contents: bytes) -> dict[str, np.ndarray]:
 @example(b"")
 @example(laid_out({}, length=2**63))
 @example(laid_out({"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}, b"\0"))
-@given(
-    st.binary(max_size=64)
-    | st.builds(laid_out, headers, st.binary(max_size=32), st.none() | st.integers(0, 2**64 - 1))
-    | fitting()
-    | damaged()
-)
+@given(st.binary(max_size=64) | fitting() | damaged())
 def test_any_bytes_are_read_within_their_size_or_refused(tmp_path_factory: pytest.TempPathFactory, contents: bytes):
     folder = tmp_path_factory.getbasetemp() / "weights"
     folder.mkdir(exist_ok=True)

@@ -22,7 +22,6 @@ from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.verify import verify
-from affinage.hub.vocabulary import with_ids
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat, locate, made_from, open_model, resolve
 from source_forms import write_documents
@@ -178,11 +177,3 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp
     export(trained, tmp_path / "m", facts=CardFacts(license="apache-2.0"), chat=True)
     assert verify(tmp_path / "m", trained, TEXTS[:1])["conversations"] == 3
     assert is_chat(tmp_path / "m") and open_model(str(tmp_path / "m"), tmp_path).system_prompt == trained.system_prompt
-
-
-def test_an_id_that_is_not_there_gets_a_row(imported):
-    old = np.asarray(imported[2].params["embed"]["embedding"])
-    graph, params = with_ids(imported[2].graph, imported[2].params, (352, 353))
-    assert graph.vocabulary == 354 and params["embed"]["embedding"].shape == (354, 32)
-    np.testing.assert_array_equal(params["embed"]["embedding"][:352], old)
-    np.testing.assert_allclose(params["embed"]["embedding"][353], old.mean(axis=0), atol=1e-6)

@@ -239,21 +239,6 @@ def test_a_model_comes_and_a_release_goes(hub, machine, model):
     assert pushed["model.safetensors"] == weights == (model / "model.safetensors").read_bytes()
 
 
-@FULL
-def test_items_of_a_benchmark_are_those_of_the_hub(hub, machine, model):
-    items = choice_task.sums(4)
-    hub.commit("datasets/me/items", {"test.parquet": parquet(items)})
-    choice_task.write_task(machine.folder, "near", items)
-    choice_task.write_task(machine.folder, "far", items, dataset_path="me/items", dataset_kwargs=None)
-    hub.faults[:] = [Fault("me/items", 500, times=99)]
-    told = refusal(machine.run("eval", str(model), "--task", "far.yaml"))
-    assert hub.address in told and "--data-dir" in told
-    hub.faults.clear()
-    ended = machine.run("eval", str(model), "--task", "near.yaml,far.yaml", "--json")
-    told = json.loads(ended.stdout)["tasks"]
-    assert told["far"] == told["near"] and told["far"]["items"] == 4
-
-
 def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     choice_task.write_task(tmp_path, "near", choice_task.sums(1))

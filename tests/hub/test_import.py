@@ -234,49 +234,39 @@ def test_a_graph_of_no_family_is_refused_by_what_differs():
         family_of(parse(tiny_graphs.llama(attention={"softcap": 50.0})))
 
 
-def test_weights_that_are_not_finite_and_two_sets_of_weights_are_refused(tmp_path):
-    model = tiny_llama()
+def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path):
+    model, folder = tiny_llama(), tmp_path / "m"
     params = jax.tree.map(np.array, model.params)
-    export(model, tmp_path / "m", facts=FACTS)
-    assert (tmp_path / "m/model.safetensors").stat().st_mode == (tmp_path / "m/config.json").stat().st_mode
+    export(model, folder, facts=FACTS)
+    file = folder / "model.safetensors"
+    assert file.stat().st_mode == (folder / "config.json").stat().st_mode
+    tensors = dict(load_file(file))
     for value, dtype in ((1e5, "float16"), (np.nan, "float32")):
         params["norm"]["scale"][0] = value
         with pytest.raises(UserError, match=r"model\.norm\.weight"):
             export(replace(model, params=params), tmp_path / "n", facts=FACTS, dtype=dtype)
-    file = tmp_path / "m/model.safetensors"
-    tensors = dict(load_file(file))
-    save_file(tensors | {"model.norm.weight": params["norm"]["scale"]}, file)
-    with pytest.raises(UserError, match="finite"):
-        read_hub_folder(tmp_path / "m")
-    save_file(tensors, tmp_path / "m/model-00001-of-00001.safetensors")
-    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
-    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="both"):
-        read_hub_folder(tmp_path / "m")
 
-
-def test_tensors_without_a_place_and_missing_ones_are_named(tmp_path):
-    folder = tmp_path / "m"
-    export(tiny_llama(), folder, facts=FACTS)
-    file = folder / "model.safetensors"
-    tensors = dict(load_file(file))
-
-    def refused() -> str:
+    def refused(written) -> str:
+        if written is not None:
+            save_file(written, file)
         with pytest.raises(UserError) as caught:
             read_hub_folder(folder)
         return str(caught.value)
 
+    assert "finite" in refused(tensors | {"model.norm.weight": params["norm"]["scale"]})
     extra = "model.layers.0.self_attn.q_proj.bias"
-    save_file(tensors | {extra: np.zeros(32, np.float32)}, file)
-    assert extra in refused()
-    tensors.pop("model.norm.weight")
-    save_file(tensors, file)
-    assert "model.norm.weight" in refused()
+    assert extra in refused(tensors | {extra: np.zeros(32, np.float32)})
+    missing = {name: array for name, array in tensors.items() if name != "model.norm.weight"}
+    assert "model.norm.weight" in refused(missing)
     file.write_bytes(file.read_bytes()[:-7])
-    assert "model.safetensors" in refused()
-    file.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "safetensors" in refused()
+    assert "model.safetensors" in refused(None)
+    save_file(tensors, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "both" in refused(tensors)
+    (folder / "model.safetensors.index.json").unlink()
+    file.rename(folder / "pytorch_model.bin")
+    assert "safetensors" in refused(None)
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_stays_or_is_trimmed_if_that_is_asked_for(tmp_path):

@@ -7,7 +7,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from affinage.config.data import TokenizerSettings
 from affinage.data.chat import encode_conversation, encode_prompt
-from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
@@ -18,15 +17,11 @@ SYSTEM = 'Be "kind".\nSoyez gentil.'
 ALPHABET = [*" \n\t", "  ", "    ", *"aeltsé'<|>_1209🙂ç漢\u00a0\u0301\u200d\x00", "return", "im_start", "</s>"]
 
 
-@pytest.fixture(scope="module")
-def split_folder(tmp_path_factory):
-    return write_split(tmp_path_factory.mktemp("split"))
-
-
 @pytest.fixture(scope="module", params=["bpe", "char"])
-def both(request, split_folder, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
+def both(request, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
     """Our tokenizer, and what transformers loads from its export."""
     folder = tmp_path_factory.mktemp(request.param)
+    split_folder = write_split(tmp_path_factory.mktemp("split"))
     settings = TokenizerSettings(kind=request.param, vocab_size=700)
     train_tokenizer(split_folder, folder, settings, ("en", "fr"), seed=0)
     ours = Tokenizer.load(folder)
@@ -38,24 +33,14 @@ def both(request, split_folder, tmp_path_factory) -> tuple[Tokenizer, PreTrained
     return ours, AutoTokenizer.from_pretrained(folder / "hf")
 
 
-def raw(theirs: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text in which control tokens are text too."""
-    ids: list[int] = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return ids
-
-
-def test_any_text_has_the_same_ids_and_documents_decode_to_themselves(both, split_folder: Path):
+def test_any_text_has_the_same_ids(both):
     ours, theirs = both
     rng = random.Random(0)
     runs = (one * n for n in (*range(1, 18), 31, 32, 33, 69) for one in (" ", "e", "-", "\n", "ee "))
     drawn = ("".join(rng.choices(ALPHABET, k=rng.randint(1, 40))) for _ in range(200))
-    documents = [
-        text for batch in read_documents(split_folder / "validation") for text in batch.column("text").to_pylist()
-    ]
-    for text in (*TRICKY, *runs, *drawn, *documents, " " * 9 + "return"):
-        ids = raw(theirs, text)
+    for text in (*TRICKY, *runs, *drawn, " " * 9 + "return"):
+        ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert ids == ours.encode(text), repr(text)
-        assert text not in documents or UNK in ids or theirs.decode(ids) == ours.decode(ids) == text
 
 
 def test_control_tokens_have_their_ids_and_roles(both):

@@ -89,7 +89,6 @@ def test_names_of_any_case_are_languages(ahead):
         ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings"),
         ("mesh.data=7", "data = 7"),
         ("pretrain.batch_size=7", "batch 7"),
-        pytest.param("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag", marks=pytest.mark.full),  # 13,000 files
     ],
 )
 def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):

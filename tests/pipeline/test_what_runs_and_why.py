@@ -139,27 +139,26 @@ def test_until(load, tmp_path):
         toy_run(load, tmp_path, toy(), until=["for"])
 
 
-def test_an_interrupted_training_goes_on_from_what_is_there_and_any_other_step_begins_again(load, tmp_path):
-    for continues, reason in ((False, "not finished; starts again"), (True, "not finished; resumes")):
-        road = [Step("train", fail_once, {"continues": continues}, resumable=continues)]
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, tmp_path, resumable: bool):
+    road = [Step("train", fail_once, {}, resumable=resumable)]
+    with pytest.raises(KeyboardInterrupt):
+        toy_run(load, tmp_path, road)
+    if not resumable:
         with pytest.raises(KeyboardInterrupt):
             toy_run(load, tmp_path, road)
-        runner, watcher = PipelineRunner(load(), Runs(tmp_path / "runs"), road), Quiet()
-        assert runner.plan()[0].reason == reason
-        if not continues:
-            with pytest.raises(KeyboardInterrupt):
-                runner.run(watcher)
-    runner.run(watcher)
-    assert watcher.events == ["began train", "ended train"]
+        assert PipelineRunner(load(), Runs(tmp_path / "runs"), road).plan()[0].reason == "not finished; starts again"
+        return
+    assert toy_run(load, tmp_path, road) == ({"train": "not finished; resumes"}, ["train"])
     made = tmp_path / "runs/small/train"
     assert read_json(made / "result.json") == {"went_on": True}
     (made / "half").write_text("longer than it was")
     reasons, ran = toy_run(load, tmp_path, road)
     assert reasons["train"].startswith("damaged: half") and ran == ["train"]
-    assert (made / "half").read_text() == "longer than it was", "it went on from what was there"
+    assert (made / "half").read_text() == "longer than it was", "it resumed from what was there"
 
 
-def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_path):
+def test_a_training_resumes_only_if_it_has_a_checkpoint(load, tmp_path):
     road = [Step("train", fail_once, {}, resumable=True, has_progress=True)]
     with pytest.raises(KeyboardInterrupt):
         toy_run(load, tmp_path, road)
@@ -239,9 +238,6 @@ def test_changed_user_files_are_noticed(load, tmp_path):
     assert changed(before, after)[0] == "ingest"
     (tmp_path / "chat.jsonl").write_text("{} ")
     assert changed(after, keys(load()))[0] == "sft-data"
-
-
-def test_tokenizers_to_compare_with_are_in_the_key_of_the_comparison_alone(load, tmp_path):
     (tmp_path / "theirs.model").write_bytes(b"1")
     compared = keys(load("tokenizer.compare=[theirs.model]"))
     assert changed(keys(load()), compared) == ["compare-tokenizers", "report"]

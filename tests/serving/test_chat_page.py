@@ -100,23 +100,3 @@ def test_what_goes_wrong_is_shown_and_the_message_is_kept(chromium: Browser, ser
     chromium.wait_for("!!document.querySelector('.error')")
     assert "token" in chromium.evaluate("document.querySelector('.error').textContent")
     chromium.wait_for("document.getElementById('message').value === 'hello'")
-
-
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
-def test_it_fits_phones_and_screens_in_both_lights_and_languages(
-    chromium: Browser, served: Running, width: int, dark: bool
-):
-    opened(chromium, served, width, dark=dark)
-    chromium.evaluate("document.getElementById('settings').open = true")
-    chromium.evaluate("show('assistant', 'word '.repeat(300)); show('user', 'x'.repeat(300))")
-    assert chromium.evaluate("document.documentElement.scrollWidth") == width, "the page scrolls sideways"
-    below = "document.getElementById('form').getBoundingClientRect().bottom <= innerHeight + 1"
-    assert chromium.evaluate(below), "one must scroll to write"
-    light = "getComputedStyle(document.body.parentNode).backgroundColor.match(/\\d+/g).map(Number)[0] > 128"
-    assert chromium.evaluate(light) is not dark
-    words = "[document.documentElement.lang, document.getElementById('send').textContent]"
-    assert chromium.evaluate(words) == ["en", "Send"]
-    chromium.evaluate("document.getElementById('language').click()")
-    assert chromium.evaluate(words) == ["fr", "Envoyer"]
-    assert chromium.evaluate("[...document.querySelectorAll('[data-word]')].every(e => e.textContent)")
-    assert chromium.troubles == []

@@ -128,7 +128,7 @@ def _new_store(folder: Path) -> "CheckpointStore":
     return CheckpointStore(folder)
 
 
-def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | None]":
+def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | str | None]":
     """The checkpoints that a name stands for, and the step it names. Of a run with several trainings, prints which."""
     from affinage.pipeline.models import locate, run_of, trainings_of
 
@@ -143,7 +143,7 @@ def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointSt
     return _new_store(folder / "checkpoints"), step
 
 
-def _chosen(store: "CheckpointStore", step: int | None) -> list[int]:
+def _chosen(store: "CheckpointStore", step: int | str | None) -> list[int]:
     """The step that was named, or all that are complete, oldest first. Raises UserError if there are none."""
     steps = store.steps()
     if not steps:

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, arg, complete_model, find, opt, verb
-from affinage.cli.output import Table, emit
+from affinage.cli.output import Table, described, emit
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.pipeline.models import Target
-    from affinage.report.comparison import Comparison, Entrant, Paired
+    from affinage.report.comparison import Comparison, Entrant
 
 
 @verb()
@@ -47,7 +47,8 @@ def compare(
 
         write_page(render_comparison(found, lang), html)
         page = {"page": str(html)}
-    emit(found.to_dict() | page, as_json, _view(found, html))
+    facts = found.to_dict() | page
+    emit(facts, as_json, _view(found, facts))
 
 
 def _target(name: str, runs: Path) -> "Target | None":
@@ -86,52 +87,26 @@ def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
     return entrant(name, run, folder, again=again, parts=parts)
 
 
-def _view(found: "Comparison", html: Path | None) -> "Iterator[str | Table]":
+def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
     from affinage.config.yaml import brief
-
-    names = [one.name for one in found.entrants]
-    if found.quantities:
-        rows = [[name.replace("_", " "), *map(_number, values)] for name, values in found.quantities.items()]
-        yield Table(["", *names], rows)
-    if found.settings:
-        yield ""
-        rows = [
-            [key, *(None if one is None else brief(one) for one in values)] for key, values in found.settings.items()
-        ]
-        yield Table(["setting", *names], rows)
-    for one in found.entrants:
-        if one.again:
-            yield f"\n{one.name} has changed since these answers. To evaluate it again: {one.again}"
-    for pair in found.paired:
-        yield from _pair(found, pair)
-    if html is not None:
-        yield f"\nThe page is in {html}."
-
-
-def _number(value: Any) -> str | None:
-    if not isinstance(value, int | float):
-        return value
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _pair(found: "Comparison", pair: "Paired") -> "Iterator[str | Table]":
     from affinage.report.comparison import notes
     from affinage.report.language import Language
 
-    yield f"\nA: {found.entrants[0].name}, B: {pair.other.name}"
-    rows = [
-        (
-            one.task,
-            one.metric,
-            *(f"{value:.4f}" for value in (one.a, one.b)),
-            f"{one.difference:+.4f}",
-            f"{one.low:+.4f} to {one.high:+.4f}",
-            one.items,
-            "none" if one.is_none else "real" if one.is_real else "may be noise",
-        )
-        for one in pair.differences
+    differences = [
+        {key: value for key, value in one.items() if key != "is_real"}
+        | {"": "real" if one["is_real"] else "may be noise" if one["stderr"] else "none"}
+        for one in facts["differences"]
     ]
-    yield Table(("task", "metric", "A", "B", "B − A", "95 % interval", "items", ""), rows, left=(0, 1))
-    yield from notes(pair, Language("en"))
-    if len({one.task for one in pair.differences}) > 5:
+    runs = [{key: value for key, value in one.items() if key not in ("summary", "scores")} for one in facts["runs"]]
+    yield from described(facts | {"runs": runs, "settings": [], "differences": differences, "asked_otherwise": []})
+    if found.settings:
+        settings = found.settings.items()
+        rows = [[key, *(None if one is None else brief(one) for one in values)] for key, values in settings]
+        yield ""
+        yield Table(["setting", *(one.name for one in found.entrants)], rows)
+    yield from dict.fromkeys(note for pair in found.paired for note in notes(pair, Language("en")))
+    for one in found.entrants:
+        if one.again:
+            yield f"{one.name} has changed since these answers. To evaluate it again: {one.again}"
+    if len({one["task"] for one in differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

@@ -10,7 +10,7 @@ from affinage.cli import options
 from affinage.cli.opening import MaxLenOption, MeshOption, OpenOptions, model_of, opened
 from affinage.cli.options import find, opt, verb
 from affinage.cli.output import Table, counted, emit, listed, table, working
-from affinage.cli.run import run_pipeline
+from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
 
 _NUMBERS = 12  # of items, that are listed on the terminal
@@ -63,7 +63,7 @@ def evaluate(
     own = not given and mesh is None and max_model_len is None
     if own and target.kind in ("recipe", "run") and target.step is None:
         results = _evaluate_run(model, options.PipelineOptions(overrides, runs, force, as_json=as_json))
-        tables = (part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each)))
+        tables = iter([part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each))])
     elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
@@ -79,17 +79,12 @@ def evaluate(
 def _evaluate_run(name: str, how: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.eval_results import is_evaluated
-    from affinage.pipeline.models import EVALUATIONS, check_complete, recorded, resolve, run_of
+    from affinage.pipeline.models import EVALUATIONS, resolve, run_of
 
-    target = resolve(name, how.runs)
-    run, steps = run_of(target, how.runs), [*EVALUATIONS.values()]
+    run, steps = run_of(resolve(name, how.runs), how.runs), [*EVALUATIONS.values()]
     if how.overrides or how.force or not is_evaluated(run):
-        if not how.overrides:
-            check_complete(target, how.runs)
-            if recorded(run).get("evaluate") is None:
-                fix = "Name benchmarks: --tasks julian, or --task my_task.yaml"
-                raise UserError("the recipe of this run evaluates nothing", where=name, fix=fix)
-        run = run_pipeline(name, how, steps, any_of=True, only=steps, quiet=True)
+        instead = "Name benchmarks: --tasks julian, or --task my_task.yaml"
+        run = run_own_steps(name, how, "evaluate", steps, instead)
     files = {step: run / step / "results.json" for step in steps}
     found = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in files.items() if file.is_file()}
     return {"run": run.name, "evaluations": found}

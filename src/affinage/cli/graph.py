@@ -2,12 +2,14 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt, verb, warn
-from affinage.cli.output import counted, described, emit, size
+from affinage.cli.output import described, emit
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from affinage.model.graph import Graph
 
 _UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
+_COLUMNS = ("name", "kind", "repeat", "shape", "parameters", "flops", "training_flops", "inputs")
 _LINES = 24  # at most, for the schedule of one training
 _WIDTH = 48  # characters of the longest bar
 
@@ -59,14 +62,15 @@ def graph(
         print(mermaid(model), end="")
         return
     batch, context = _batch_size(loaded.recipe), loaded.recipe.packing.seq_len
-    facts = {
+    facts: dict[str, Any] = {
+        "nodes": summary_table(model, batch, context),
         "batch": batch,
         "context": context if any(SEQUENCE in shape.dims for _, shape in model.inputs) else None,
         "parameters": asdict(parameters(model)),
-        "nodes": summary_table(model, batch, context),
         "memory": _memory(model, batch, context, loaded.recipe.parallel.remat),
     }
-    emit(facts, as_json, described(_view(facts)))
+    shown = [{key: row[key] for key in _COLUMNS} for row in facts["nodes"]]
+    emit(facts, as_json, described(facts | {"nodes": shown}))
 
 
 def _memory(model: "Graph", batch: int, context: int, remat: Any) -> dict[str, Any]:
@@ -81,39 +85,9 @@ def _memory(model: "Graph", batch: int, context: int, remat: Any) -> dict[str, A
     settings |= {} if isinstance(remat, str) else {"by name": remat}
     found = {policy: activations(model, batch, context, setting) for policy, setting in settings.items()}
     return {
-        "cache_of_a_row": cache_bytes(model, 1, context, jnp.bfloat16),
-        "activations": {policy: kept for policy, (kept, _) in found.items()},
-        "offloaded": {policy: offloaded for policy, (_, offloaded) in found.items()},
-    }
-
-
-def _view(facts: dict[str, Any]) -> dict[str, Any]:
-    """The same facts for people: matrix products only, 2 m n k FLOPs each; memory in bfloat16."""
-    nodes, context, memory = facts["nodes"], facts["context"], facts["memory"]
-    of_a_step = counted(facts["batch"], "row" if context else "example")
-    rows = [
-        {
-            "node": row["name"],
-            "kind": f"{row['kind']} × {row['repeat']}" if row["repeat"] > 1 else row["kind"],
-            "value": row["shape"],
-            "parameters": row["parameters"],
-            "forward FLOPs": f"{row['flops']:.3g}",
-            "training FLOPs": f"{row['training_flops']:.3g}",
-            "reads": row["inputs"],
-        }
-        for row in nodes
-    ]
-    pairs = nodes[-1]["training_flops_all_pairs"]
-    return {
-        "nodes": rows,
-        "a step": of_a_step + (f" of {context:,} tokens" if context else ""),
-        "parameters": facts["parameters"]["total"],
-        **({f"{key} parameters": facts["parameters"][key] for key in ("active", "embedding")} if context else {}),
-        "FLOPs of a step": f"{nodes[-1]['training_flops']:.4g}",
-        "with the pairs that causality hides": f"{pairs:.4g}" if pairs != nodes[-1]["training_flops"] else "",
-        "decoding cache of a row": size(memory["cache_of_a_row"]) if memory["cache_of_a_row"] else "",
-        "activations by remat": {policy: size(kept) for policy, kept in memory["activations"].items()},
-        "offloaded to the host": {policy: size(count) for policy, count in memory["offloaded"].items() if count},
+        "decoding_cache_bytes": cache_bytes(model, 1, context, jnp.bfloat16) or None,
+        "activation_bytes": {policy: kept for policy, (kept, _) in found.items()},
+        "offloaded_bytes": {policy: offloaded for policy, (_, offloaded) in found.items() if offloaded},
     }
 
 
@@ -145,10 +119,13 @@ def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
 
     rates = {}
     for name in loaded.recipe.trainings:
-        settings = getattr(loaded.recipe, name)
-        check_choices(settings, lambda path, name=name: loaded.locate((name, *path)))
-        rates[name] = _rates(settings)
+        check_choices(getattr(loaded.recipe, name), partial(_located, loaded, name))
+        rates[name] = _rates(getattr(loaded.recipe, name))
     return rates
+
+
+def _located(loaded: "LoadedRecipe", section: str, path: Sequence[str | int]) -> str:
+    return loaded.locate((section, *path))
 
 
 def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:

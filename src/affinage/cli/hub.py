@@ -14,7 +14,7 @@ from affinage.cli import options
 from affinage.cli.opening import model_of
 from affinage.cli.options import arg, find, opt, verb, warn
 from affinage.cli.output import size, working
-from affinage.cli.run import run_pipeline
+from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
 from affinage.paths import from_home
 
@@ -124,21 +124,17 @@ def export(
 
 def _export_of_run(name: str, how: options.PipelineOptions) -> Path:
     """The folder that a run's export step wrote, after running that step if it is missing."""
-    from affinage.pipeline.models import check_complete, export_of, recorded, run_of
+    from affinage.pipeline.models import export_of, run_of
 
     target = find(name, how.runs)
     if target.kind not in ("recipe", "run") or target.step is not None:
         raise UserError("only a whole run has an export of its own", where=name, fix="Name a folder: --to my_model")
-    run = run_of(target, how.runs)
     if not how.overrides and not how.force:
         training, _ = model_of(name, how.runs)
-        if found := export_of(training.path, run):
+        if found := export_of(training.path, run_of(target, how.runs)):
             return found
-        if recorded(run).get("export") is None:
-            fix = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
-            raise UserError("the recipe of this run exports nothing", where=name, fix=fix)
-        check_complete(target, how.runs)
-    return run_pipeline(name, how, ("export",), only=("export",), quiet=True) / "export" / "model"
+    instead = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
+    return run_own_steps(name, how, "export", ("export",), instead) / "export" / "model"
 
 
 def _write(name: str, runs: Path, to: Path, settings: dict[str, Any]) -> None:
@@ -163,7 +159,8 @@ def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFa
     facts = card_facts(collect_facts(run, results), license) if run is not None and results else CardFacts(license)
     if state is None or (state.step == state.steps and target.step is None):
         return facts
-    return replace(facts, training={**facts.training, "Checkpoint": str(state).partition(", ")[2]})
+    which = f", {target.step}" if isinstance(target.step, str) else ""
+    return replace(facts, training={**facts.training, "Checkpoint": str(state).partition(", ")[2] + which})
 
 
 def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:

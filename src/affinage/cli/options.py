@@ -110,8 +110,8 @@ RecipeArgument = Annotated[
     str, arg("RECIPE|RUN", "A recipe file, a run, or a packaged recipe.", complete_recipe_or_run)
 ]
 _MODEL = (
-    "A run (quickstart), a training of it (quickstart/pretrain), a checkpoint (quickstart/pretrain@1000), an import, "
-    "or a Hugging Face folder."
+    "A run (quickstart), a training of it (quickstart/pretrain), a checkpoint (quickstart/pretrain@1000), an average "
+    "(quickstart/pretrain@ema or @mean:5), an import, or a Hugging Face folder."
 )
 ModelArgument = Annotated[str, arg("MODEL", _MODEL, complete_model)]
 RunArgument = Annotated[str, arg("RUN", "A run, or its recipe.", complete_model)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _UNBROKEN = 10_000  # columns where there is no terminal: a program reads lines, and one that is folded is two
 _LONG = 10**12  # whole numbers from here on, such as FLOPs, are rounded
-_EMPTY = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -48,25 +48,23 @@ def emit(result: Any, as_json: bool, view: "Iterable[str | Table] | None" = None
 def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
     """The text of any result: rows become a table, a mapping a line for each of its keys.
 
-    Sizes and times are written with their units where keys end in `bytes` and `seconds`; empty values are left out.
+    Keys that end in `bytes`, `seconds` and `flops` have their values with units; empty values are left out.
     """
     if isinstance(data, list):
         yield table(data)
         return
     for key, value in data.items():
-        title = _title(key)
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        inner = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else []
         if value in _EMPTY:
             continue
-        if isinstance(value, list) and all(isinstance(each, Mapping) for each in inner):
-            yield table(value, title)
-        elif isinstance(value, Mapping) and all(isinstance(each, Mapping) for each in inner):
-            yield table([{"": name, **each} for name, each in value.items()], title)
-        elif isinstance(value, Mapping):
-            yield f"{indent}{title}:"
+        if inner and all(isinstance(each, Mapping) for each in inner):
+            rows = [{"": name, **each} for name, each in value.items()] if isinstance(value, Mapping) else value
+            yield from ("", table(rows, _title(key)))
+        elif isinstance(value, Mapping) and any(isinstance(each, Mapping | list) for each in inner):
+            yield f"{indent}{_title(key)}:"
             yield from described(value, indent + "  ")
         else:
-            yield f"{indent}{title}: {_in_words(key, value)}"
+            yield f"{indent}{_title(key)}: {_in_words(key, value)}"
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
@@ -82,15 +80,13 @@ def _title(key: str) -> str:
 
 
 def _in_words(key: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if key.endswith("bytes"):
-            return size(value)
-        if key.endswith("seconds"):
-            return duration(value)
+    unit = next((form for ending, form in _UNITS.items() if key.endswith(ending)), None)
     if isinstance(value, Mapping):
-        return ", ".join(f"{plain(str(name))} {_in_words(name, each)}" for name, each in value.items())
+        return ", ".join(f"{_title(name)} {_in_words(key if unit else name, each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(_in_words(key, each) for each in value)
+    if unit and isinstance(value, int | float) and not isinstance(value, bool):
+        return unit(value)
     return plain(_cell(value))
 
 
@@ -101,6 +97,9 @@ def size(count: float) -> str:
             break
         count, unit = count / 1000, "TB"
     return f"{count:.3g} {unit}"
+
+
+_UNITS: dict[str, Callable[[float], str]] = {"bytes": size, "seconds": duration, "flops": "{:.3g}".format}
 
 
 def _drawn(table: Table) -> Any:

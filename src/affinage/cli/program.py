@@ -16,7 +16,7 @@ from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
-for _name in "run launch sweep data checkpoint eval compare plan report hub chat serve config graph doctor".split():
+for _name in "run launch sweep data checkpoint eval compare plan report hub chat config graph doctor".split():
     importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
 

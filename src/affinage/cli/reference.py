@@ -22,7 +22,7 @@ _OF_A_NODE = {  # what every node of a graph may have besides the settings of it
     "repeat": {"description": "times in a row, with parameters of its own each time", "type": "integer", "minimum": 1},
     "scan": {"description": "one compiled body for all repeats", "enum": [True, False, "auto"]},
 }
-_EMPTY = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NOTHING = ("none", "left out", '""', "[]", "{}")  # defaults that leave nothing in effect
 _WIDE = 60  # characters of a value, after which its origin stands further right
 

@@ -178,3 +178,23 @@ def run_pipeline(
         if not quiet:
             show_result(runner, plan, watch.seconds, how.as_json)
         return runner.folder
+
+
+def run_own_steps(name: str, how: PipelineOptions, section: str, steps: Sequence[str], instead: str) -> Path:
+    """Run those of a run's last steps that are missing, and nothing before them. Returns the run's folder.
+
+    Args:
+        name: the run, or its recipe.
+        how: options of the command line.
+        section: of the recipe, that these steps carry out.
+        steps: names of steps, of which the recipe has one at least.
+        instead: what to do where the recipe of the run does not have the section.
+    """
+    from affinage.pipeline.models import check_complete, recorded, resolve, run_of
+
+    target = resolve(name, how.runs)
+    if not how.overrides:
+        check_complete(target, how.runs)
+        if recorded(run_of(target, how.runs)).get(section) is None:
+            raise UserError(f"the recipe of this run has no `{section}`", where=name, fix=instead)
+    return run_pipeline(name, how, steps, any_of=True, only=steps, quiet=True)

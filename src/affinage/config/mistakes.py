@@ -55,7 +55,7 @@ def explain(
     groups: dict[Path, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         groups.setdefault(written(details["loc"], raw), []).append(details)
-    found: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
+    found: dict[tuple[str, ...], list[UserError]] = {}
     for path, group in groups.items():
         # A union reports once for each member: what is wrong within the value says more than what it is not. Entries
         # of a list with mistakes of their own are missing from its length.
@@ -63,19 +63,20 @@ def explain(
         if inside and all(_wanted(details) or details["type"] == "too_short" for details in group):
             continue
         for what, fix in _sentences(path, group, model, raw, within):
-            each = (locate(path), what, fix)
-            found.setdefault(tuple(_OF_A_TRAINING.sub("`training.", text) for text in each), []).append(each)
+            mistake = UserError(what, where=locate(path), fix=fix)
+            as_shared = tuple(_OF_A_TRAINING.sub("`training.", text) for text in (mistake.where, what, fix))
+            found.setdefault(as_shared, []).append(mistake)
     # What `training` gives for several trainings is one mistake.
-    told = [same[0] if len(same) == 1 else each for each, same in found.items()]
-    mistakes = [UserError(what, where=where, fix=fix) for where, what, fix in sorted(told, key=_reading_order)]
+    mistakes = [
+        same[0] if len(same) == 1 else UserError(what, where=where, fix=fix)
+        for (where, what, fix), same in found.items()
+    ]
     if len(mistakes) == 1:
         return mistakes[0]
-    return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes)))
-
-
-def _reading_order(found: Sequence[str]) -> tuple[str, int]:
-    file, _, line = found[0].rpartition(":")
-    return file, int(line) if line.isdigit() else 0
+    places = [mistake.where.rpartition(":") for mistake in mistakes]
+    order = [(file, int(line) if line.isdigit() else 0) for file, _, line in places]
+    lines = [str(mistake) for _, mistake in sorted(zip(order, mistakes), key=lambda pair: pair[0])]
+    return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(lines))
 
 
 def written(loc: Sequence[str | int], raw: Any) -> Path:
@@ -86,12 +87,9 @@ def written(loc: Sequence[str | int], raw: Any) -> Path:
             value = value[key]
             path.append(key)
         except (KeyError, IndexError, TypeError):
-            named = isinstance(key, str) and (key.endswith(Settings.__name__) or "[" in key)
-            if (
-                isinstance(value, dict | list)
-                and not named
-                and not (isinstance(value, dict) and value.get("kind") == key)
-            ):
+            of_a_type = isinstance(key, str) and (key.endswith(Settings.__name__) or "[" in key)
+            is_kind = isinstance(value, dict) and value.get("kind") == key
+            if isinstance(value, dict | list) and not of_a_type and not is_kind:
                 break
     return tuple(path)
 

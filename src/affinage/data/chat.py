@@ -5,13 +5,14 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
+import itertools
 import json
 import re
 import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,7 +31,6 @@ ROLES = ("system", "user", "assistant")
 REASONING = "reasoning_content"  # of a message: the thoughts before its content
 _WHERE = "chat_template"  # the setting that messages name
 _PROBE = "Zq7"  # a text that no template has of itself
-_EDGE = "\U0001fffe"  # a noncharacter, put around contents to find them again
 _THINK = "<think>"
 _TAIL = 40  # characters by which the end of a content is found
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
@@ -49,14 +49,6 @@ _MARK = (
     "Mark what the assistant says with {% generation %} and {% endgeneration %} in the template. One that reads "
     "`enable_thinking` asks otherwise with {% set enable_thinking = false %} (or true) as its first line."
 )
-
-
-class TurnForm(NamedTuple):
-    """How a template writes an answer: the end of the text before it, and what stands around its content."""
-
-    before: str
-    opening: str
-    closing: str
 
 
 class ChatTemplate:
@@ -329,42 +321,46 @@ def _spans_at_once(
     None where they cannot be found so: then each answer is found in its own conversation.
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    plain = all(REASONING not in message and "think>" not in message["content"] for message in messages)
-    if not plain or not template.is_stable:
+    if any(REASONING in message or "think>" in message["content"] for message in messages):
         return None
-    if template.marks_answers:
+    if template.marks_answers and template.is_stable:
         if len(blocks) != len(answers):
             return None
         for number, (start, end) in zip(answers, blocks, strict=True):
             _check_written(messages[number], number, text[start:end])
         return [blocks[answers.index(number)] for number in trained]
-    form = tokenizer.turn_form
-    edged = [
-        {**message, "content": f"{_EDGE}{message['content']}{_EDGE}"} if message["role"] == "assistant" else message
-        for message in messages
-    ]
-    parts = template.render(edged).split(_EDGE)
-    if form is None or len(parts) != 2 * len(answers) + 1 or "".join(parts) != text:
+    talk = messages[messages[0]["role"] == "system" :]
+    if (form := tokenizer.turn_form) is None or [each["role"] for each in talk] != ["user", "assistant"] * len(answers):
         return None
-    edges = np.cumsum([len(part) for part in parts]).tolist()
-    spans = []
-    for number, start, end in zip(answers, edges[::2], edges[1::2]):
-        if not text.endswith(form.before + form.opening, 0, start) or not text.startswith(form.closing, end):
-            return None
-        spans += [(start - len(form.opening), end + len(form.closing))] if number in trained else []
-    return spans
+    between, after, tail, opening, closing = form
+    for contents in ([each["content"] for each in talk], [each["content"].strip() for each in talk]):  # some strip them
+        seams = [between, after] * (len(answers) - 1) + [between, tail]
+        parts = [part for pair in zip(contents, seams, strict=True) for part in pair]
+        if text.endswith("".join(parts)):
+            edges = list(itertools.accumulate(map(len, parts), initial=len(text) - sum(map(len, parts))))
+            places = zip(answers, edges[2::4], edges[3::4], strict=True)  # of the contents of the answers
+            return [(start - len(opening), end + len(closing)) for n, start, end in places if n in trained]
+    return None
 
 
-def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> TurnForm | None:
-    """Return how the template writes answers without reasoning; None if it refuses a question and an answer."""
-    talk = _talk("?", f"{_PROBE}{_PROBE}")
+def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[str, str, str, str, str] | None:
+    """Return what a template writes between a question and its answer, after an answer before a question, and at last.
+
+    Also what of this is trained: before and after the content of an answer. None where turns differ.
+    """
+    talk = _talk(*(f"{n}{_PROBE}{n}" for n in range(4)))
     try:
-        text, [(begin, end)] = _added_answer(template, talk, 1, tokenizer)
-        earlier = template.render(_talk("?"))
+        text, spans = _added_answer(template, talk, 3, tokenizer)
     except UserError:
         return None
-    start = text.index(_PROBE, begin)
-    return TurnForm(text[len(earlier) : begin], text[begin:start], text[start + 2 * len(_PROBE) : end])
+    parts = re.split("|".join(str(message["content"]) for message in talk), text)
+    if len(parts) != 5 or parts[1] != parts[3] or not template.is_stable:
+        return None
+    start = len(text) - len(parts[4])
+    opening = text[spans[0][0] : start - len(str(talk[3]["content"]))]
+    closing = text[start : spans[0][1]]
+    alike = parts[1].endswith(opening) and parts[2].startswith(closing)
+    return (parts[1], parts[2], parts[4], opening, closing) if alike else None
 
 
 def _marked_answer(template: ChatTemplate, messages: Sequence[Message], number: int, _: "Tokenizer") -> Written:

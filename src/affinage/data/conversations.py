@@ -16,7 +16,7 @@ from affinage.data.chat import REASONING, Message, check_messages
 from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
 from affinage.data.foreign_json import encodable, of_a_line
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
-from affinage.data.places import is_on_hub, is_remote, location, unique
+from affinage.data.places import is_on_hub, is_remote, location
 from affinage.data.readers import rows_of_batch
 from affinage.errors import UserError
 
@@ -185,49 +185,38 @@ def _text(value: Any) -> Any:
 # ---- files and data sets ----
 
 
-def locate_sources(
-    settings: TuningSettings, world_folder: Path | None, world_file: str
-) -> Iterator[tuple[str, str, int]]:
-    """Return the place of each source, its name (unique, fit for a file name) and its number in the recipe.
+def open_source(
+    settings: TuningSettings, index: int, world_file: Path | None = None
+) -> tuple[str, SourceSettings, Sequence[Part]]:
+    """Return the place of a source, its settings, with the commit of a data set on the Hub, and its parts.
 
-    `world_file` of the `world_folder` is what the pocket world has for it.
+    `world_file` is what the pocket world has for it. Raises UserError where there is nothing to read.
     """
-    taken: set[str] = set()
-    for index, source in enumerate(settings.sources):
-        name = unique(source.title, taken)
-        taken.add(name)
-        if source.path != POCKET_WORLD:
-            yield location(source.as_source(), settings.root, settings.mirror), name, index
-        elif world_folder is None:
-            raise UserError("the pocket world is not there", where=POCKET_WORLD)
-        else:
-            yield str(world_folder / world_file), name, index
-
-
-def check_source(settings: TuningSettings, index: int) -> None:
-    """Raise UserError unless a source exists; it is not read."""
     source = settings.sources[index].as_source()
     place = location(source, settings.root, settings.mirror)
-    if is_on_hub(source, settings.mirror):
-        source_parts(at_commit(place, source, ""), place)
-    elif place != POCKET_WORLD and "://" not in place:
-        source_parts(source, place)
-
-
-def source_parts(settings: SourceSettings, place: str) -> Sequence[Part]:
-    """Return the files of a source, or the parts of the data set that it is. Raises UserError where there are none.
-
-    `settings` of one on the Hub are as `at_commit` gives them.
-    """
-    if settings.dataset and not (is_remote(settings) and place != settings.dataset):  # otherwise it is mirrored
-        return parts_of(place, settings, "", of_text=False)
+    if place == POCKET_WORLD:
+        if world_file is None:
+            raise UserError("the pocket world is not there", where=POCKET_WORLD)
+        place = str(world_file)
+    elif is_on_hub(source, settings.mirror):
+        source = at_commit(place, source, "")
+    if source.dataset and not (is_remote(source) and place != source.dataset):  # otherwise it is mirrored
+        return place, source, parts_of(place, source, "", of_text=False)
     if "://" not in place and not Path(place).exists() and not glob.glob(place, recursive=True):
         fix = "Relative paths start from `root` if it is set, else from the working directory."
         raise UserError(f"there is no `{place}`", where=place, fix=fix)
-    files = [file for file in find(place, settings, place)[0] if kind_of(file.name) in ("lines", "table")]
+    files = [file for file in find(place, source, place)[0] if kind_of(file.name) in ("lines", "table")]
     if not files:
         raise UserError("no conversations found", where=place, fix=f"Give files, folders or globs of {_READABLE}.")
-    return files
+    return place, source, files
+
+
+def check_source(settings: TuningSettings, index: int) -> None:
+    """Raise UserError unless a source exists; what is at a URL is not looked for."""
+    source = settings.sources[index].as_source()
+    place = location(source, settings.root, settings.mirror)
+    if place != POCKET_WORLD and ("://" not in place or is_on_hub(source, settings.mirror)):
+        open_source(settings, index)
 
 
 def read_lines(part: Part, settings: SourceSettings, number: int = 0, count: int = 1) -> Iterator[Line]:

@@ -27,6 +27,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import feather
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import text_buffers
@@ -99,16 +101,6 @@ class Corpus:
         return np.array(self.array("batch")[shard.start : shard.start + shard.rows])
 
 
-@dataclass(frozen=True)
-class Duplicates:
-    """What is removed: a row a document with its number, that of the one that stays, their names and similarity."""
-
-    removed: pa.Table
-    candidates: int  # documents that shared a band with another
-    compared: int  # pairs whose similarity was computed
-    capped: int  # documents that were not compared with every kept one of a bucket
-
-
 def dedup(
     documents_folder: Path,
     folder: Path,
@@ -124,24 +116,23 @@ def dedup(
     `against` is a folder of documents that were released before: copies of those are removed as well. Removed documents
     are counted as `exact duplicate` (but for case and white space) or `near duplicate`; `removed.parquet` has the
     document that stays in `duplicate_of`, and their `jaccard`. The summary also has `clusters`: how many documents have
-    copies, and the most copied; `candidates`, `compared`, `capped` (see `Duplicates`). An interrupted call resumes.
+    copies, and the most copied; and the counts of `find_duplicates`. An interrupted call resumes.
     """
     start = time.perf_counter()
     folder, scratch = Path(folder), Path(folder) / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     released = document_files(against) if against is not None else []
     corpus = corpus_of([*released, *document_files(documents_folder)], settings, scratch, released=len(released))
-    found = find_duplicates(corpus, memory=memory, executor=executor, progress=progress)
+    removed, counts = find_duplicates(corpus, memory=memory, executor=executor, progress=progress)
     own = [shard for shard in corpus.shards if not shard.released]
     total = Stats()
-    for stats in executor.map(partial(_copy, documents_folder, folder, found.removed), own, folder, threads=True):
+    for stats in executor.map(partial(_copy, documents_folder, folder, removed), own, folder, threads=True):
         total.merge(stats)
     order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id", "chunk")]
-    write_table(folder / REMOVED, found.removed.sort_by(order).drop_columns(["document", "kept"]))
+    write_table(folder / REMOVED, removed.sort_by(order).drop_columns(["document", "kept"]))
     clear_completions(folder)
     shutil.rmtree(scratch)
-    counts = {"candidates": found.candidates, "compared": found.compared, "capped": found.capped}
-    return total.summary(time.perf_counter() - start) | {"clusters": _clusters(found.removed)} | counts
+    return total.summary(time.perf_counter() - start) | {"clusters": _clusters(removed)} | counts
 
 
 def _copy(documents_folder: Path, folder: Path, removed: pa.Table, shard: Shard) -> dict[str, Any]:
@@ -180,8 +171,13 @@ def corpus_of(files: Sequence[Path], settings: DedupSettings, scratch: Path, rel
 
 def find_duplicates(
     corpus: Corpus, *, memory: int = MEMORY, executor: Executor = LOCAL, progress: Progress | None = None
-) -> Duplicates:
-    """The duplicates of a corpus, with at most `memory` bytes for sorting and comparing, by all workers together."""
+) -> tuple[pa.Table, dict[str, int]]:
+    """The duplicates of a corpus, with at most `memory` bytes for sorting and comparing, by all workers together.
+
+    Returns a table with a row for each document to remove: its number, that of the one that stays, their names and
+    similarity. And counts: `candidates`, documents that share a band with another; `compared`, pairs whose similarity
+    was computed; `capped`, documents that were not compared with every kept one of a bucket.
+    """
 
     def run(function: Any, tasks: Sequence[Any], first: float, last: float) -> list[Any]:
         part = None if progress is None else (lambda share: progress(first + share * (last - first)))
@@ -194,12 +190,12 @@ def find_duplicates(
     bands = [(band, part, ranges) for band in range(corpus.settings.num_buckets) for part in range(ranges)]
     run(_link, bands, 0.4, 0.6)
     room = max(1, memory // (8 * _COPIES * executor.workers))
-    candidates, batches = _assign_batches(corpus, bands, room)
+    batches = _assign_batches(corpus, bands, room)
     run(_gather, every, 0.6, 0.8)
     results = run(_compare, [(batch, room) for batch in range(batches)], 0.8, 1.0)
     tables = [feather.read_table(corpus.path("removed", batch)) for batch in range(batches)]
     removed = pa.concat_tables([_REMOVED.empty_table(), *tables]).sort_by("document")
-    return Duplicates(removed, candidates, *(sum(one[key] for one in results) for key in ("compared", "capped")))
+    return removed, {key: sum(one[key] for one in results) for key in ("candidates", "compared", "capped")}
 
 
 # ---- 1. signatures ----
@@ -243,58 +239,28 @@ def _link(corpus: Corpus, task: tuple[int, int, int]) -> None:
     np.save(corpus.path("pairs", *task), np.column_stack([ordered[~new], leaders[~new]]))
 
 
-@kernel
-def _root(parent: np.ndarray, document: np.int64) -> np.int64:
-    while parent[document] != document:
-        parent[document] = parent[parent[document]]
-        document = parent[document]
-    return document
+def _assign_batches(corpus: Corpus, bands: Sequence[tuple[int, int, int]], room: int) -> int:
+    """Write the array `batch`: of every document the batch in which it is compared, or -1; returns how many there are.
 
-
-@kernel
-def _unite(parent: np.ndarray, pairs: np.ndarray) -> None:
-    """Union-find over pairs of documents; the root of a component is its first document."""
-    for k in range(len(pairs)):
-        one, other = _root(parent, pairs[k, 0]), _root(parent, pairs[k, 1])
-        parent[max(one, other)] = min(one, other)
-
-
-@kernel
-def _pack(parent: np.ndarray, bytes: np.ndarray, weight: np.ndarray, batch: np.ndarray, room: int) -> tuple[int, int]:
-    """Put components into batches of about `room` n-grams; a larger one is a batch of its own.
-
-    Writes the batch of every document, -1 for those alike no other; returns the candidates and the batches. A text is
-    taken to have one n-gram for every two of its bytes.
+    A component is in one batch, and a batch has about `room` n-grams or is one larger component. A text is taken to
+    have one n-gram for every two of its bytes.
     """
-    for document in range(parent.size):
-        root = _root(parent, document)
-        if root != document:
-            weight[root] += bytes[document] // 2 + 1
-    last, load, candidates = -1, 0, 0
-    for document in range(parent.size):
-        root = _root(parent, document)
-        if weight[root] == 0:
-            continue
-        if root == document:
-            own = weight[root] + bytes[document] // 2 + 1
-            if last < 0 or load + own > room:
-                last, load = last + 1, 0
-            load += own
-        batch[document] = last if root == document else batch[root]
-        candidates += 1
-    return candidates, last + 1
-
-
-def _assign_batches(corpus: Corpus, bands: Sequence[tuple[int, int, int]], room: int) -> tuple[int, int]:
-    """Write the array `batch`; returns the candidates and the batches."""
-    parent, batch = np.arange(corpus.size), np.full(corpus.size, -1, np.int32)
+    component = np.arange(corpus.size)
     for band in bands:
-        _unite(parent, np.array(corpus.array("pairs", *band)))
+        one, other = component[corpus.array("pairs", *band)].T
+        if one.size:
+            graph = coo_array((np.ones(one.size, np.int8), (one, other)), (corpus.size, corpus.size))
+            component = connected_components(graph, directed=False)[1][component]
     sizes = [np.array(corpus.array("signatures", k)[BYTES]).astype(np.int64) for k in range(len(corpus.shards))]
-    bytes = np.concatenate([np.zeros(0, np.int64), *sizes])
-    candidates, batches = _pack(parent, bytes, np.zeros(corpus.size, np.int64), batch, room)
-    np.save(corpus.path("batch"), batch)
-    return int(candidates), int(batches)
+    n_grams = np.concatenate([np.zeros(0, np.int64), *sizes]) // 2 + 1
+    shared = np.bincount(component, minlength=corpus.size)[component] > 1
+    weight = np.bincount(component[shared], n_grams[shared], minlength=corpus.size)
+    first = ((np.cumsum(weight) - weight) // room).astype(np.int64)
+    batches, batch = np.unique(first[component[shared]], return_inverse=True)
+    of_document = np.full(corpus.size, -1, np.int32)
+    of_document[shared] = batch
+    np.save(corpus.path("batch"), of_document)
+    return batches.size
 
 
 # ---- 3. candidates ----
@@ -309,6 +275,8 @@ def _gather(corpus: Corpus, number: int) -> None:
     for group in row_groups(shard.path) if rows.size else ():
         here = rows[slice(*np.searchsorted(rows, [first, first + group.rows]))] - first
         first += group.rows
+        if not here.size:
+            continue
         batch = group.read([*_NAMES, "text"]).take(pa.array(here))
         absent = {name: pa.nulls(len(batch), type).fill_null(type.to_pandas_dtype()()) for name, type in _NAMES.items()}
         columns = [batch[name] if name in batch.schema.names else absent[name] for name in _NAMES]
@@ -362,7 +330,7 @@ def _compare(corpus: Corpus, task: tuple[int, int]) -> dict[str, int]:
     columns = [removed["document"], kept["document"], *(removed[name] for name in _NAMES), kept["id"], kept["source"]]
     written = pa.table([*columns, pa.array(near[found]), pa.array(exact, pa.bool_())], schema=_REMOVED)
     feather.write_feather(written, corpus.path("removed", batch))
-    return {"compared": int(compared), "capped": int(capped)}
+    return {"candidates": table.num_rows, "compared": int(compared), "capped": int(capped)}
 
 
 def _end_to_end(sets: Sequence[np.ndarray], large: bool, place: Path) -> np.ndarray:

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor as Pool
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -69,41 +70,35 @@ class Executor:
         Raises:
             TransientError: a task met an error of the network that did not pass.
         """
-        completions = [None if out is None else out / _COMPLETIONS / f"{k:05d}.json" for k in range(len(tasks))]
-        done = {k: found[0] for k, task in enumerate(tasks) if (found := _read_completion(completions[k], task))}
+        places = [None if out is None else out / _COMPLETIONS / f"{k:05d}.json" for k in range(len(tasks))]
+        done = {k: found[0] for k, task in enumerate(tasks) if (found := _read_completion(places[k], task))}
         missing = [k for k in range(len(tasks)) if k not in done]
-        todo = [(tasks[k], completions[k]) for k in missing]
-        worth = threads or bytes >= POOL_BYTES
-        with contextlib.closing(self._results(partial(_run, fn), todo, worth=worth, threads=threads)) as results:
+        todo = [(tasks[k], places[k]) for k in missing]
+        workers = min(self.workers if self._requested or threads or bytes >= POOL_BYTES else 1, len(todo))
+        with contextlib.closing(self._results(partial(_run, fn), todo, workers, threads)) as results:
             for k, result in zip(missing, results):
                 done[k] = result
                 if progress is not None:
                     progress(len(done) / len(tasks))
         return [done[k] for k in range(len(tasks))]
 
-    def _results(self, run: Callable[[Any], Any], todo: list[Any], *, worth: bool, threads: bool) -> Generator[Any]:
+    def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
         """The results in the order of the tasks."""
-        workers = min(self._requested or (cores() if worth else 1), len(todo))
         if workers <= 1:
             yield from map(run, todo)
-        elif threads:
-            with ThreadPoolExecutor(workers) as pool:
-                try:
-                    yield from pool.map(run, todo)
-                finally:
-                    pool.shutdown(cancel_futures=True)
-        else:
-            # Spawned, not forked: JAX's threads do not survive a fork.
-            with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
-                try:
-                    yield from processes.map(run, todo)
-                except BrokenProcessPool:
-                    raise UserError(
-                        "a worker process of the data step ended without a result",
-                        fix="The usual cause is too little memory; run again with fewer: --set data.workers=1.",
-                    ) from None
-                finally:
-                    processes.shutdown(cancel_futures=True)
+            return
+        pool: Pool = ThreadPoolExecutor(workers)
+        if not threads:  # spawned, not forked: JAX's threads do not survive a fork
+            pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            yield from pool.map(run, todo)
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process of the data step ended without a result",
+                fix="The usual cause is too little memory; run again with fewer: --set data.workers=1.",
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class RayExecutor(Executor):
@@ -119,11 +114,11 @@ class RayExecutor(Executor):
         """The number of tasks that run at the same time."""
         return self._requested or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
-    def _results(self, run: Callable[[Any], Any], todo: list[Any], *, worth: bool, threads: bool) -> Generator[Any]:
+    def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
         # As an object and not as a function, for which Ray has a limit of size: closures hold indexes and tables, which
         # the workers of a machine then share.
         shared = self._ray.put(run)
-        remote = self._ray.remote(num_cpus=1, max_retries=3)(_call)
+        remote = self._ray.remote(num_cpus=1, max_retries=3)(lambda run, task: run(task))
         ahead = _QUEUED * self.workers
         waiting = [remote.remote(shared, task) for task in todo[:ahead]]
         for position in range(len(todo)):
@@ -134,8 +129,7 @@ class RayExecutor(Executor):
                     raise error.cause from None
                 raise
             waiting[position] = None  # lets Ray forget the result
-            if position + ahead < len(todo):
-                waiting.append(remote.remote(shared, todo[position + ahead]))
+            waiting += [remote.remote(shared, task) for task in todo[position + ahead : position + ahead + 1]]
             yield result
 
 
@@ -180,10 +174,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def _call(run: Callable[[Any], Any], task: Any) -> Any:
-    return run(task)
-
-
 def _run(fn: Callable[[Any], Any], work: tuple[Any, Path | None]) -> Any:
     """Run one task, again where the network fails for a while, and write its completion."""
     task, completion = work
@@ -199,30 +189,25 @@ def with_retries(work: Callable[[], Result], where: str = "") -> Result:
 
     Raises TransientError, after which a run may be started again, if it keeps failing; other errors at once.
     """
-    for pause in (*PAUSES, None):
+    for attempt in range(len(PAUSES) + 1):
         try:
             return work()
         except Exception as error:
             if isinstance(error, UserError) or not is_transient(error):
                 raise
-            if pause is None:
-                raise TransientError(
-                    f"the network failed {len(PAUSES) + 1} times: {first_line(error)}",
-                    where=where,
-                    fix="Run the same command again: what is complete is kept.",
-                ) from error
-            time.sleep(pause)
-    raise AssertionError  # the last pause is None
+            if attempt == len(PAUSES):
+                what = f"the network failed {attempt + 1} times: {first_line(error)}"
+                fix = "Run the same command again: what is complete is kept."
+                raise TransientError(what, where=where, fix=fix) from error
+            time.sleep(PAUSES[attempt])
+    raise AssertionError
 
 
 def _read_completion(path: Path | None, task: Any) -> tuple[Any] | None:
     """The statistics of a task that is complete, if this is the same task; None otherwise."""
-    if path is None:
+    if path is None or not path.is_file():
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
     return (found["stats"],) if found["task"] == _fingerprint(task) else None
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
-import fsspec
 import pyarrow as pa
 import zstandard
-from fsspec.core import url_to_fs
+from fsspec.core import has_magic
 
 from affinage.config.sources import SourceSettings
-from affinage.data.downloads import cached, cached_path, is_web
+from affinage.data.downloads import cached, cached_path, file_system, is_web
 from affinage.data.hub_answers import refusal_of
 from affinage.data.places import is_url, leads_back, printable
 from affinage.errors import TransientError, UserError, first_line, is_transient
@@ -129,8 +128,8 @@ class _Decompressed(io.RawIOBase):
 
 def open_stored(file: SourceFile) -> IO[bytes]:
     """The bytes of a file as they are stored."""
-    place = str(cached(file.url, file.sha256)) if file.fetched else file.url
-    return cast(IO[bytes], fsspec.open(place, "rb").open())
+    filesystem, place = file_system(str(cached(file.url, file.sha256)) if file.fetched else file.url)
+    return cast(IO[bytes], filesystem.open(place, "rb"))
 
 
 def open_plain(file: SourceFile) -> IO[bytes]:
@@ -193,10 +192,10 @@ def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile]
 def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]]:
     if is_web(url):
         return [_web_file(url, source)], []
-    filesystem, path = url_to_fs(url)
+    filesystem, path = file_system(url)
     # The literal path comes first: file names may contain the characters of a glob.
     info = _info(filesystem, path, url)
-    if info is None and fsspec.core.has_magic(path):
+    if info is None and has_magic(path):
         base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
         matches = filesystem.glob(path, detail=True)
         # A link to a file has a type of its own, and is as good as the file.
@@ -247,6 +246,6 @@ def _web_file(url: str, source: SourceSettings) -> SourceFile:
     if source.download and copy.is_file():
         size = copy.stat().st_size
     else:
-        filesystem, path = url_to_fs(url)
+        filesystem, path = file_system(url)
         size = int(filesystem.info(path).get("size") or 0)  # raises FileNotFoundError where there is none
     return SourceFile(url, name, size, source.download, source.sha256)

@@ -18,7 +18,7 @@ from affinage.config.sources import safe_name
 from affinage.data.datatrove_filters import DatatroveFilters
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.language import known_languages, language_among
+from affinage.data.language import language_among
 from affinage.data.repair import repair
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.data.stats import Stats
@@ -86,14 +86,15 @@ def filter_documents(
     and of datatrove. The summary also counts `repaired` and `formatted` texts and `split` documents, and has
     `thresholds`: what other thresholds of language id would keep. An interrupted call resumes with the missing files.
 
-    Raises UserError for a language that lid.176 does not know, a threshold for a source that is not there, filters that
-    are not installed, and when no document is left.
+    Raises UserError for a threshold of a source that is not there, filters that are not installed, and when no document
+    is left.
     """
     start = time.perf_counter()
     folder = Path(folder)
     paths = document_files(documents_folder)
     tasks = [_Task(path, number, folder, settings, tuple(languages)) for number, path in enumerate(paths)]
-    _check(paths, settings, languages)
+    _check_thresholds(paths, settings, languages)
+    DatatroveFilters(settings.datatrove)  # a mistake in the arguments is reported before the work
     stored = sum(path.stat().st_size for path in paths)
     total = _Result()
     for result in executor.map(_filter_file, tasks, folder, bytes=2 * stored, progress=progress):
@@ -109,14 +110,7 @@ def filter_documents(
     }
 
 
-def _check(paths: Sequence[Path], settings: FilterSettings, languages: Sequence[str]) -> None:
-    if settings.identifies_languages and (unknown := set(languages) - known_languages()):
-        raise UserError(
-            f"language id does not know {', '.join(sorted(unknown))}",
-            where="data.languages",
-            fix="Use ISO 639-1 codes such as en and fr, or turn it off: data.filters.language_threshold=0.",
-        )
-    DatatroveFilters(settings.datatrove)
+def _check_thresholds(paths: Sequence[Path], settings: FilterSettings, languages: Sequence[str]) -> None:
     if isinstance(settings.language_threshold, dict):
         batches = (group.read(["source"]) for path in paths for group in row_groups(path))
         sources = {name for batch in batches for name in pc.unique(batch.column("source")).to_pylist()}

@@ -3,14 +3,11 @@
 import re
 from collections.abc import Iterator
 
+from babel import Locale
+
 from affinage.data.readers import BadRecord, Record
 
 LICENSE = "public domain in the USA (Project Gutenberg)"
-_LANGUAGES = {
-    **{"english": "en", "french": "fr", "german": "de", "spanish": "es", "italian": "it", "portuguese": "pt"},
-    **{"dutch": "nl", "latin": "la", "greek": "el", "finnish": "fi", "swedish": "sv", "danish": "da"},
-    **{"norwegian": "no", "polish": "pl", "russian": "ru", "hungarian": "hu", "esperanto": "eo", "catalan": "ca"},
-}
 _HEAD_CHARACTERS = 20_000  # headers are shorter
 _TAIL_SHARE = 0.5  # an end marker is looked for in the second half alone
 _STARTS = (
@@ -73,7 +70,7 @@ def chapters(book: Record) -> Iterator[Record | BadRecord]:
         yield BadRecord(id, "under copyright", "its header says so", head[:200])
         return
     stated = _LANGUAGE.search(head)
-    language = _LANGUAGES.get(stated[1].lower(), "") if stated else ""
+    language = next((code for code, name in Locale("en").languages.items() if stated and name == stated[1]), "")
     body = strip_license(text)
     if not body:
         yield BadRecord(id, "empty", "nothing between header and license", text[:200])

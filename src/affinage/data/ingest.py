@@ -51,21 +51,18 @@ class ResolvedSource:
 
 @dataclass(frozen=True)
 class Task:
-    """Parts of one source that are read together, and how."""
+    """A source with those of its parts that are read together, and how."""
 
-    name: str  # of the source
-    settings: SourceSettings
-    parts: tuple[Part, ...]
+    source: ResolvedSource
     stem: str  # of the files that it writes
     folder: Path
     on_error: str | None
-    sample: float
     limit: int | None = None  # bytes of text
 
     @property
     def stored(self) -> int:
         """Bytes of its files, as stored; parts of a dataset count one each."""
-        return sum(map(_stored, self.parts))
+        return sum(map(_stored, self.source.parts))
 
 
 def ingest(
@@ -137,23 +134,15 @@ def resolve(settings: DataSettings, world_folder: Path | None) -> list[ResolvedS
     """
     resolved: list[ResolvedSource] = []
     for position, source in enumerate(settings.sources):
-        where, place = f"data.sources[{position}]", location(source, settings.root, settings.mirror)
-        name = unique(source.title, {other.name for other in resolved})
-        if source.path == POCKET_WORLD:
-            if world_folder is None:
-                raise UserError("the pocket world has not been generated", where=POCKET_WORLD)
-            place = str(Path(world_folder) / "documents" / "*.jsonl")
-        parts: Sequence[Part]
-        unreadable: list[str] = []
-        if is_on_hub(source, settings.mirror):
-            source = at_commit(place, source, where)
-            parts = parts_of(place, source, where)
-        elif source.dataset and is_folder(source.dataset):
-            parts = parts_of(place, source, where)
-        else:
-            parts, unreadable = find(place, source, where)
-        found = ResolvedSource(source, name, where, tuple(parts), tuple(unreadable), settings.sample)
-        resolved.append(found if settings.sample == 1 or settings.mirror else _sampled(found))
+        where, world = f"data.sources[{position}]", Path(world_folder or "") / "documents" / "*.jsonl"
+        place = str(world) if source.path == POCKET_WORLD else location(source, settings.root, settings.mirror)
+        name, share = unique(source.title, {other.name for other in resolved}), settings.sample
+        source, parts, unreadable = _find(source, place, settings, where)
+        if share < 1 and is_remote(source) and not settings.mirror:
+            count = int(max(1, -(-len(parts) * share // 1)))
+            chosen = sorted(_shuffled([f"{name}/{part.name}" for part in parts], "sampled files")[:count])
+            parts, share = [parts[k] for k in chosen], min(1.0, share * len(parts) / count)
+        resolved.append(ResolvedSource(source, name, where, tuple(parts), tuple(unreadable), share))
     return resolved
 
 
@@ -162,23 +151,21 @@ def check(source: SourceSettings, settings: DataSettings, where: str = "") -> No
     place = location(source, settings.root, settings.mirror)
     if source.path == POCKET_WORLD:
         return
+    if dataset := place if is_on_hub(source, settings.mirror) else dataset_of(place):
+        at_commit(dataset, source, where)  # a gated one shows its files to everybody
+    if not is_on_hub(source, settings.mirror):
+        _find(source, place, settings, where)
+
+
+def _find(
+    source: SourceSettings, place: str, settings: DataSettings, where: str
+) -> tuple[SourceSettings, Sequence[Part], list[str]]:
+    """The settings with the commit of a dataset of the Hub, the parts, and the names of files that are not readable."""
     if is_on_hub(source, settings.mirror):
-        at_commit(place, source, where)
-    elif source.dataset and is_folder(source.dataset):
-        parts_of(place, source, where)
-    else:
-        if dataset := dataset_of(place):
-            at_commit(dataset, source, where)  # a gated one shows its files to everybody
-        find(place, source, where)
-
-
-def _sampled(found: ResolvedSource) -> ResolvedSource:
-    if not is_remote(found.settings):
-        return found
-    count = int(max(1, -(-len(found.parts) * found.sample // 1)))
-    chosen = sorted(_shuffled([f"{found.name}/{part.name}" for part in found.parts], "sampled files")[:count])
-    share = min(1.0, found.sample * len(found.parts) / count)
-    return replace(found, parts=tuple(found.parts[k] for k in chosen), sample=share)
+        source = at_commit(place, source, where)
+    elif not source.dataset or not is_folder(source.dataset):
+        return source, *find(place, source, where)
+    return source, parts_of(place, source, where), []
 
 
 def _shuffled(names: list[str], purpose: str) -> list[int]:
@@ -198,11 +185,9 @@ def divide(source: ResolvedSource, folder: Path, settings: DataSettings) -> list
         if alone or sum(map(_stored, [*groups[-1], part])) > TASK_BYTES:
             groups.append([])
         groups[-1].append(part)
-    how = (folder / source.name, settings.on_error, source.sample)
-    return [
-        Task(source.name, source.settings, tuple(group), f"{source.name}-{number:05d}", *how)
-        for number, group in enumerate(groups)
-    ]
+    parts = [replace(source, parts=tuple(group)) for group in groups]
+    stems = [f"{source.name}-{number:05d}" for number in range(len(parts))]
+    return [Task(own, stem, folder / source.name, settings.on_error) for own, stem in zip(parts, stems)]
 
 
 def _divided(source: ResolvedSource) -> Iterator[Part]:
@@ -270,7 +255,7 @@ def run(task: Task) -> dict[str, Any]:
     """Read the parts of one task into document files; returns its statistics."""
     clear_documents(task.folder, task.stem)
     stats, taken, counts = Stats(), 0, {"not_sampled": 0, "replaced": 0}
-    settings = task.settings
+    settings, code = task.source.settings, task.source.settings.kind == "code"
     with DocumentWriter(task.folder, task.stem, observe=stats.leave) as writer:
         for record in _usable(task, stats, counts):
             size = len(record.text.encode())
@@ -282,9 +267,9 @@ def run(task: Task) -> dict[str, Any]:
             claimed = f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""
             writer.add(
                 id=record.id,
-                source=task.name if settings.name or not record.source else safe_name(record.source),
-                language=CODE_LANGUAGE if settings.kind == "code" else settings.language or claimed,
-                language_score=1.0 if settings.trust_language and settings.kind != "code" else None,
+                source=task.source.name if settings.name or not record.source else safe_name(record.source),
+                language=CODE_LANGUAGE if code else settings.language or claimed,
+                language_score=1.0 if settings.trust_language and not code else None,
                 url=record.url,
                 license=record.license or settings.license,
                 text=record.text,
@@ -295,43 +280,28 @@ def run(task: Task) -> dict[str, Any]:
 
 def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record]:
     """The usable records of the task that are in the sample; the others are counted, with where they are."""
-
-    def skip(id: str, reason: str, detail: str, text: str = "") -> None:
-        stats.enter(1, len(text.encode(errors="replace")))
-        stats.remove(reason, id=id, source=task.name, text=text, detail=detail)
-
-    for part in task.parts:
-        from_file = isinstance(part, SourceFile)
+    name, sample, settings = task.source.name, task.source.sample, task.source.settings
+    for part in task.source.parts:
         try:
-            for record in read_records(part, task.settings) if from_file else _rows(part, task.settings):
+            of_file = isinstance(part, SourceFile)
+            for record in read_records(part, settings) if of_file else as_kind(stream(part, settings), settings):
                 if isinstance(record, BadRecord):
                     if task.on_error == "raise" and record.reason in BROKEN:
-                        raise UserError(
-                            f"{record.reason}: {record.detail}",
-                            where=_in_file(record.id),
-                            fix="Mend it, or count and skip such records: data.on_error=skip.",
-                        )
-                    skip(record.id, record.reason, record.detail, record.text)
-                elif _in_sample(task, record):
+                        fix = "Mend it, or count and skip such records: data.on_error=skip."
+                        raise UserError(f"{record.reason}: {record.detail}", where=_in_file(record.id), fix=fix)
+                    stats.enter(1, len(record.text.encode(errors="replace")))
+                    stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
+                elif sample == 1 or int(shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0]) < sample * 2**64:
                     yield record
                 else:
                     counts["not_sampled"] += 1
         except DamagedFile as damage:
             if task.on_error != "skip":
-                raise UserError(
-                    str(damage),
-                    where=part.url.removeprefix("file://") if from_file else part.name,
-                    fix="Replace the file, or set data.on_error=skip to keep what can be read of such files.",
-                ) from None
-            skip(part.name, "damaged file", str(damage))
-
-
-def _rows(part: DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:
-    return as_kind(stream(part, settings), settings)
-
-
-def _in_sample(task: Task, record: Record) -> bool:
-    return task.sample == 1 or int(shuffle_keys([f"{task.name}/{record.id}"], 0, "sample")[0]) < task.sample * 2**64
+                where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
+                fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
+                raise UserError(str(damage), where=where, fix=fix) from None
+            stats.enter(1, 0)
+            stats.remove("damaged file", id=part.name, source=name, text="", detail=str(damage))
 
 
 def _in_file(id: str) -> str:

@@ -83,7 +83,7 @@ def split(
             where=f"data.split.validation_fraction={settings.validation_fraction}",
             fix="Lower the share, or cut the end of every document off: data.split.by=tail.",
         )
-    without = sorted(train.by_both.keys() - validation.by_both.keys()) if settings.validation_fraction else []
+    without = sorted(train.by_group().keys() - validation.by_group().keys()) if settings.validation_fraction else []
     return train.summary(time.perf_counter() - start) | {
         "validation": validation.by_group(),
         "validation_documents": validation.documents_out,

@@ -26,9 +26,7 @@ class Stats:
     bytes_out: int = 0
     removed: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    by_language: Totals = field(default_factory=dict)  # of what is passed on
-    by_source: Totals = field(default_factory=dict)
-    by_both: Totals = field(default_factory=dict)  # key: <source>.<language>
+    passed_on: Totals = field(default_factory=dict)  # key: source and language, joined by a line feed
 
     def enter(self, documents: int, bytes: int) -> None:
         """Count documents that the step reads."""
@@ -54,12 +52,10 @@ class Stats:
         self.documents_out += batch.num_rows
         self.bytes_out += text_bytes(batch)
         sizes = pc.binary_length(batch.column("text"))
-        language, source = batch.column("language"), batch.column("source")
-        both = pc.binary_join_element_wise(source, language, ".")
-        for keys, totals in ((language, self.by_language), (source, self.by_source), (both, self.by_both)):
-            groups = pa.table({"key": keys, "bytes": sizes}).group_by("key")
-            for row in groups.aggregate([("bytes", "count"), ("bytes", "sum")]).to_pylist():
-                _add(totals, row["key"], row["bytes_count"], row["bytes_sum"])
+        both = pc.binary_join_element_wise(batch.column("source"), batch.column("language"), "\n")
+        groups = pa.table({"key": both, "bytes": sizes}).group_by("key")
+        for row in groups.aggregate([("bytes", "count"), ("bytes", "sum")]).to_pylist():
+            _add(self.passed_on, row["key"], row["bytes_count"], row["bytes_sum"])
 
     def merge(self, other: "Stats | dict[str, Any]") -> None:
         """Add the counts of another task, also as JSON has them; merging in order keeps the samples the same."""
@@ -71,17 +67,23 @@ class Stats:
         for reason, samples in other.samples.items():
             mine = self.samples.setdefault(reason, [])
             mine.extend(samples[: SAMPLES_PER_REASON - len(mine)])
-        for name in ("by_language", "by_source", "by_both"):
-            for key, counts in getattr(other, name).items():
-                _add(getattr(self, name), key, *counts)
+        for key, counts in other.passed_on.items():
+            _add(self.passed_on, key, *counts)
 
     def to_json(self) -> dict[str, Any]:
         """All counts as `merge` takes them."""
         return dict(vars(self))
 
+    def by(self, name: Callable[[str, str], str]) -> dict[str, dict[str, int]]:
+        """Documents and bytes passed on, by a name made of source and language."""
+        totals: Totals = {}
+        for key, counts in self.passed_on.items():
+            _add(totals, name(*key.split("\n")), *counts)
+        return {key: {"documents": documents, "bytes": bytes} for key, (documents, bytes) in sorted(totals.items())}
+
     def by_group(self) -> dict[str, dict[str, int]]:
         """Documents and bytes passed on, by `<source>.<language>`."""
-        return _named(self.by_both)
+        return self.by(lambda source, language: f"{source}.{language}")
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """The JSON-able summary of the step."""
@@ -89,8 +91,8 @@ class Stats:
         return {name: getattr(self, name) for name in names} | {
             "removed": dict(sorted(self.removed.items(), key=lambda item: (-item[1], item[0]))),
             "samples": self.samples,
-            "by_language": _named(self.by_language),
-            "by_source": _named(self.by_source),
+            "by_language": self.by(lambda source, language: language),
+            "by_source": self.by(lambda source, language: source),
             "seconds": round(seconds, 3),
         }
 
@@ -99,10 +101,6 @@ def _add(totals: Totals, key: str, documents: int, bytes: int) -> None:
     total = totals.setdefault(key, [0, 0])
     total[0] += documents
     total[1] += bytes
-
-
-def _named(totals: Totals) -> dict[str, dict[str, int]]:
-    return {key: {"documents": documents, "bytes": bytes} for key, (documents, bytes) in sorted(totals.items())}
 
 
 def copy_documents(

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 
 from affinage.data.atomic import write_atomically, write_json
-from affinage.data.chat import ChatTemplate, TurnForm, opens, turn_form
+from affinage.data.chat import ChatTemplate, opens, turn_form
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.foreign_json import encodable, read_object
 from affinage.data.special_tokens import (
@@ -63,7 +63,6 @@ class Tokenizer:
     """
 
     template: ChatTemplate | None = None  # in which conversations are written; None: ChatML
-    _grown = False  # whether tokens were added to what the folder holds
 
     def __init__(self, folder: Path | str) -> None:
         """Read the tokenizer in a folder. Raises UserError if there is none."""
@@ -77,7 +76,11 @@ class Tokenizer:
             if (self.folder / name).is_file():
                 named = read_object(self.folder / name)
                 self._config |= {key: value for key, value in named.items() if value is not None}
-        self._build(read_object(self.folder / FILE))
+        state = read_object(self.folder / FILE)
+        try:
+            self._build(state)
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"this is not a tokenizer: {error}", where=str(self.folder / FILE)) from error
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
@@ -85,74 +88,50 @@ class Tokenizer:
         return cls(folder)
 
     def _build(self, state: dict[str, Any]) -> None:
-        try:
-            added = {token["content"]: token for token in state.get("added_tokens", ())}
-            model = state["model"]
-            vocab = model["vocab"]
-            ids = dict(vocab) if isinstance(vocab, dict) else {piece: at for at, (piece, _) in enumerate(vocab)}
-            ids |= {content: token["id"] for content, token in added.items()}
-            controls = {
-                content: token
-                for content, token in added.items()
-                if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
-            }
-            self.controls = {content: ids[content] for content in sorted(controls, key=ids.__getitem__)}
-            self._special = frozenset(ids[content] for content, token in controls.items() if token["special"])
-            self._pieces = {id_: piece for piece, id_ in ids.items()}
-            self.vocabulary = 1 + max(ids.values())
-            self.fixed_ids = [self._pieces.get(at) for at in range(10)] == list(FIXED_PIECES)
-            self.kind = "hub" if not self.fixed_ids else "bpe" if model.get("byte_fallback") else "char"
-            self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
-            self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
-            # Where a normalizer decides what spells a token, the library finds them; otherwise looking up is faster.
-            normalized = state.get("normalizer") and any(token["normalized"] for token in controls.values())
-            finds = normalized or any(token["single_word"] for token in controls.values())
-            finder = _finder(state, list(controls.values())) if finds else None
-            self._finder = None if finder is None else FastTokenizer.from_str(json.dumps(finder))
-            self._found = dict(enumerate((ids[content] for content in controls), 1))  # ids by those of the finder
-        except Exception as error:  # the library raises nothing more special
-            raise UserError(f"this is not a tokenizer: {error}", where=str(self.folder / FILE)) from error
-        self._lengths: dict[str, list[int]] = {}  # of control tokens by their first character, the longest first
-        for content in sorted(controls, key=len, reverse=True):
-            lengths = self._lengths.setdefault(content[0], [])
-            lengths += [len(content)] if len(content) not in lengths else []
-        self._first = re.compile("|".join(map(re.escape, self._lengths)) or "(?!)")
+        added, model = {token["content"]: token for token in state.get("added_tokens", ())}, state["model"]
+        vocab = model["vocab"]
+        ids = dict(vocab) if isinstance(vocab, dict) else {piece: at for at, (piece, _) in enumerate(vocab)}
+        ids |= {content: token["id"] for content, token in added.items()}
+        controls = {
+            content: token
+            for content, token in added.items()
+            if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
+        }
+        self.controls = {content: ids[content] for content in sorted(controls, key=ids.__getitem__)}
+        self._special = frozenset(ids[content] for content, token in controls.items() if token["special"])
+        self._pieces = {id_: piece for piece, id_ in ids.items()}
+        self.vocabulary = 1 + max(ids.values())
+        self.fixed_ids = [self._pieces.get(at) for at in range(10)] == list(FIXED_PIECES)
+        self.kind = "hub" if not self.fixed_ids else "bpe" if model.get("byte_fallback") else "char"
+        self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
+        self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+        # Where a normalizer decides what spells a token, the library finds them; otherwise looking up is faster.
+        normalized = state.get("normalizer") and any(token["normalized"] for token in controls.values())
+        finds = normalized or any(token["single_word"] for token in controls.values())
+        self._finder = FastTokenizer.from_str(json.dumps(_finder(state, controls))) if finds else None
+        self._found = [-1, *(ids[content] for content in controls)]  # ids by those of the finder
+        prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
+        self._lengths = {  # of the control tokens that may follow a prefix, the longest first
+            prefix: sorted({len(c) for c in controls if c[:3] == prefix or prefix.startswith(c)}, reverse=True)
+            for prefix in prefixes
+        }
+        self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
         pieces = {piece.replace(_SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
         self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
-        self._state = state
-        self._forget(
-            "marks", "piece_bytes", "opening", "stops", "conversation_marks", "turn_form", "_spells_everything"
-        )
-
-    def _forget(self, *cached: str) -> None:
-        for name in cached:
-            self.__dict__.pop(name, None)
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
         for name in _COPIED:
             if (self.folder / name).is_file():
                 write_atomically(folder / name, (self.folder / name).read_bytes())
-        if self._grown:
-            write_json(folder / FILE, self._state)
         if self._configured_stops and not (folder / _GENERATION).exists():
             write_json(folder / _GENERATION, {"eos_token_id": list(self._configured_stops)})
-
-    def add_chat_tokens(self) -> tuple[int, ...]:
-        """Give the vocabulary those of ChatML's two tokens that it lacks, after its last id; return their ids."""
-        lacking = [CONTROL_PIECES[at] for at in (IM_START, IM_END) if CONTROL_PIECES[at] not in self.controls]
-        if len(self._pieces) < self.vocabulary and lacking:
-            raise UserError("its ids have gaps, so none can be added", where=str(self.folder / FILE))
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        added = [{"id": self.vocabulary + at, "content": piece, **flags} for at, piece in enumerate(lacking)]
-        self._grown = bool(added)
-        self._build(self._state | {"added_tokens": [*self._state.get("added_tokens", ()), *added]})
-        return tuple(self.controls[piece] for piece in lacking)
 
     def use_template(self, source: str | None) -> None:
         """Write conversations in this Jinja template; in ChatML if None. Raises UserError if it is not one."""
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
-        self._forget("stops", "conversation_marks", "turn_form")
+        for name in ("stops", "conversation_marks", "turn_form"):
+            self.__dict__.pop(name, None)
 
     # ---- special ids ----
 
@@ -252,8 +231,8 @@ class Tokenizer:
         return self.marks if self.template is None else self.template.boundary_ids(self)
 
     @cached_property
-    def turn_form(self) -> TurnForm | None:
-        """How the template writes an answer."""
+    def turn_form(self) -> tuple[str, str, str, str, str] | None:
+        """See `affinage.data.chat.turn_form`."""
         return None if self.template is None else turn_form(self.template, self)
 
     def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -311,15 +290,13 @@ class Tokenizer:
         if self._finder is not None:
             encoded = self._finder.encode(text, add_special_tokens=False)
             return [(self._found[at], *span) for at, span in zip(encoded.ids, encoded.offsets, strict=True) if at]
-        spans, end = [], 0
-        for match in self._first.finditer(text):
+        spans, at = [], 0
+        while match := self._prefixes.search(text, at):
             start = match.start()
-            for length in self._lengths[match[0]] if start >= end else ():
-                piece = text[start : start + length]
-                if piece in self.controls:
-                    end = start + len(piece)
-                    spans.append((self.controls[piece], start, end))
-                    break
+            pieces = (text[start : start + length] for length in self._lengths[match[0]])
+            piece = next((piece for piece in pieces if piece in self.controls), "")
+            at = start + max(len(piece), 1)
+            spans += [(self.controls[piece], start, at)] if piece else []
         return spans
 
     def guard(self, text: str, *, tags: bool = False) -> str:
@@ -363,7 +340,7 @@ class Tokenizer:
             first = next((token for token in found if token is not None), len(ids))
             found = map(encoded.char_to_token, range(stop, len(named)))
             end = next((token for token in found if token is not None), len(ids))
-            while end < len(ids) and encoded.token_to_chars(end)[0] < stop:
+            while end < len(ids) and (encoded.token_to_chars(end) or (stop, stop))[0] < stop:
                 end += 1
             trained[first:end] = [True] * (end - first)
         return ids, trained
@@ -450,6 +427,18 @@ class Tokenizer:
         return self.encode(_ANCHOR)
 
 
+def add_chat_tokens(folder: Path) -> tuple[int, ...]:
+    """Give a tokenizer those of ChatML's two tokens that it lacks, after its last id; return their ids."""
+    tokenizer, state = Tokenizer(folder), read_object(folder / FILE)
+    lacking = [CONTROL_PIECES[at] for at in (IM_START, IM_END) if CONTROL_PIECES[at] not in tokenizer.controls]
+    if len(tokenizer._pieces) < tokenizer.vocabulary and lacking:
+        raise UserError("its ids have gaps, so none can be added", where=str(folder / FILE))
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": id_, "content": piece, **flags} for id_, piece in enumerate(lacking, tokenizer.vocabulary)]
+    write_json(folder / FILE, state | {"added_tokens": [*state.get("added_tokens", ()), *added]})
+    return tuple(range(tokenizer.vocabulary, tokenizer.vocabulary + len(added)))
+
+
 def template_in(folder: Path) -> str | None:
     """The chat template of a tokenizer's folder, its default one if it has several; None if it has none."""
     own_file, config = folder / TEMPLATE, folder / CONFIG
@@ -497,9 +486,9 @@ def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
     return state | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
 
 
-def _finder(state: dict[str, Any], controls: list[dict[str, Any]]) -> dict[str, Any]:
+def _finder(state: dict[str, Any], controls: dict[str, Any]) -> dict[str, Any]:
     """Return a tokenizer.json that finds control tokens, with ids from 1 on, and nothing else."""
-    added = [token | {"lstrip": False, "rstrip": False, "id": at} for at, token in enumerate(controls, 1)]
+    added = [token | {"lstrip": False, "rstrip": False, "id": at} for at, token in enumerate(controls.values(), 1)]
     parts = dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder"))
     model = {"type": "WordLevel", "vocab": {_MARK: 0}, "unk_token": _MARK}
     return {"version": "1.0", **parts, "normalizer": state.get("normalizer"), "added_tokens": added, "model": model}

@@ -140,8 +140,14 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             max_sentence_length=2**30,  # the most it accepts; the default, 4192 bytes, silently drops longer lines
-            **dict(zip(("pad_id", "unk_id", "bos_id", "eos_id"), range(4))),
-            **dict(zip(("pad_piece", "unk_piece", "bos_piece", "eos_piece"), CONTROL_PIECES)),
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            pad_piece=CONTROL_PIECES[0],
+            unk_piece=CONTROL_PIECES[1],
+            bos_piece=CONTROL_PIECES[2],
+            eos_piece=CONTROL_PIECES[3],
             control_symbols=list(CONTROL_PIECES[4:]),  # user_defined_symbols would be found in raw text
             user_defined_symbols=list(FIXED_PIECES[len(CONTROL_PIECES) :]),
             num_threads=_THREADS,

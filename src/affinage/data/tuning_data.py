@@ -37,20 +37,18 @@ from affinage.data.conversations import (
     Conversation,
     Pair,
     Part,
-    locate_sources,
+    open_source,
     parse_conversation,
     parse_pair,
     read_lines,
-    source_parts,
 )
 from affinage.data.dataloader import read_rows, segments
 from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
-from affinage.data.hub_datasets import at_commit
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
-from affinage.data.places import is_on_hub
+from affinage.data.places import is_on_hub, unique
 from affinage.data.token_shards import Document, TokenShards, find_shard_folders, open_shards, write_facts, write_shard
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
@@ -116,16 +114,17 @@ def prepare_tuning_data(
     tasks: list[TuningTask] = []
     commits: dict[str, str] = {}
     template = None if tokenizer.template is None else tokenizer.template.source
-    for place, name, index in locate_sources(settings, world_folder, _WORLD_FILES[_section(settings)]):
-        at = settings.sources[index].as_source()
+    for index, source in enumerate(settings.sources):
+        name = unique(source.title, {task.name for task in tasks})
+        world_file = None if world_folder is None else world_folder / _WORLD_FILES[_section(settings)]
+        place, at, found = open_source(settings, index, world_file)
         if is_on_hub(at, settings.mirror):
-            at = at_commit(place, at, "")
             commits[name] = at.revision
-        divided = _divided(source_parts(at, place))
+        divided = _divided(found)
         tasks += [
-            TuningTask(settings, system_prompt, settings.sources[index], at, name, place, some, shard, len(divided),
-                       tokenizer.folder, template, seq_len, seed, folder, searched)
-            for shard, some in enumerate(divided)
+            TuningTask(settings, system_prompt, source, at, name, place, parts, shard, len(divided), tokenizer.folder,
+                       template, seq_len, seed, folder, searched)
+            for shard, parts in enumerate(divided)
         ]  # fmt: skip
     size = sum(part.bytes // count for task in tasks for part, _, count in task.parts if isinstance(part, SourceFile))
     shown = lambda share: progress(f"reading {share:.0%}")  # noqa: E731
@@ -267,10 +266,7 @@ def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
             messages = line.messages if isinstance(line, Conversation) else [*line.prompt, *line.chosen, *line.rejected]
             counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in messages)
             try:
-                if isinstance(line, Conversation):
-                    encoded = encode_conversation(line, task, tokenizer, counts)
-                else:
-                    encoded = encode_pair(line, task, tokenizer, counts)
+                encoded = encode_line(line, task, tokenizer, counts)
             except UserError as error:  # of a chat template
                 if task.settings.on_error == "raise":
                     raise
@@ -293,76 +289,61 @@ def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
     return found
 
 
-def encode_conversation(
-    line: Conversation, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]
+def encode_line(
+    line: Conversation | Pair, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]
 ) -> list[Encoded]:
-    """Return the conversation as documents: one, or several where the chat template must write it several times.
+    """Return a conversation as documents, several where the template must write it several times; a pair as one.
 
-    What is longer than a row is shortened or left out as `truncation` says, and left out if nothing trained remains.
+    A pair is its sides, one after the other; of them is trained what follows the prompt. What is longer than a row is
+    shortened or left out as `truncation` says, and left out if nothing trained remains.
     """
-    messages, rule = line.messages, task.settings.truncation
-    documents = encode_documents(messages, tokenizer, task.system_prompt)
-    unrolled = len(documents) > 1
-    too_long = any(len(tokens) > task.seq_len for tokens, _ in documents)
+    pair, seq_len, rule = isinstance(line, Pair), task.seq_len, task.settings.truncation
+    if isinstance(line, Pair):
+        talks, first = [[*line.prompt, *line.chosen], [*line.prompt, *line.rejected]], len(line.prompt)
+    else:
+        talks, first = [line.messages], 0
+    encode = partial(encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
+    documents = [document for talk in talks for document in encode(talk)]
+    unrolled, identical = len(documents) > len(talks), pair and documents[0] == documents[1]
+    if pair and unrolled:
+        raise UserError(
+            f"the chat template writes earlier turns otherwise when others follow, and a side of {line.id} has several "
+            "answers: no one text has them all as the model would have said them",
+            where="chat_template",
+            fix="Give pairs whose sides are one answer, with the turns before it in the prompt.",
+        )
+    lengths = [len(ids) for ids, _ in documents]
+    too_long = (sum(lengths) if pair else max(lengths)) > seq_len
     if too_long and rule == "drop":
         counts["dropped"] += 1
         return []
     if too_long and rule == "drop_turns":
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        shorter = [messages[: last + 1] for last in reversed(answers) if last + 1 < len(messages)]
-        while shorter and all(len(tokens) > task.seq_len for tokens, _ in documents):
-            documents = encode_documents(shorter.pop(0), tokenizer, task.system_prompt)
-        documents = [each for each in documents if len(each[0]) <= task.seq_len] or documents[:1]
+        answers = [number for number, message in enumerate(talks[0]) if message["role"] == "assistant"]
+        shorter = [talks[0][: last + 1] for last in reversed(answers) if last + 1 < len(talks[0])]
+        while shorter and all(len(ids) > seq_len for ids, _ in documents):
+            documents = encode(shorter.pop(0))
+        documents = [each for each in documents if len(each[0]) <= seq_len] or documents[:1]
     counts["unstopped"] += sum(unstopped_answers(*each, tokenizer.stops) for each in documents)
-    marks = tokenizer.conversation_marks
-    documents = [cut_document(tokens, trained, task.seq_len, marks) for tokens, trained in documents]
-    documents = [(tokens, trained) for tokens, trained in documents if any(trained)]
-    if not documents:
-        counts["dropped"] += 1
-        return []
-    counts["truncated"] += too_long
-    counts["unrolled"] += unrolled
-    counts["reasoning_dropped"] += drops_reasoning(messages, tokenizer, task.system_prompt)
-    first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
-    if first and tokenizer.template is not None and tokenizer.template.asks_with_a_space:
-        prompt = encode_prompt(messages[:first], tokenizer, task.system_prompt)  # its space may join the answer
-        counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
-    return documents
-
-
-def encode_pair(pair: Pair, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> list[Encoded]:
-    """Return the sides of the pair, one after the other, as one document; trained is what follows the prompt."""
-    prompt, sides = pair.prompt, []
-    for answer in (pair.chosen, pair.rejected):
-        encoded = encode_documents([*prompt, *answer], tokenizer, task.system_prompt, trained_from=len(prompt))
-        if len(encoded) > 1:
-            raise UserError(
-                f"the chat template writes earlier turns otherwise when others follow, and a side of {pair.id} has "
-                "several answers: no one text has them all as the model would have said them",
-                where="chat_template",
-                fix="Give pairs whose sides are one answer, with the turns before it in the prompt.",
-            )
-        sides += encoded
-    too_long = sum(len(tokens) for tokens, _ in sides) > task.seq_len
-    if too_long and task.settings.truncation == "drop":
-        counts["dropped"] += 1
-        return []
-    identical = sides[0] == sides[1]
-    counts["unstopped"] += sum(unstopped_answers(*side, tokenizer.stops) for side in sides)
     if too_long:
-        marks = tokenizer.conversation_marks
-        sides = [cut_document(tokens, trained, task.seq_len // 2, marks) for tokens, trained in sides]
-    if not all(any(trained) for _, trained in sides) or sides[0] == sides[1]:
+        room = seq_len // 2 if pair else seq_len
+        documents = [cut_document(*each, room, tokenizer.conversation_marks) for each in documents]
+    documents = [each for each in documents if any(each[1])]
+    if not documents or (pair and (len(documents) < 2 or documents[0] == documents[1])):
         counts["identical"] += identical
         counts["dropped"] += 1
         return []
     counts["truncated"] += too_long
-    counts["reasoning_dropped"] += any(
-        drops_reasoning([*prompt, *answer], tokenizer, task.system_prompt, trained_from=len(prompt))
-        for answer in (pair.chosen, pair.rejected)
-    )
-    (chosen, of_chosen), (rejected, of_rejected) = sides
-    return [(chosen + rejected, of_chosen + of_rejected)]
+    counts["unrolled"] += unrolled
+    written = partial(drops_reasoning, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
+    counts["reasoning_dropped"] += any(map(written, talks))
+    if pair:
+        (chosen, of_chosen), (rejected, of_rejected) = documents
+        return [(chosen + rejected, of_chosen + of_rejected)]
+    if tokenizer.template is not None and tokenizer.template.asks_with_a_space:  # it may join the answer's first word
+        before = next((number for number, message in enumerate(talks[0]) if message["role"] == "assistant"), 0)
+        prompt = encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
+        counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
+    return documents
 
 
 def _finish(

@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.cluster.processes import Processes
 from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
-from affinage.evaluation.scoring import Scorer, shorter_rows_that_fit
+from affinage.evaluation.scoring import score, shorter_rows_that_fit
 from affinage.generation.engine import Generation, generate
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import SamplingParams
@@ -57,7 +57,6 @@ class JaxLM(TemplateLM):
         self.seconds = 0.0  # spent on scoring and generating
         self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
         self._max_new_tokens, self._progress, self._batch = max_new_tokens, progress, batch
-        self._scorer = Scorer(model, batch=batch)
         self._encoded: dict[str, list[int]] = {}  # see `_encoded_ahead`
         self._truncated: set[tuple[str, ...]] = set()  # see `was_truncated`
         own, tokenizer = model.tokenizer.template, model.tokenizer
@@ -247,7 +246,7 @@ class JaxLM(TemplateLM):
                 self._progress(f"scored {scored:,} of {len(pairs):,} {what}")
 
         with self._timed(len(pairs)):
-            return self._scorer.score(pairs, count)
+            return score(self.model, pairs, count, batch=self._batch)
 
     @contextmanager
     def _timed(self, requests: int) -> Iterator[None]:

@@ -1,12 +1,12 @@
 """From continuations to score to batches: few shapes, little padding, and shared prefixes computed once.
 
-Continuations that differ in their last token only are one row. Rows that begin alike are a prefix group, in which the
-shared tokens stand once, and each row's end sees them and itself. Groups are packed into rows of few lengths.
+Rows that begin alike are a prefix group, in which the shared tokens stand once, and each row's end sees them and
+itself. Groups are packed into rows of few lengths.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -19,17 +19,18 @@ Pair = tuple[list[int], list[int]]  # ids of a context, and of the continuation 
 Answer = tuple[int, tuple[float, bool]]  # a request, with its log-probability and whether it is greedy
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """A text, of which the last `scored - 1` tokens are themselves scored, and then each of `candidates`.
-
-    `requests` are, for each candidate, the indices of the requests it answers.
-    """
+    """A text without its last token, of which the last tokens are `targets`, to score for a request."""
 
     tokens: tuple[int, ...]
-    scored: int
-    candidates: list[int] = field(default_factory=list)
-    requests: list[list[int]] = field(default_factory=list)
+    targets: tuple[int, ...]
+    request: int
+
+    @property
+    def first(self) -> int:
+        """The place after which the first target stands."""
+        return len(self.tokens) - len(self.targets)
 
 
 def in_pieces(pairs: Sequence[Pair], context: int) -> tuple[list[Pair], list[int]]:
@@ -44,23 +45,17 @@ def in_pieces(pairs: Sequence[Pair], context: int) -> tuple[list[Pair], list[int
     return pieces, owners
 
 
-def group_requests(pairs: Sequence[Pair], context: int) -> list[Row]:
+def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
     """Return rows for (context ids, continuation ids) pairs, each cut from the left to the last `context` inputs.
 
     The input of a pair is everything but its last token, as in the harness: (context + continuation)[-(length + 1):-1].
-    Pairs with the same input and the same number of scored tokens become one row with several candidates.
     """
-    rows: dict[tuple[tuple[int, ...], int], Row] = {}
+    rows = []
     for index, (before, continuation) in enumerate(pairs):
         if not before or not 0 < len(continuation) <= context:
             raise ValueError(f"a pair needs at least one context token, and 1 to {context} continuation tokens")
-        tokens = tuple((before + continuation)[-(context + 1) : -1])
-        row = rows.setdefault((tokens, len(continuation)), Row(tokens, len(continuation)))
-        if continuation[-1] not in row.candidates:
-            row.candidates.append(continuation[-1])
-            row.requests.append([])
-        row.requests[row.candidates.index(continuation[-1])].append(index)
-    return list(rows.values())
+        rows.append(Row(tuple((before + continuation)[-(context + 1) : -1]), tuple(continuation), index))
+    return rows
 
 
 # ---- groups ----
@@ -73,10 +68,7 @@ _EQUAL = 1750
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Rows whose first `shared` tokens are the same, or one row by itself, with 0.
-
-    Tokens "asked" are those whose probability is computed.
-    """
+    """Rows whose first `shared` tokens are the same, before their targets; or one row by itself, with 0."""
 
     shared: int
     rows: tuple[Row, ...]
@@ -87,31 +79,17 @@ class PrefixGroup:
         return self.shared + sum(len(row.tokens) - self.shared for row in self.rows)
 
     @cached_property
-    def begun(self) -> range:
-        """The shared places after which a shared token is asked: of continuations that begin alike."""
-        return range(min(len(row.tokens) - row.scored for row in self.rows), self.shared - 1)
-
-    def own(self, row: Row) -> range:
-        """Return the other places of a row after which a token is asked, the last one for each of its candidates."""
-        return range(max(len(row.tokens) - row.scored, self.shared - 1), len(row.tokens))
-
-    @cached_property
-    def asked(self) -> int:
-        """The number of asked tokens: the `begun` ones once, then each row's own."""
-        return len(self.begun) + sum(len(self.own(row)) - 1 + len(row.candidates) for row in self.rows)
+    def targets(self) -> int:
+        """The number of targets of all rows."""
+        return sum(len(row.targets) for row in self.rows)
 
     def answers(self, values: Float[np.ndarray, "P"], best: Bool[np.ndarray, "P"]) -> Iterator[Answer]:
-        """Yield every request with its answer, from those of the asked tokens, in their order."""
-        start = begun = len(self.begun)
+        """Yield every request with its answer, from those of the targets, in their order."""
+        start = 0
         for row in self.rows:
-            last = start + len(self.own(row)) - 1
-            alike = slice(len(row.tokens) - row.scored - self.begun.start, begun)
-            total = float(np.sum(values[alike], dtype=np.float64) + np.sum(values[start:last], dtype=np.float64))
-            greedy = bool(np.all(best[alike]) and np.all(best[start:last]))
-            for column, requests in enumerate(row.requests, last):
-                answer = total + float(values[column]), greedy and bool(best[column])
-                yield from ((request, answer) for request in requests)
-            start = last + len(row.candidates)
+            own = slice(start, start + len(row.targets))
+            yield row.request, (float(np.sum(values[own], dtype=np.float64)), bool(np.all(best[own])))
+            start = own.stop
 
 
 def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
@@ -123,17 +101,18 @@ def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
     groups: list[PrefixGroup] = []
     some: list[Row] = []
     shared = tokens = 0  # of `some`
-    for row in sorted(rows, key=lambda row: row.tokens):
+    for row in sorted(rows, key=lambda row: (row.tokens, row.request)):
         if some:
             pairs = zip(some[-1].tokens[:shared], row.tokens, strict=False)
             alike = next((n for n, (a, b) in enumerate(pairs) if a != b), min(shared, len(row.tokens)))
+            alike = min(alike, row.first + 1)
             length = tokens + len(row.tokens) - len(some) * alike
             apart = _alone(tokens - (len(some) - 1) * shared) + _alone(len(row.tokens))
             if alike >= _SHORTEST and length <= most and _alone(length) < apart:
                 some, shared, tokens = [*some, row], alike, tokens + len(row.tokens)
                 continue
             groups.append(PrefixGroup(shared if len(some) > 1 else 0, tuple(some)))
-        some, shared, tokens = [row], len(row.tokens), len(row.tokens)
+        some, shared, tokens = [row], row.first + 1, len(row.tokens)
     return [*groups, PrefixGroup(shared if len(some) > 1 else 0, tuple(some))] if some else groups
 
 
@@ -165,11 +144,10 @@ class Batch:
         tokens: of a group the shared ones, then the ends of its rows one after the other, each at the `positions` that
             follow the shared ones.
         segments: a number for the shared tokens, and for each end.
-        prefix_segment_ids: for an end the number of its group's shared tokens; for other tokens that of their own
-            segment.
-        logit_positions: for each of R equal parts of the rows, the places in its flattened `tokens` after which a token
-            is asked. If these are few, a part is a row.
-        targets: the asked tokens.
+        prefix_segment_ids: for an end the number of its group's shared tokens; for other tokens their own segment's.
+        logit_positions: for each of R equal parts of the rows, the places in its flattened `tokens` after which targets
+            stand. If these are few, a part is a row.
+        targets: the tokens to score.
         joined: a row of this length may be more than one sequence, or longer than one.
     """
 
@@ -183,21 +161,21 @@ class Batch:
     joined: bool
 
     def answers(self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]) -> Iterator[Answer]:
-        """Yield every request with its answer, from those of the asked tokens."""
+        """Yield every request with its answer, from those of the targets."""
         rows = len(self.tokens) // len(self.logit_positions)
         for part, (of_part, best_of_part) in enumerate(zip(values, best, strict=True)):
             start = 0
             for group in chain.from_iterable(self.rows[part * rows : (part + 1) * rows]):
-                asked = slice(start, start + group.asked)
-                yield from group.answers(of_part[asked], best_of_part[asked])
-                start = asked.stop
+                own = slice(start, start + group.targets)
+                yield from group.answers(of_part[own], best_of_part[own])
+                start = own.stop
 
 
 class _Shape(NamedTuple):
     rows: int
     length: int  # of a row, in tokens
     parts: int  # of the rows, equally large
-    asked: int  # tokens of a part
+    targets: int  # of a part
 
 
 _GroupRow = list[PrefixGroup]
@@ -231,13 +209,13 @@ def batches(
         # The scores of attention grow with the square of the length.
         fitting = max(1, int(tokens * min(1, context / length)) // (length * multiple)) * multiple
         count = -(-len(rows) // fitting) * multiple  # parts of all batches, all as full as one another
-        ordered = sorted(rows, key=_asked, reverse=True)
+        ordered = sorted(rows, key=_targets, reverse=True)
         parts = [ordered[start::count] for start in range(count)]
-        part, asked = len(parts[0]), max(sum(map(_asked, rows_of_part)) for rows_of_part in parts)
-        shape = _Shape(part * multiple, length, multiple, _padded(asked))
-        of_a_row = _padded(_asked(ordered[0]))
+        part, most_targets = len(parts[0]), max(sum(map(_targets, rows_of_part)) for rows_of_part in parts)
+        shape = _Shape(part * multiple, length, multiple, _padded(most_targets))
+        of_a_row = _padded(_targets(ordered[0]))
         if _FEW * of_a_row <= length:  # row by row
-            shape = shape._replace(parts=shape.rows, asked=of_a_row)
+            shape = shape._replace(parts=shape.rows, targets=of_a_row)
         joined = length > context or any(len(row) > 1 or len(row[0].rows) > 1 for row in rows)
         for start in range(0, count, multiple):
             together = [row for one in parts[start : start + multiple] for row in [*one, *[[]] * (part - len(one))]]
@@ -249,8 +227,8 @@ def _padded(tokens: int) -> int:
     return -(-tokens // MULTIPLE) * MULTIPLE
 
 
-def _asked(row: _GroupRow) -> int:
-    return sum(group.asked for group in row)
+def _targets(row: _GroupRow) -> int:
+    return sum(group.targets for group in row)
 
 
 def _cheapest(
@@ -299,49 +277,35 @@ def _rows(
 
 
 def _batch(rows: Sequence[_GroupRow], shape: _Shape, pad: int, joined: bool) -> Batch:
-    whole, asked = (shape.rows, shape.length), (shape.parts, shape.asked)
-    batch = Batch(
-        tuple(map(tuple, rows)),
-        np.full(whole, pad, np.int32),
-        *(np.zeros(shape_of, np.int32) for shape_of in (whole, whole, whole, asked, asked)),
-        joined=joined,
-    )
-    column = 0
-    for index, row in enumerate(rows):
-        if index % (shape.rows // shape.parts) == 0:
-            column = 0
+    whole, of_parts = (shape.rows, shape.length), (shape.parts, shape.targets)
+    positions, segments, parents = (np.zeros(whole, np.int32) for _ in range(3))
+    at, targets = (np.zeros(of_parts, np.int32) for _ in range(2))
+    tokens = np.full(whole, pad, np.int32)
+    batch = Batch(tuple(map(tuple, rows)), tokens, positions, segments, parents, at, targets, joined)
+    rows_of_part, column = shape.rows // shape.parts, 0
+    for index, groups in enumerate(rows):
+        part, place = divmod(index, rows_of_part)
+        column, before = (0 if place == 0 else column), place * shape.length
         start = number = 0
-        for group in row:
-            _fill(batch, index, group, start, column, number + 1)
-            start, column, number = start + group.length, column + group.asked, number + 1 + len(group.rows)
+        for group in groups:
+            shared, first, number = group.shared, start, number + 1
+            start += shared
+            batch.prefix_segment_ids[index, first : first + group.length] = number
+            pieces = [(slice(first, start), group.rows[0], 0, number)]  # the shared tokens, then the ends of the rows
+            for row in group.rows:
+                number += 1
+                end = start + len(row.tokens) - shared
+                pieces.append((slice(start, end), row, shared, number))
+                columns = slice(column, column + len(row.targets))
+                places = np.arange(row.first, len(row.tokens))
+                batch.logit_positions[part, columns] = before + np.where(
+                    places < shared, places + first, places - shared + start
+                )
+                batch.targets[part, columns] = row.targets
+                start, column = end, columns.stop
+            for own, row, begin, segment in pieces:
+                count = own.stop - own.start
+                batch.tokens[index, own] = row.tokens[begin : begin + count]
+                batch.positions[index, own] = np.arange(begin, begin + count)
+                batch.segments[index, own] = segment
     return batch
-
-
-def _fill(batch: Batch, index: int, group: PrefixGroup, start: int, column: int, number: int) -> None:
-    """Write a group into a row, from a token, an asked one and a segment's number on."""
-    shared, begun = group.shared, slice(start, start + group.shared)
-    part, row_of_part = divmod(index, len(batch.tokens) // len(batch.logit_positions))
-    before = row_of_part * batch.tokens.shape[1]
-    batch.tokens[index, begun] = group.rows[0].tokens[:shared]
-    batch.positions[index, begun] = np.arange(shared)
-    batch.segments[index, begun] = number
-    batch.prefix_segment_ids[index, start : start + group.length] = number
-    first = start
-    start = begun.stop
-    alike = slice(column, column + len(group.begun))
-    batch.logit_positions[part, alike] = before + first + np.array(group.begun, np.int32)
-    batch.targets[part, alike] = group.rows[0].tokens[group.begun.start + 1 : shared]
-    column = alike.stop
-    for own_number, row in enumerate(group.rows, number + 1):
-        count = len(row.tokens)
-        own = slice(start, start + count - shared)
-        batch.tokens[index, own] = row.tokens[shared:]
-        batch.positions[index, own] = np.arange(shared, count)
-        batch.segments[index, own] = own_number
-        asked = np.array(group.own(row))
-        places = before + np.where(asked < shared, asked + first, asked - shared + start)
-        targets = [*row.tokens[asked[0] + 1 :], *row.candidates]
-        columns = slice(column, column + len(targets))
-        batch.logit_positions[part, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
-        batch.targets[part, columns] = targets
-        start, column = own.stop, columns.stop

@@ -13,8 +13,9 @@ from typing import Any
 
 # Read when the library `evaluate` is imported, which otherwise downloads programs to compute metrics, and runs them.
 os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
+# The harness's bootstrap forks a pool of processes, which may deadlock once JAX's threads run.
+os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
-import datasets
 import huggingface_hub
 import jinja2
 import lm_eval.tasks
@@ -62,21 +63,14 @@ lm_eval.utils.env = _Sandbox()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While entered, the harness and its libraries print nothing but errors, and start no processes."""
+    """While entered, the harness and its libraries print nothing but errors."""
     with ExitStack() as stack:
         for name in _LOGGERS:
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        # Its bootstrap forks a pool of processes, which may deadlock once JAX's threads run.
-        before = os.environ.get("DISABLE_MULTIPROC")
-        os.environ["DISABLE_MULTIPROC"] = "1"
-        stack.callback(os.environ.pop if before is None else os.environ.__setitem__, "DISABLE_MULTIPROC", before or "1")
-        if datasets.utils.logging.is_progress_bar_enabled():
-            datasets.disable_progress_bars()
-            stack.callback(datasets.enable_progress_bars)
         stack.enter_context(redirect_stdout(io.StringIO()))  # it prints that it resamples,
-        stack.enter_context(redirect_stderr(io.StringIO()))  # and shows bars that no setting switches off
+        stack.enter_context(redirect_stderr(io.StringIO()))  # and shows progress bars
         yield
 
 

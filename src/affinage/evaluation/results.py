@@ -9,14 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, UInt32
-
+from affinage.checkpoint.metadata import checksums
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.contamination import Contamination
 from affinage.generation.model import LoadedModel
-from affinage.model.parameter import PyTree
 
 RESULTS = "results.json"
 ITEMS = "items"
@@ -73,24 +69,9 @@ def finite(value: Any) -> float | None:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Return a hash of a model's graph, of how it is computed, and of a sum over the bits of all weights."""
-    sums = [int(one) for one in jax.device_get(_sums(model.params))]
-    facts = json.dumps([model.graph.to_dict(), model.compute_dtype, model.context, sums], sort_keys=True, default=str)
-    return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
-
-
-@jax.jit
-def _sums(params: PyTree) -> list[UInt32[Array, ""]]:
-    """The bits of every element times a number that depends on its place, modulo 2**32; no copy of the weights."""
-
-    def total(leaf: Array) -> UInt32[Array, ""]:
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
-        for axis in range(leaf.ndim):
-            place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-            bits = bits * (place * jnp.uint32(2654435762) + jnp.uint32(1))
-        return jnp.sum(bits, dtype=jnp.uint32)
-
-    return [total(leaf) for leaf in jax.tree.leaves(params)]
+    """Return a hash of a model's graph, of how it is computed, and of the checksums of all weights."""
+    how = [model.graph.to_dict(), model.compute_dtype, model.context, checksums({"params": model.params})]
+    return hashlib.blake2b(json.dumps(how, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 def identity(model: LoadedModel, weights: str) -> str:
@@ -166,8 +147,7 @@ def contamination_of(found: Contamination, tasks: Mapping[str, Any], samples: Sa
         {texts: number of them, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short, too_short_of,
         found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: found in more than
         `boilerplate` texts; the scores are without these as well. too_short counts all `too_short_of` items of the
-        task, the other numbers those that were evaluated. Metrics that are neither a mean over items nor a perplexity
-        are left out.
+        task, the other numbers those that were evaluated. Metrics that are not a mean over items are left out.
     """
     entries = {}
     for name, of_task in samples.items():
@@ -199,22 +179,8 @@ def _without(
     values = [one[name] for one in chosen]
     if reported is None or not values or not all(isinstance(value, int | float) for value in values):
         return None
-    computed = _score(values, name)["value"]
-    if computed is None or not math.isclose(computed, reported, rel_tol=1e-9, abs_tol=1e-9):
+    if not math.isclose(statistics.fmean(values), reported, rel_tol=1e-9, abs_tol=1e-9):
         return None  # the harness aggregates otherwise
-    return _score([float(one[name]) for one in chosen if one["doc_id"] not in found], name)
-
-
-def _score(values: Sequence[float], metric: str) -> dict[str, float | None]:
-    """The mean and its standard error; of log-likelihoods the perplexity, and its error by the delta method."""
-    if not values:
-        return {"value": None, "stderr": None}
-    mean = statistics.fmean(values)
-    stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    if metric != "perplexity":
-        return {"value": mean, "stderr": stderr}
-    try:
-        value = math.exp(-mean)
-    except OverflowError:
-        return {"value": None, "stderr": None}
-    return {"value": value, "stderr": None if stderr is None else value * stderr}
+    rest = [float(one[name]) for one in chosen if one["doc_id"] not in found]
+    stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
+    return {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}

@@ -1,7 +1,7 @@
 """Log-probabilities of continuations, of which only scalars leave the device; and how many rows its memory holds."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from affinage.cluster.processes import Processes
 from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.batching import Batch, Pair, PrefixGroup, Row, batches, find_groups, group_requests, in_pieces
+from affinage.evaluation.batching import Batch, Pair, PrefixGroup, as_rows, batches, find_groups, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import Graph
 from affinage.model.parameter import PyTree
@@ -98,88 +98,66 @@ def _log_probabilities(
     return value, is_best
 
 
-class Scorer:
-    """Scores continuations with one model."""
+def score(
+    model: LoadedModel,
+    pairs: Sequence[Pair],
+    answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
+    *,
+    batch: int = 64,
+    logits_at_once: int = LOGITS_AT_ONCE,
+) -> list[tuple[float, bool]]:
+    """Return for (context ids, continuation ids) the continuation's log-probability, and whether it is greedy.
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        *,
-        batch: int = 64,
-        share: bool = True,
-        logits_at_once: int = LOGITS_AT_ONCE,
-    ) -> None:
-        """Make a scorer of one model.
+    Logarithms are natural. Pairs longer than the model's context plus one are cut from the left; a continuation that is
+    itself longer than the context is scored in pieces of half of it, each after what comes before. Shared prefixes are
+    computed once, and several continuations in a row, if all layers of the model can.
 
-        Args:
-            model: with its weights and tokenizer.
-            batch: rows of the model's context that memory holds at once.
-            share: compute shared prefixes once, and several continuations in a row, if all layers of the model can.
-            logits_at_once: elements of the largest block of float32 logits that the device holds.
-        """
-        self.model = model
-        self._batch = batch
-        self._share = share
-        self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.layout, logits_at_once)
+    Args:
+        model: with its weights and tokenizer.
+        pairs: to score; the answers are in their order.
+        answered: called with the index of a pair and its answer as batches are done.
+        batch: rows of the model's context that memory holds at once.
+        logits_at_once: elements of the largest block of float32 logits that the device holds.
+    """
+    pieces, owners = in_pieces(pairs, model.context)
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    left = np.bincount(owners, minlength=len(pairs))
 
-    def score(
-        self,
-        pairs: Sequence[Pair],
-        answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
-    ) -> list[tuple[float, bool]]:
-        """Return for (context ids, continuation ids) the continuation's log-probability, and whether it is greedy.
+    def collect(done: Batch, scores: Scores) -> None:
+        for place, (value, greedy) in done.answers(*map(model.on_host, scores)):
+            owner = owners[place]
+            total, all_greedy = results[owner]
+            results[owner] = total + value, all_greedy and greedy
+            left[owner] -= 1
+            if not left[owner]:
+                answered(owner, results[owner])
 
-        Logarithms are natural. Pairs longer than the model's context plus one are cut from the left; a continuation
-        that is itself longer than the context is scored in pieces of half of it, each after what comes before.
-        `answered` is called with the index of a pair and its answer as batches are done.
-        """
-        pieces, owners = in_pieces(pairs, self.model.context)
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        left = np.bincount(owners, minlength=len(pairs))
-
-        def collect(batch: Batch, scores: Scores) -> None:
-            values, best = (self.model.on_host(a) for a in scores)
-            for place, (value, greedy) in batch.answers(values, best):
-                owner = owners[place]
-                total, all_greedy = results[owner]
-                results[owner] = total + value, all_greedy and greedy
-                left[owner] -= 1
-                if not left[owner]:
-                    answered(owner, results[owner])
-
-        pending: tuple[Batch, Scores] | None = None
-        for started in self._batches(group_requests(pieces, self.model.context)):
-            # The next batch is under way while the numbers of this one are taken apart.
-            if pending is not None:
-                collect(*pending)
-            pending = started
-        if pending is not None:
-            collect(*pending)
-        return results
-
-    def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[Batch, Scores]]:
-        """Every row in one batch, with the scores of the batch, which the device may still be computing."""
-        place, model = self.model.place, self.model
-        graph = model.graph
-        computed = graph.needed_for(graph.logits)
-        packed = self._share and all(node.layer.joins for node in graph.nodes if node.name in computed)
-        # Scores of attention in a row of twice the context take the memory of four rows.
-        most = model.context * (2 if self._batch >= 4 * model.row_multiple else 1)
-        groups = find_groups(rows, most) if packed else [PrefixGroup(0, (row,)) for row in rows]
-        tokens, platform = self._batch * model.context, jax.default_backend()
-        flops = _COMPILE_FLOPS.get(platform, _COMPILE_FLOPS_ACCELERATOR)
-        for one in batches(
-            groups,
-            min(tokens, _MAX_TOKENS.get(platform, tokens)),
-            context=model.context,
-            most=most,
-            compile_tokens=flops / (2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))),
-            pad=PAD,
-            multiple=model.row_multiple,
-            packed=packed,
-        ):
-            joined = tuple(map(place, (one.positions, one.segments, one.prefix_segment_ids))) if one.joined else None
-            yield one, self._score(model.params, *map(place, (one.tokens, one.logit_positions, one.targets)), joined)
+    rows, needed = as_rows(pieces, model.context), model.graph.needed_for(model.graph.logits)
+    packed = all(node.layer.joins for node in model.graph.nodes if node.name in needed)
+    # Scores of attention in a row of twice the context take the memory of four rows.
+    most = model.context * (2 if batch >= 4 * model.row_multiple else 1)
+    tokens, platform = batch * model.context, jax.default_backend()
+    flops = _COMPILE_FLOPS.get(platform, _COMPILE_FLOPS_ACCELERATOR)
+    program = _compiled(model.graph, model.compute_dtype, model.attention, model.layout, logits_at_once)
+    pending: list[tuple[Batch, Scores]] = []
+    for one in batches(
+        find_groups(rows, most) if packed else [PrefixGroup(0, (row,)) for row in rows],
+        min(tokens, _MAX_TOKENS.get(platform, tokens)),
+        context=model.context,
+        most=most,
+        compile_tokens=flops / (2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))),
+        pad=PAD,
+        multiple=model.row_multiple,
+        packed=packed,
+    ):
+        joined = (one.positions, one.segments, one.prefix_segment_ids) if one.joined else None
+        arrays = jax.tree.map(model.place, (one.tokens, one.logit_positions, one.targets, joined))
+        pending.append((one, program(model.params, *arrays)))
+        if len(pending) > 1:  # the device computes this batch while the numbers of the one before are taken apart
+            collect(*pending.pop(0))
+    for last in pending:
+        collect(*last)
+    return results
 
 
 def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:

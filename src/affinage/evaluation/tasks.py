@@ -48,7 +48,7 @@ class TaskSet:
 
     def rounds(self, chat: bool, template: ChatTemplateUse) -> list[tuple[list[Task | str], bool]]:
         """Tasks, and whether they are asked in the chat template; by `auto`, only chat models get chat tasks."""
-        plain = [*(task for task in self.local if not _is_chat(task)), *self.named]
+        plain: list[Task | str] = [*(task for task in self.local if not _is_chat(task)), *self.named]
         if template != "auto":
             return [([*plain, *self.chat], template)]
         return [(plain, False), ([*self.chat], True)] if chat else [(plain, False)]

@@ -21,15 +21,12 @@ WORDS: dict[Language, dict[str, str]] = {
         "greeting": "This is {model}. /help lists the commands, /quit leaves.",
         "base": "Warning: {model} is not a chat model. It continues texts: affinage generate {model} ...",
         "too_long": "The message needs {tokens} tokens, and the model reads {room}. Write a shorter one.",
-        "not_saved": "{file} cannot be written: {why}",
         "help": """\
 /reset          forget the conversation
 /system TEXT    begin again with TEXT as the system message (empty: the model's own)
 /save FILE      write the conversation as JSON
 /help           show this
 /quit           leave (as the end of input does)""",
-        "unknown": "{name} is not a command.",
-        "no_file": "/save needs the name of a file.",
         "reset": "The conversation is forgotten.",
         "system": "A new conversation with this system message.",
         "own_system": "A new conversation with the model's own system message.",
@@ -40,15 +37,12 @@ WORDS: dict[Language, dict[str, str]] = {
         "base": "Attention\u00a0: {model} n’est pas un modèle de dialogue. Il continue des textes\u00a0: "
         "affinage generate {model} ...",
         "too_long": "Le message demande {tokens} tokens, et le modèle en lit {room}. Écrivez-en un plus court.",
-        "not_saved": "{file} ne peut pas être écrit\u00a0: {why}",
         "help": """\
 /reset          oublier la conversation
 /system TEXTE   recommencer avec TEXTE comme message système (vide\u00a0: celui du modèle)
 /save FICHIER   écrire la conversation en JSON
 /help           afficher ceci
 /quit           quitter (comme la fin de l’entrée)""",
-        "unknown": "{name} n’est pas une commande.",
-        "no_file": "/save demande le nom d’un fichier.",
         "reset": "La conversation est oubliée.",
         "system": "Une nouvelle conversation avec ce message système.",
         "own_system": "Une nouvelle conversation avec le message système du modèle.",
@@ -128,19 +122,15 @@ class ChatSession:
             case "/system":
                 self.set_system(argument)
                 return words["system" if argument else "own_system"]
-            case "/save" if not argument:
-                return words["no_file"]
-            case "/save":
+            case "/save" if argument:
                 system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
                 try:
                     write_json(from_home(argument), {"messages": system + self.messages})
                 except OSError as error:
-                    return words["not_saved"].format(file=argument, why=error.strerror)
+                    return f"{argument}: {error.strerror}"
                 return words["saved"].format(file=argument)
-            case "/help":
+            case _:  # /help, and what is no command
                 return words["help"]
-            case _:
-                return words["unknown"].format(name=name) + "\n" + words["help"]
         return words["reset"]
 
 

@@ -43,8 +43,8 @@ class Detokenizer:
         held = self._held + text
         found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
         self.stopped = bool(found)
-        kept = range(min(longest, len(held)), 0, -1)  # a stop string may begin with so many last characters
-        kept = next((n for n in kept if any(stop.startswith(held[-n:]) for stop in self._stops)), 0)
+        lengths = range(min(longest, len(held)), 0, -1)
+        kept = next((n for n in lengths if any(stop.startswith(held[-n:]) for stop in self._stops)), 0)
         end = min(found) if found else len(held) - kept
         self._held = held[end:]
         self.released += held[:end]

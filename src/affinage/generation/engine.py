@@ -104,7 +104,7 @@ class EngineRequest:
 class State(NamedTuple):
     """What stays on the device, donated from program to program."""
 
-    cache: PyTree  # arrays [layers, B, K, T, D]
+    cache: Any  # arrays [layers, B, K, T, D]
     seen: Bool[Array, "B V"]  # tokens of each slot, for the repetition penalty
 
 
@@ -114,12 +114,16 @@ class Rows(NamedTuple):
     token: Int[Array, "B"]  # the last one, not yet in the cache
     position: Int[Array, "B"]  # of that token
     generated: Int[Array, "B"]
-    limit: Int[Array, "B"]
-    done: Bool[Array, "B"]
-    index: Int[Array, "B"]
+    limit: Int[Array, "B"]  # tokens to generate at most; after a stop token, those generated
+    number: Int[Array, "B"]  # of the request, for its draws
     stop_ids: Int[Array, "B N"]  # padded with _NOTHING
     wants_logprobs: Bool[Array, "B"]
     sampling: SamplingTensors
+
+    @property
+    def done(self) -> Bool[Array, "B"]:
+        """Whether a row has ended."""
+        return self.generated >= self.limit
 
 
 class Emitted(NamedTuple):
@@ -147,18 +151,19 @@ def _advance(
     rows: Rows, seen: Bool[Array, "B V"], logits: Float[Array, "B V"]
 ) -> tuple[Rows, Bool[Array, "B V"], tuple[Array, ...]]:
     """Choose a token for every row that is not done; the others stay as they are."""
-    chosen = choose(logits, rows.sampling, rows.index, rows.generated, seen)
-    generated = rows.generated + ~rows.done
-    ended = jnp.any(chosen[:, None] == rows.stop_ids, axis=-1) | (generated >= rows.limit)
+    done = rows.done
+    chosen = choose(logits, rows.sampling, rows.number, rows.generated, seen)
+    generated = rows.generated + ~done
+    stopped = jnp.any(chosen[:, None] == rows.stop_ids, axis=-1) & ~done
     advanced = rows._replace(
-        token=jnp.where(rows.done, rows.token, chosen),
-        position=rows.position + ~rows.done,
+        token=jnp.where(done, rows.token, chosen),
+        position=rows.position + ~done,
         generated=generated,
-        done=rows.done | ended,
+        limit=jnp.where(stopped, generated, rows.limit),
     )
-    wanted = jnp.any(rows.wants_logprobs & ~rows.done)
-    emitted = (jnp.where(rows.done, _NOTHING, chosen), *_top_logprobs(logits, chosen, wanted))
-    return advanced, seen.at[jnp.arange(len(chosen)), chosen].set(True), emitted
+    logprobs = _top_logprobs(logits, chosen, jnp.any(rows.wants_logprobs & ~done))
+    seen = seen.at[jnp.arange(len(chosen)), chosen].set(True)
+    return advanced, seen, (jnp.where(done, _NOTHING, chosen), *logprobs)
 
 
 @lru_cache(maxsize=8)
@@ -192,8 +197,9 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
         """Put prompts into slots from `starts` on, all 0 if `fresh`; rows of a slot that does not exist are dropped."""
         count, width = tokens.shape
         positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        cache: PyTree | None
         if fresh:
-            cache: PyTree | None = init_cache(graph, count, width, jnp.dtype(dtype))
+            cache = init_cache(graph, count, width, jnp.dtype(dtype))
         else:
             cache = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), state.cache)
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
@@ -382,22 +388,20 @@ class Engine:
 
     def _rows(self, requests: Sequence[EngineRequest | None], slots: Sequence[int]) -> Rows:
         """Where the requests stand; a row without one is done, and writes after what its slot holds."""
+        numbers = np.zeros((5, len(requests)), np.int32)
         stop_ids = np.full((len(requests), _MAX_STOP_IDS), _NOTHING, np.int32)
-        facts = []
         for row, (request, slot) in enumerate(zip(requests, slots, strict=True)):
             if request is None:
-                facts.append((PAD, len(self._held[slot]) if slot < self.slots else 0, 0, 0, True, 0, False))
+                numbers[1, row] = len(self._held[slot]) if slot < self.slots else 0
                 continue
+            tokens, generated = [*request.prompt[-1:], *request.tokens[-1:]], len(request.tokens)
+            position = len(request.prompt) + generated - 1
+            numbers[:, row] = tokens[-1], position, generated, request.limit, request.index
             stop_ids[row, : len(request.stop_ids)] = request.stop_ids
-            last, generated = [*request.prompt[-1:], *request.tokens[-1:]][-1], len(request.tokens)
-            position, done = len(request.prompt) + generated - 1, generated >= request.limit
-            wanted = request.params.logprobs is not None
-            facts.append((last, position, generated, request.limit, done, request.index, wanted))
-        columns = [
-            np.array(column, bool if type(column[0]) is bool else np.int32) for column in zip(*facts, strict=True)
-        ]
-        sampling = SamplingTensors.of([request.params if request else SamplingParams() for request in requests])
-        return Rows(*columns[:-1], stop_ids, columns[-1], sampling)  # type: ignore[arg-type]
+        params = [SamplingParams() if request is None else request.params for request in requests]
+        wants_logprobs = np.array([one.logprobs is not None for one in params])
+        columns: list[Any] = [*numbers, stop_ids, wants_logprobs, SamplingTensors.of(params)]
+        return Rows(*columns)
 
     def _push(self, emitted: Emitted, rows: dict[int, int]) -> None:
         """Pass on what was generated in slots, by their rows of `emitted`, and free the slots that are done."""

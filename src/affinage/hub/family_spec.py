@@ -64,7 +64,7 @@ class Decoder:
     @classmethod
     def of(cls, graph: Graph) -> Self:
         """Return the roles of a graph's nodes. Raises UserError for a graph that is not such a chain."""
-        chain, name = [], graph.logits
+        chain, name = list[Node](), graph.logits
         while name in graph:
             chain.insert(0, graph[name])
             name = graph[name].inputs[0]

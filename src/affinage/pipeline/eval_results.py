@@ -18,6 +18,7 @@ from affinage.pipeline.models import (
     MODEL,
     TRAININGS,
     Target,
+    averaged_steps,
     checkpoints_of,
     command,
     incomplete,
@@ -66,16 +67,13 @@ def eval_results(name: str, runs: Path) -> EvalResults | None:
 
 
 def results_folder(name: str, runs: Path) -> Path:
-    """Where the results of a model are kept that no recipe evaluates: a folder for each path and step.
-
-    It is called as the run or, of any other model, as its folder, with a hash of the path.
-    """
+    """Where the results of a model are kept that no recipe evaluates; its name has a hash of the model's path."""
     try:
         target = resolve(name, runs)
-        place, step = target.path, "" if target.step is None else f"@{target.step}"
+        place, step = target.path, "" if target.step is None else f"@{target.step}".replace(":", "-")
     except UserError:
         word, at, number = name.partition("@")
-        place, step = Path(word), at + number
+        place, step = Path(word), at + number.replace(":", "-")
     place, root = Path(os.path.abspath(place)), Path(os.path.abspath(runs))
     inside = place.is_relative_to(root)
     path = str(place.relative_to(root) if inside else place)
@@ -86,10 +84,7 @@ def results_folder(name: str, runs: Path) -> Path:
 
 
 def model_fingerprint(target: Target, runs: Path) -> str:
-    """A hash that tells a model from what it was or will be, without reading its weights.
-
-    Raises UserError if there is no such model.
-    """
+    """A hash that tells a model from what it was or will be, without reading its weights."""
     from affinage.checkpoint.metadata import fingerprint
     from affinage.checkpoint.store import complete_steps
 
@@ -99,17 +94,15 @@ def model_fingerprint(target: Target, runs: Path) -> str:
         parts = [[Path(file).name, digest] for file, digest in fingerprints(map(str, files)).items()]
     else:
         checkpoints = checkpoints_of(folder, step)
-        there = [each for each in complete_steps(checkpoints) if step in (None, each)]
-        parts = [[str(each), fingerprint(checkpoints / str(each))] for each in there[-1:]]
+        there = averaged_steps(step, complete_steps(checkpoints))
+        parts = [[str(each), fingerprint(checkpoints / str(each))] for each in there]
+        parts += [["average", step]] if isinstance(step, str) else []
         parts.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
 def training_of(target: Target) -> dict[str, Any]:
-    """Which training made a model: its `key`, and the `step` if it is not all of it; {} where no recipe made it.
-
-    `target` is a model, not a run.
-    """
+    """Which training made a model: its `key`, and the `step` if it is not all of it; {} where no recipe made it."""
     from affinage.checkpoint.store import complete_steps
 
     folder, step, is_hub = target.path, target.step, is_hub_folder(target.path)
@@ -118,6 +111,8 @@ def training_of(target: Target) -> dict[str, Any]:
         return {}
     if is_hub:
         return next(({"key": request[0].inputs[name]} for name in TRAININGS if name in request[0].inputs), {})
+    if isinstance(step, str):  # an average of checkpoints is the result of no training
+        return {}
     if step is None and read_manifest(folder) is None:
         step = complete_steps(checkpoints_of(folder))[-1]
     return {"key": request[1]} | ({} if step is None else {"step": step})

@@ -55,22 +55,17 @@ pretrain:
 def import_model(
     source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = ""
 ) -> dict[str, Any]:
-    """Write `folder` from a folder of the Hugging Face Hub; it appears whole or not at all.
+    """Write `folder`, whole or not at all, from one with config.json, safetensors and a tokenizer.
 
-    Args:
-        source: config.json, safetensors and the tokenizer's files.
-        folder: where to write; must not be there.
-        name: what the recipe is called.
-        chat_tokens: give the vocabulary those of ChatML's tokens that it lacks; their embeddings begin at the mean.
-        origin: the repository or the folder where Hugging Face's libraries find it; written down unless it gets tokens.
-
-    Raises:
-        UserError: what is in `source` cannot be honoured exactly.
+    The recipe in it is called `name`. With `chat_tokens` the vocabulary gets the tokens of ChatML that it lacks; their
+    embeddings begin at the mean. Otherwise `origin`, where Hugging Face's libraries find the model, is written down.
+    Raises UserError for what cannot be taken over exactly.
     """
     import jax
     import jax.numpy as jnp
 
     from affinage.checkpoint import CheckpointStore
+    from affinage.data.tokenizer import add_chat_tokens
     from affinage.hub.read import read_hub_folder
     from affinage.hub.vocabulary import with_ids
 
@@ -81,11 +76,11 @@ def import_model(
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
     digest = model.weights.digest()
     added: tuple[int, ...] = ()
+    tokenizer.write(partial / TOKENIZER)
     if chat_tokens and not tokenizer.fixed_ids:
-        added = tokenizer.add_chat_tokens()
+        added = add_chat_tokens(partial / TOKENIZER)
         graph, params = with_ids(model.graph, model.params, added)
         model = replace(model, graph=graph, params=params)
-    tokenizer.write(partial / TOKENIZER)
     system_prompt, template = chat_of_hub(source)
     context = model.architecture.context
     imported = {
@@ -119,10 +114,7 @@ def import_model(
 
 
 def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
-    """The tokenizer of a folder of the hub; UserError if it does not fit.
-
-    That is: it has ids that a model of `vocabulary` ids has not, or none to write text with.
-    """
+    """The tokenizer of a folder of the hub; UserError if it does not fit a model of `vocabulary` ids."""
     from affinage.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(source)
@@ -143,11 +135,7 @@ def _digest(folder: Path) -> str:
 
 
 def initial_folder(loaded: LoadedRecipe) -> Path | None:
-    """The folder that `init_from` names, relative to the file that says so; None for random weights.
-
-    Raises:
-        UserError: there is no imported model.
-    """
+    """The folder that `init_from` names; None for random weights. Raises UserError if it is no imported model."""
     if loaded.recipe.init_from is None:
         return None
     folder = loaded.beside(loaded.recipe.init_from, ("init_from",))
@@ -168,8 +156,7 @@ def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
 def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
     """A function that loads an imported model's weights as the parameters of `graph`, given with shardings.
 
-    Raises:
-        UserError: the graph has other parameters than the model.
+    Raises UserError if the graph has other parameters than the model.
     """
     from affinage.checkpoint import CheckpointStore
     from affinage.model import parse
@@ -191,10 +178,7 @@ def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
 
 
 def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
-    """The Jinja template that the recipe's conversations are written in; None for ChatML.
-
-    `tokenizer` is the folder of the tokenizer in use. Raises UserError if there is no such template.
-    """
+    """The Jinja template of the recipe's conversations, with the tokenizer in a folder; None for ChatML."""
     chosen = loaded.recipe.chat_template
     if chosen == "chatml":
         return None
@@ -216,11 +200,7 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
 
 
 def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
-    """Folder and step of the checkpoint that `resume_from` of a section names; None if it names none.
-
-    Raises:
-        UserError: it is not there, or is of the run that this recipe makes itself.
-    """
+    """Folder and step of the checkpoint that `resume_from` of a section names; None if it names none."""
     settings = getattr(loaded.recipe, section)
     if not isinstance(settings, TrainSettings) or settings.resume_from is None:
         return None

@@ -1,12 +1,13 @@
 """What a name on the command line stands for, in one order for all verbs, and how its model is opened.
 
 A name is a path, a run, or a packaged recipe. A run is named `NAME[/STEP][@N]`: `quickstart`, `quickstart/sft`,
-`quickstart/pretrain@1000`. Without a step of the pipeline, a run stands for its last training. Nothing here trains, and
-nothing imports JAX before a model is opened.
+`quickstart/pretrain@1000`, or by an average, `@ema` or `@mean:5`. Without a step of the pipeline, a run stands for its
+last training. Nothing here trains, and nothing imports JAX before a model is opened.
 """
 
 import contextlib
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from affinage.plugins import VARIABLE, load_named_plugins
 from affinage.results import read_json
 
 if TYPE_CHECKING:
+    from affinage.checkpoint import CheckpointStore
     from affinage.config.training import PrecisionSettings
     from affinage.generation.model import LoadedModel
     from affinage.model import Adapters, Graph
@@ -42,6 +44,7 @@ CHAT = ("dpo", "sft")  # those that make a chat model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 _LISTED = 5  # names in a message
+Checkpoint = int | str  # a step, "ema" for the moving average at the newest, or "mean:K" for the mean of the last K
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Target:
     name: str  # as it was given
     kind: Literal["recipe", "run", "model", "hub", "result"]  # "model": a training or an import
     path: Path  # the recipe's file, or the folder
-    step: int | None = None  # of the checkpoint that was named
+    step: Checkpoint | None = None  # of the checkpoint that was named
     warning: str = ""  # where the name fits something else, too
     belongs_to: Path | None = None  # the run, where its path does not lie in it
 
@@ -76,20 +79,22 @@ def resolve(name: str, runs: Path) -> Target:
     Raises:
         UserError: it stands for nothing; the message lists what there is.
     """
-    word, step = name, None
+    word: str = name
+    step: Checkpoint | None = None
     if not os.path.exists(name):
         head, at, number = name.rpartition("@")
-        if at and number.isdecimal():
-            word, step = head, int(number)
+        if at and (number.isdecimal() or number == "ema" or re.fullmatch(r"mean:[1-9]\d*", number)):
+            word, step = head, int(number) if number.isdecimal() else number
         elif at and "://" not in name:
-            raise UserError(f"`@{number}` is no checkpoint", where=name, fix="Write the number of a step, as in @1000.")
+            fix = "Write the number of a step, as in @1000, or @ema, or @mean:5 for the mean of the last 5 checkpoints."
+            raise UserError(f"`@{number}` is no checkpoint", where=name, fix=fix)
     places = [Path(word), *([] if word.startswith((".", "/")) else [runs / word])]
     found = [Target(name, kind, place, step) for place in places if (kind := _kind(place)) is not None]
     if len(found) == 2 and os.path.samefile(found[0].path, found[1].path):
         found.pop()
     if not found and step is None:
         recipe = packaged_recipes().get(word) or Path(word)
-        found = [Target(name, "recipe", recipe)] if recipe.is_file() else []
+        found = [Target(name, "recipe", recipe)] if os.path.isfile(recipe) else []  # Path's raises for a long name
     if not found:
         raise _unknown(word, runs)
     if step is not None and found[0].kind not in ("run", "model"):
@@ -203,7 +208,11 @@ def run_of(target: Target, runs: Path) -> Path:
 
 def recorded(run: Path) -> dict[str, Any]:
     """The settings that a run was last made with, as they were written; {} if it has none."""
-    return read_json(run / RECIPE)
+    settings = read_json(run / RECIPE)
+    if not settings and (run / RECIPE).is_file():
+        fix = "Run its recipe again: what is complete is kept, and this file is written again."
+        raise UserError("this file of the run is damaged", where=str(run / RECIPE), fix=fix)
+    return settings
 
 
 def trainings_of(run: Path) -> list[str]:
@@ -276,7 +285,7 @@ class ModelState:
         return {"model": self.name, "step": self.step, "steps": self.steps, "missing": list(self.missing)}
 
 
-def locate(target: Target, runs: Path) -> tuple[Path, int | None]:
+def locate(target: Target, runs: Path) -> tuple[Path, Checkpoint | None]:
     """The folder of the model that a target stands for, in the store if it is a training, and the step it asks for.
 
     Of a run, that is its last training that has begun and is current.
@@ -310,10 +319,11 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
     steps = next((facts["steps"] for facts in known if isinstance(facts.get("steps"), int)), None)
     later = TRAININGS[: TRAININGS.index(training)] if training in TRAININGS else ()
     missing = [name for name in incomplete(run) if name in later] if run is not None else []
-    return ModelState(name, max(saved, default=0) if step is None else step, steps, tuple(missing))
+    at = step if isinstance(step, int) else max(saved, default=0)
+    return ModelState(f"{name}@{step}" if isinstance(step, str) else name, at, steps, tuple(missing))
 
 
-def checkpoints_of(training: Path, step: int | None = None) -> Path:
+def checkpoints_of(training: Path, step: Checkpoint | None = None) -> Path:
     """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
 
     That is the one kept from before a benchmark became worse, where there is one.
@@ -441,7 +451,7 @@ def load_trained(
     tokenizer: Path,
     *,
     name: str,
-    step: int | None = None,
+    step: Checkpoint | None = None,
     mesh: "Sizes | None" = None,
     sharding: "Table | None" = None,
 ) -> "LoadedModel":
@@ -533,7 +543,7 @@ def _facts_and_graph(folder: Path) -> "tuple[dict[str, Any], Graph]":
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
-def trained_params(training: Path, graph: "Graph", step: int | None, abstract: Any) -> Any:
+def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abstract: Any) -> Any:
     """The weights of a training's model, with its adapters merged into them where it trained such.
 
     `step` is of the checkpoint, by default the one that stands for the training; `abstract` are the graph's parameters
@@ -570,7 +580,9 @@ def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Any]":
     return found
 
 
-def _trained_adapters(training: Path, graph: "Graph", step: int | None, sharding: Any) -> "tuple[Adapters, Any] | None":
+def _trained_adapters(
+    training: Path, graph: "Graph", step: Checkpoint | None, sharding: Any
+) -> "tuple[Adapters, Any] | None":
     """The adapters that a training trained, and their A and B; None if it trained the weights themselves."""
     import jax
     import jax.numpy as jnp
@@ -586,12 +598,43 @@ def _trained_adapters(training: Path, graph: "Graph", step: int | None, sharding
     return adapters, _restored(training, step, _sharded(abstract, jax.tree.map(lambda _: sharding, abstract)))
 
 
-def _restored(training: Path, step: int | None, abstract: Any) -> Any:
+def averaged_steps(step: Checkpoint | None, complete: Sequence[int]) -> list[int]:
+    """Those of the complete steps that a checkpoint's name stands for: one, or the last K of `mean:K`."""
+    if isinstance(step, int):
+        return [each for each in complete if each == step]
+    count = int(step.partition(":")[2]) if step is not None and step != "ema" else 1
+    return list(complete[-count:])
+
+
+def _averaged(store: "CheckpointStore", name: str, abstract: Any) -> Any:
+    """The parameters that `ema` or `mean:K` stands for, averaged in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    steps, where = averaged_steps(name, store.steps()), str(store.folder)
+    if name == "ema":
+        if not steps or not any(path.startswith("ema_params.") for path in store.metadata(steps[-1]).checksums):
+            fix = "Train with `ema: {decay: 0.999}`, or take the mean of the last checkpoints: @mean:5."
+            raise UserError("the training keeps no moving average of its parameters", where=where, fix=fix)
+        return store.restore_params(steps[-1], abstract, "ema_params")
+    if len(steps) < (wanted := int(name.partition(":")[2])):
+        fix = "Average fewer, or have a training keep more: runtime.checkpoint.keep_last."
+        raise UserError(f"there are {len(steps)} checkpoints, not {wanted}", where=where, fix=fix)
+    in_float32 = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)
+    total = store.restore_params(steps[0], in_float32)
+    for step in steps[1:]:
+        total = jax.tree.map(jnp.add, total, store.restore_params(step, in_float32))
+    return jax.tree.map(lambda leaf, want: (leaf / len(steps)).astype(want.dtype), total, abstract)
+
+
+def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
     """The parameters of a checkpoint; of a training that is complete, and of no `step`, those of its last step."""
     from affinage.checkpoint import CheckpointStore
 
     folder = checkpoints_of(training, step)
     store = CheckpointStore(folder)
+    if isinstance(step, str):
+        return _averaged(store, step, abstract)
     if step is not None and step not in store.steps():
         fix = f"There are {', '.join(f'@{known}' for known in store.steps())}."
         raise UserError(f"there is no checkpoint of step {step}", where=str(training), fix=fix)

@@ -41,12 +41,8 @@ class _Stopped(Exception):
 class BenchmarkMonitor:
     """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.job.Monitor`.
 
-    Args:
-        settings: what is scored when.
-        folder: of the training; the points are stored there.
-        steps: of the training.
-        score: returns the metrics and answers of a state, or None if it was stopped.
-        keep: saves the state of a step in place of the training's checkpoints.
+    Points are stored in the folder of the training. `score` returns the metrics and answers of a state, None if it was
+    stopped; `keep` saves the state of a step in place of the training's checkpoints.
     """
 
     def __init__(
@@ -142,15 +138,7 @@ def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
 def monitor_of(
     context: StepContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str = ""
 ) -> BenchmarkMonitor | None:
-    """The monitor of a training; None if its settings have none.
-
-    Args:
-        context: of the training's step.
-        settings: of the training.
-        graph: the model that is scored.
-        length: tokens of its context.
-        system_prompt: of its conversations.
-    """
+    """The monitor of a training, which scores a model of `length` tokens of context; None if the settings have none."""
     monitor, key = settings.monitor, f"{context.step}.monitor.tasks"
     if monitor is None:
         return None

@@ -41,14 +41,10 @@ class RemoteResults:
         *,
         small: bool = False,
     ) -> None:
-        """Copy results here, and what they were made from, as far as they are there and not here.
+        """Copy the results of `steps`, and what they were made from, as far as they are there and not here.
 
-        Args:
-            steps: whose results are read.
-            requests: of all steps, by name.
-            say: prints what is copied.
-            locked: inside, no other process writes a result; yields whether it is still missing.
-            small: of large results only the small files are read.
+        Inside of `locked`, no other process writes a result; it yields whether it is still missing. With `small`, only
+        small files of large results are copied.
         """
         left, done = [(name, not small or name not in _LARGE) for name in steps], set()
         while left:

@@ -117,7 +117,7 @@ def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, 
 
 
 def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str, Any]:
-    """What the model says to prompts, or to questions each in a conversation: {"prompts": [{"prompt", "text"}]}."""
+    """What the model says to prompts, or to questions: {"prompts": [{"prompt", "text"}]}."""
     from affinage.data.chat import encode_prompt
     from affinage.generation.engine import generate
     from affinage.generation.sampling import SamplingParams

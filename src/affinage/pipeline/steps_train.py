@@ -15,7 +15,7 @@ from affinage.config.training import MonitorSettings, PretrainSettings, TrainSet
 from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
-from affinage.pipeline.models import BEGUN_WITH, MODEL, TOKENIZER, checkpoints_of, trained_params
+from affinage.pipeline.models import BEGUN_WITH, MODEL, TOKENIZER, trained_params
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.step import StepContext, Summary, at
 from affinage.pipeline.steps_data import check_task
@@ -241,18 +241,11 @@ def _begin_with(
 ) -> Callable[[Any], Any] | None:
     """The weights of the first of `trainings` that the step reads, or those that the recipe begins with.
 
-    `step` is of the checkpoint, the last one by default. Raises UserError if it was not kept.
+    `step` is of the checkpoint, the last one by default.
     """
-    from affinage.checkpoint import CheckpointStore
-
-    for name in trainings:
-        if name in context.inputs:
-            steps = CheckpointStore(checkpoints_of(context.inputs[name], step)).steps()
-            if step is not None and step not in steps:
-                what = f"{name} has kept no checkpoint of step {step}, but of {', '.join(map(str, steps))}"
-                fix = f"Keep them with runtime.checkpoint.keep_every, and train it again: --force {name}"
-                raise UserError(what, where=f"{context.step}.from_step", fix=fix)
-            return partial(trained_params, context.inputs[name], graph, step)
+    before = next((context.inputs[name] for name in trainings if name in context.inputs), None)
+    if before is not None:
+        return partial(trained_params, before, graph, step)
     folder = initial_folder(context.loaded)
     return None if folder is None else initial_params(folder, graph)
 
@@ -310,20 +303,12 @@ def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
     from affinage.data.lineage import spans_of_rows
 
-    places = feed.where(step - 1)
-    spans = {
-        name: spans_of_rows(feed.shards[name], [number for folder, number in places if folder == name])
-        for name in {folder for folder, _ in places}
-    }
-    return [
-        {
-            "row": row,
-            "folder": folder,
-            "number": number,
-            "documents": [f"{span['source']}/{span['id']}" for span in spans[folder].get(number, [])],
-        }
-        for row, (folder, number) in enumerate(places)
-    ]
+    found = []
+    for row, (folder, number) in enumerate(feed.where(step - 1)):
+        spans = spans_of_rows(feed.shards[folder], [number])[number]
+        documents = [f"{span['source']}/{span['id']}" for span in spans]
+        found.append({"row": row, "folder": folder, "number": number, "documents": documents})
+    return found
 
 
 def _rows_per_step(context: StepContext, settings: TrainSettings) -> int:

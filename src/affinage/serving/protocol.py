@@ -200,30 +200,26 @@ class Reply:
         for index, (one, echo) in enumerate(zip(generations, echoes, strict=True)):
             text = {"text": echo.text + one.text}
             content = {"message": {"role": "assistant", "content": one.text}} if self.chat else text
-            logprobs, reason = self._logprobs(one.logprobs, echo), _reason(one)
-            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
+            choices.append(self._choice(index, content, one, echo))
         return self._object("chat.completion", choices) | {"usage": self._usage(generations)}
 
-    def begin(self, index: int, echo: Echo) -> bytes:
-        """Return the first event of a choice: the role in a chat, the echo in a text."""
-        return self._event(index, {"role": "assistant", "content": ""}) if self.chat else self.piece(index, echo.text)
+    def chunk(self, index: int, text: str, end: Generation | None = None, *, begins: bool = False) -> bytes:
+        """Return the event with new text of a choice; its role as a chat begins, its finish reason as it ends."""
+        begins = begins and self.chat
+        if not (text or end or begins):
+            return b""
+        delta = {"role": "assistant", "content": text} if begins else {"content": text}
+        choice = self._choice(index, {"delta": delta} if self.chat else {"text": text}, end, Echo())
+        return event(self._object("chat.completion.chunk", [choice]))
 
-    def piece(self, index: int, text: str) -> bytes:
-        """Return an event with new text of a choice."""
-        return self._event(index, {"content": text}) if text else b""
-
-    def end(self, index: int, generation: Generation) -> bytes:
-        """Return the event with a choice's finish reason and the log-probabilities of all of its tokens."""
-        return self._event(index, {}, _reason(generation), self._logprobs(generation.logprobs, Echo()))
+    def _choice(self, index: int, content: Mapping[str, Any], end: Generation | None, echo: Echo) -> dict[str, Any]:
+        reason = None if end is None else "length" if end.finish_reason == "length" else "stop"
+        logprobs = None if end is None else self._logprobs(end.logprobs, echo)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def usage(self, generations: Sequence[Generation]) -> bytes:
         """Return the event with the numbers of tokens."""
         return event(self._object("chat.completion.chunk", []) | {"usage": self._usage(generations)})
-
-    def _event(self, index: int, delta: Mapping[str, str], reason: str | None = None, logprobs: Any = None) -> bytes:
-        content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-        return event(self._object("chat.completion.chunk", [choice]))
 
     def _usage(self, generations: Sequence[Generation]) -> dict[str, int]:
         written, read = sum(len(one.tokens) for one in generations), self.prompt_tokens
@@ -260,7 +256,3 @@ class Reply:
 def event(value: Mapping[str, Any]) -> bytes:
     """Return a server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
-
-
-def _reason(generation: Generation) -> str:
-    return "length" if generation.finish_reason == "length" else "stop"

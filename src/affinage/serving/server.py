@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -234,7 +234,7 @@ class Server:
 
 async def _received(
     request: Request, news: _News, requests: Sequence[EngineRequest]
-) -> AsyncIterator[tuple[int, str, Generation | None]]:
+) -> AsyncGenerator[tuple[int, str, Generation | None]]:
     """Yield (choice, new text, its end) until all have ended; cancel the requests if the client leaves.
 
     Raises Refused if the engine fails, without its reason.
@@ -273,13 +273,11 @@ async def _events(
     generations = []
     async with contextlib.aclosing(_received(request, news, requests)) as received:
         for place, echo in enumerate(echoes):
-            yield reply.begin(place, echo)
+            yield reply.chunk(place, echo.text, begins=True)
         try:
             async for place, text, end in received:
-                yield reply.piece(place, text)
-                if end is not None:
-                    generations.append(end)
-                    yield reply.end(place, end)
+                yield reply.chunk(place, text, end)
+                generations += [] if end is None else [end]
         except Refused as refused:
             yield event(refused.body)
             return

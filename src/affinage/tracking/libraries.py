@@ -5,24 +5,29 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from affinage.tracking.trackers import Ending, TrackedRun, Tracker
 
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_MLFLOW_PARAMETERS = 100  # that its service takes at once
 
+
+@dataclass(kw_only=True)
 class TensorBoard:
     """Event files by tensorboardX, in a folder for each training, which is the id."""
 
-    def __init__(self, *, name: str, folder: str) -> None:
-        self._folder = str(Path(folder) / name)
+    name: str
+    folder: str
 
     def start(self, run: TrackedRun) -> str:
         """Hide what an earlier start wrote of later steps."""
         from tensorboardX import SummaryWriter
 
-        folder = run.id or self._folder
+        folder = run.id or str(Path(self.folder) / self.name)
         step = run.start + 1 if run.id else None
         # Files are read in the order of their names, which by themselves have whole seconds.
         self._writer = SummaryWriter(folder, purge_step=step, filename_suffix=f".{time.time_ns()}")
@@ -42,28 +47,32 @@ class TensorBoard:
         self._writer.close()
 
 
+@dataclass(kw_only=True)
 class WeightsAndBiases:
     """A run with the same id at every start; offline, a folder for each start, for `wandb sync`."""
 
-    def __init__(self, *, name: str, mode: str, project: str, entity: str, folder: str) -> None:
-        self._name, self._mode, self._project, self._entity, self._folder = name, mode, project, entity, folder
+    name: str
+    mode: str
+    project: str
+    entity: str
+    folder: str
 
     def start(self, run: TrackedRun) -> str:
         """Send neither the command line, nor the environment, nor the code."""
         import wandb
 
-        Path(self._folder).mkdir(parents=True, exist_ok=True)
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
         private: dict[str, Any] = dict.fromkeys(
             ("silent", "disable_git", "disable_code", "disable_job_creation", "x_disable_meta", "x_disable_stats"), True
         )
         self._run = wandb.init(
-            project=self._project,
-            entity=self._entity or None,
-            name=self._name,
+            project=self.project,
+            entity=self.entity or None,
+            name=self.name,
             id=run.id or uuid4().hex,
             resume="allow",
-            mode="online" if self._mode == "online" else "offline",
-            dir=self._folder,
+            mode="online" if self.mode == "online" else "offline",
+            dir=self.folder,
             config=dict(run.facts),
             settings=wandb.Settings(console="off", **private),
         )
@@ -79,25 +88,27 @@ class WeightsAndBiases:
         self._run.finish(exit_code=0 if ending == "finished" else 1)
 
 
+@dataclass(kw_only=True)
 class Trackio:
     """Trackio's database on this machine. The id is the run's name."""
 
-    def __init__(self, *, name: str, project: str, folder: str) -> None:
-        self._name, self._project, self._folder = name, project, folder
+    name: str
+    project: str
+    folder: str
 
     def start(self, run: TrackedRun) -> str:
         """Keep what the library prints off the terminal."""
-        os.environ["TRACKIO_DIR"] = str(Path(self._folder).absolute())  # read when it is imported
+        os.environ["TRACKIO_DIR"] = str(Path(self.folder).absolute())  # read when it is imported
         import trackio
         import trackio.run
         import trackio.utils
 
         for module in (trackio, trackio.run, trackio.utils):
             vars(module)["print"] = lambda *_, **__: None  # it has no option for this
-        name = run.id or f"{self._name}-{uuid4().hex[:8]}"
+        name = run.id or f"{self.name}-{uuid4().hex[:8]}"
         facts = {key: value for key, value in run.facts.items() if not key.startswith("_")}
         quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        self._run = trackio.init(project=self._project, name=name, config=facts, resume="allow", **quiet)
+        self._run = trackio.init(project=self.project, name=name, config=facts, resume="allow", **quiet)
         return name
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -109,14 +120,14 @@ class Trackio:
         self._run.finish()
 
 
+@dataclass(kw_only=True)
 class Mlflow:
     """An MLflow run on a server, or in a database on this machine."""
 
-    _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-    _PARAMETERS = 100  # at once, as its service has it
-
-    def __init__(self, *, name: str, uri: str, experiment: str, folder: str) -> None:
-        self._name, self._uri, self._experiment, self._folder = name, uri, experiment, folder
+    name: str
+    uri: str
+    experiment: str
+    folder: str
 
     def start(self, run: TrackedRun) -> str:
         """Create the experiment and the run where there are none."""
@@ -126,20 +137,20 @@ class Mlflow:
 
         for library in ("mlflow", "alembic"):
             logging.getLogger(library).setLevel(logging.WARNING)
-        local = self._uri.startswith("sqlite:///")
+        local = self.uri.startswith("sqlite:///")
         if local:
-            Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        self._client, self._id = MlflowClient(tracking_uri=self._uri), run.id
+            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        self._client, self._id = MlflowClient(tracking_uri=self.uri), run.id
         if run.id:
             self._client.update_run(run.id, status="RUNNING")
             return run.id
-        found = self._client.get_experiment_by_name(self._experiment)
-        where = Path(self._folder).as_uri() if local else None
-        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment, where)
-        self._id = str(self._client.create_run(experiment, run_name=self._name).info.run_id)
+        found = self._client.get_experiment_by_name(self.experiment)
+        where = Path(self.folder).as_uri() if local else None
+        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment, where)
+        self._id = str(self._client.create_run(experiment, run_name=self.name).info.run_id)
         parameters = [Param(_name(key), str(value)[:500]) for key, value in _flat(run.facts)]
-        for first in range(0, len(parameters), self._PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[first : first + self._PARAMETERS])
+        for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
+            self._client.log_batch(self._id, params=parameters[first : first + _MLFLOW_PARAMETERS])
         return self._id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -152,7 +163,7 @@ class Mlflow:
 
     def finish(self, ending: Ending) -> None:
         """Set the status."""
-        self._client.set_terminated(self._id, status=self._STATUS[ending])
+        self._client.set_terminated(self._id, status=_MLFLOW_STATUS[ending])
 
 
 LIBRARIES: dict[str, Callable[..., Tracker]] = {

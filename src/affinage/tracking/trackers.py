@@ -71,17 +71,17 @@ def check_trackers(trackers: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that the trackers are known and installed, and have their options. Raises UserError."""
     from affinage.tracking.libraries import LIBRARIES, PACKAGES
 
+    known = {**LIBRARIES, **_own}
     for name, options in trackers.items():
         where = f"runtime.trackers.{name}"
-        made_by = LIBRARIES.get(name) or _own.get(name)
-        if made_by is None:
-            fix = did_you_mean(name, [*LIBRARIES, *_own]) or "Name the file that registers it in `plugins`."
+        if name not in known:
+            fix = did_you_mean(name, known) or "Name the file that registers it in `plugins`."
             raise UserError(f"there is no tracker `{name}`", where=where, fix=fix)
-        known = [each for each in inspect.signature(made_by).parameters if each != "name"]
-        unknown = next((option for option in options if option not in known), None)
-        if unknown is not None:
-            fix = did_you_mean(unknown, known) or f"It has {', '.join(known)}."
-            raise UserError(f"the tracker {name} has no option `{unknown}`", where=where, fix=fix)
+        parameters = [each for each in inspect.signature(known[name]).parameters if each != "name"]
+        for option in options:
+            if option not in parameters:
+                fix = did_you_mean(option, parameters) or f"It has {', '.join(parameters)}."
+                raise UserError(f"the tracker {name} has no option `{option}`", where=where, fix=fix)
         if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
             what = f"the tracker {name} needs the package `{PACKAGES[name]}`"
             raise UserError(what, where=where, fix=f"Install it: pip install 'affinage[{name}]'")
@@ -104,14 +104,15 @@ def trackers_of(
     from affinage.tracking.libraries import LIBRARIES, defaults
 
     check_trackers(trackers)
-    chosen: dict[str, Callable[[], Tracker]] = {}
-    for name, options in trackers.items():
-        if name in LIBRARIES:
-            given = {"name": f"{recipe}/{training}", **defaults(recipe, runs.absolute())[name], **options}
-            chosen[name] = partial(LIBRARIES[name], **given)
-        else:
-            chosen[name] = partial(_own[name], **options)
-    return chosen
+    given = {
+        name: {"name": f"{recipe}/{training}", **found} for name, found in defaults(recipe, runs.absolute()).items()
+    }
+    return {
+        name: partial(LIBRARIES[name], **{**given[name], **options})
+        if name in LIBRARIES
+        else partial(_own[name], **options)
+        for name, options in trackers.items()
+    }
 
 
 class Trackers:
@@ -141,8 +142,9 @@ class Trackers:
         waiting: int = 1000,
         close_seconds: float = 30.0,
     ) -> None:
-        self._close_seconds = close_seconds
-        self._threads = [_Thread(name, make, run, folder / FILE, before, say, waiting) for name, make in makers.items()]
+        self.run, self.before, self.say, self.waiting = run, before, say, waiting
+        self._file, self._ids, self._close_seconds = folder / FILE, threading.Lock(), close_seconds
+        self._threads = [_Delivery(name, make, self) for name, make in makers.items()]
 
     def __enter__(self) -> "Trackers":
         for each in self._threads:
@@ -153,7 +155,8 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         ending: Ending = "finished" if kind is None else "stopped" if issubclass(kind, Preempted) else "failed"
-        until = time.monotonic() + min(self._close_seconds, _WHEN_PREEMPTED if ending == "stopped" else float("inf"))
+        seconds = min(self._close_seconds, _WHEN_PREEMPTED) if ending == "stopped" else self._close_seconds
+        until = time.monotonic() + seconds
         for each in self._threads:
             each.ending = ending
         for each in self._threads:
@@ -166,26 +169,26 @@ class Trackers:
         for each in self._threads:
             each.put(row)
 
+    def ids(self, **new: str) -> dict[str, str]:
+        """The id of the training's run in each tracker, after adding a new one."""
+        with self._ids:
+            found: dict[str, str] = {}
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found = dict(json.loads(self._file.read_text(encoding="utf-8")))
+            if new:
+                part = self._file.with_suffix(".part")
+                part.write_text(json.dumps({**found, **new}, indent=1) + "\n", encoding="utf-8")
+                part.replace(self._file)
+        return {**found, **new}
 
-class _Thread(threading.Thread):
-    """One tracker's thread."""
 
-    _ids = threading.Lock()  # of the file
+class _Delivery(threading.Thread):
+    """The thread of one tracker."""
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Tracker],
-        run: TrackedRun,
-        file: Path,
-        before: Sequence[Row],
-        say: Callable[[str], None],
-        waiting: int,
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], Tracker], all_trackers: Trackers) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
-        self._tracker, self._make, self._run, self._file, self._say = name, make, run, file, say
-        self._before = tuple(before)
-        self._queue: queue.Queue[Row] = queue.Queue(waiting)
+        self._tracker, self._make, self._all = name, make, all_trackers
+        self._queue: queue.Queue[Row] = queue.Queue(all_trackers.waiting)
         self._reported = False
         self.ending: Ending | None = None
 
@@ -194,55 +197,40 @@ class _Thread(threading.Thread):
             if self.is_alive():
                 self._queue.put_nowait(row)
         except queue.Full:
-            self.report(
-                f"is slower than the training: it does not get all lines, of which {self._queue.maxsize:,} wait"
-            )
+            self.report(f"is slower than the training: it loses lines, {self._queue.maxsize:,} wait for it")
 
     def run(self) -> None:
-        try:
-            known = self._known().get(self._tracker, "")
-            tracker = self._make()
-            self._keep(tracker.start(replace(self._run, id=known)))
-        except BaseException as error:  # SystemExit, too: some libraries exit where there is no key
-            self._failed(error)
+        tracker, known = None, self._all.ids().get(self._tracker, "")
+        with self._reporting():
+            made = self._make()
+            self._all.ids(**{self._tracker: made.start(replace(self._all.run, id=known))})
+            tracker = made
+        if tracker is None:
             return
-        for row in () if known else self._before:
+        for row in () if known else self._all.before:
             self._log(tracker, row)
         while self.ending is None or not self._queue.empty():
             with contextlib.suppress(queue.Empty):
                 self._log(tracker, self._queue.get(timeout=0.1))
-        try:
+        with self._reporting():
             tracker.finish(self.ending)
-        except BaseException as error:
-            self._failed(error)
 
     def _log(self, tracker: Tracker, row: Row) -> None:
-        try:
+        with self._reporting():
             tracker.log(row["step"], metrics_of(row))
-        except BaseException as error:
-            self._failed(error)
 
-    def _known(self) -> dict[str, str]:
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
-            return {name: value for name, value in found.items() if isinstance(value, str)}
-        except (OSError, ValueError, AttributeError):
-            return {}
-
-    def _keep(self, given: str) -> None:
-        with self._ids:
-            part = self._file.with_suffix(".part")
-            part.write_text(json.dumps({**self._known(), self._tracker: given}, indent=1) + "\n", encoding="utf-8")
-            part.replace(self._file)
-
-    def _failed(self, error: BaseException) -> None:
-        self.report(f"fails: {type(error).__name__}: {first_line(error)}")
+            yield
+        except BaseException as error:  # SystemExit, too: some libraries exit where there is no key
+            self.report(f"fails: {type(error).__name__}: {first_line(error)}")
 
     def report(self, what: str) -> None:
         if not self._reported:
             self._reported = True
             line = f"the tracker {self._tracker} {what}. The training continues; metrics.jsonl has every line."
-            self._say(masked(line))
+            self._all.say(masked(line))
 
 
 def metrics_of(row: Row) -> dict[str, float]:

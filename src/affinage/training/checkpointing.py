@@ -28,7 +28,7 @@ from affinage.training.trainer import Trainer
 _BY_CLOCK = 10  # steps: several processes must agree on what the clock says, which costs a message
 # What an extension may change. Of `mixture`, only what holds from its first step on.
 _OPEN = ("steps", "schedule", "mixture")
-_NO_MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}]
+_NO_MIXTURE: list[dict[str, Any]] = [{"from_step": 0, "weights": {"all": 1.0}}]
 
 
 class Restored(NamedTuple):

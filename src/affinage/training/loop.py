@@ -54,8 +54,8 @@ def train(job: TrainJob) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.all_at_work())
         preemption = stack.enter_context(PreemptionGuard(job.name, grace=job.runtime.preemption_grace))
-        each_second = lambda: (goodput.beat(), preemption.leave_if_too_late())  # noqa: E731
-        watchdog = stack.enter_context(Watchdog(job.name, job.folder, job.runtime, each_second))
+        watchdog = Watchdog(job.name, job.folder, job.runtime, goodput.beat, preemption.leave_if_too_late)
+        stack.enter_context(watchdog)
 
         # ---- devices and compiled functions ----
         stack.callback(job.hardware.release)

@@ -36,9 +36,7 @@ class Watchdog:
         each_second: called in the thread while the training is alive.
     """
 
-    def __init__(
-        self, name: str, folder: Path, settings: RuntimeSettings, each_second: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, *each_second: Callable[[], None]) -> None:
         self._name, self._timeout, self._each_second = name, settings.hang_timeout, each_second
         index = Processes.current.index
         self._file = folder / ("hang.txt" if index == 0 else f"hang-{index}.txt")
@@ -84,7 +82,8 @@ class Watchdog:
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     seconds = max(_NO_THREAD, self._timeout, self._limit - waited)
                     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
-            self._each_second()
+            for call in self._each_second:
+                call()
             if waited > self._limit and not self._reported:
                 self._reported = True
                 self._report(f"{self._name}: {self._what} has not ended for {waited:.0f} s")

@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from affinage.data.synthetic.chats import conversations, exchanges, preferences
+from affinage.data.synthetic.benchmarks import build_tasks, conversations, exchanges, preferences, task_settings
 from affinage.data.synthetic.documents import Writer, ordinary_documents, planted_documents
 from affinage.data.synthetic.facts import LANGUAGES, build_facts, calculations
 from affinage.data.synthetic.scenes import scenes
-from affinage.data.synthetic.tasks import build_tasks, task_settings
 
 SHARDS = 4  # files that the documents are spread over
 ORDINARY_SHARE = 0.96  # of the bytes; the rest is planted

@@ -27,7 +27,7 @@ class Document:
     kind: str = "text"
 
 
-def deal(cards: Sequence[Any], rng: random.Random) -> Iterator[Any]:
+def _deal(cards: Sequence[Any], rng: random.Random) -> Iterator[Any]:
     """Yield the cards in random order, again and again, so that each comes equally often."""
     while True:
         yield from reversed(rng.sample(cards, len(cards)))
@@ -52,14 +52,13 @@ class Writer:
             "sums": sums,
             "scenes": scenes,
         }
-        self._decks = {name: deal(cards, self.rng) for name, cards in decks.items()}
+        self._decks = {name: _deal(cards, self.rng) for name, cards in decks.items()}
         self._turns: dict[str, int] = {}
 
     def write(self, kind: str) -> str:
         """Return a document of one of the kinds of prose.yaml."""
         sentences = list(getattr(self, f"_write_{kind}")())
-        opening = table("prose")["kinds"][kind].get("opening")
-        if opening:
+        if opening := table("prose")["kinds"][kind].get("opening"):
             sentences = [*self._perhaps(OPENED_SHARE, opening), *sentences]
         return ("\n" if kind == "list" else " ").join(sentences)
 
@@ -99,12 +98,6 @@ class Writer:
         run = self._enumerate([words[(start + i) % len(words)] for i in range(length)])
         return table("prose")["in_order"][names][self.language].format(run)
 
-    def _neighbors(self) -> str:
-        """Return one sentence about three countries of a continent."""
-        facts = self.rng.sample(next(self._decks["continents"]), 3)
-        subjects = self._enumerate([fact.forms[self.language]["s"] for fact in facts])
-        return sentence(self._pick("together").format(subjects=subjects, **facts[0].forms[self.language]))
-
     def _write_entry(self) -> Iterator[str]:
         """Yield all facts of two or three countries, some of them twice."""
         for _ in range(self.rng.choice((2, 3, 3))):
@@ -120,8 +113,10 @@ class Writer:
             index = self._next_statement(fact)
             yield fact.statement(self.language, index, opening="".join(self._perhaps(0.06, "links")))
             yield from self._perhaps(0.06, "fillers")
-            if self.rng.random() < 0.08:
-                yield self._neighbors()
+            if self.rng.random() < 0.08:  # one sentence about three countries of a continent
+                facts = self.rng.sample(next(self._decks["continents"]), 3)
+                subjects = self._enumerate([fact.forms[self.language]["s"] for fact in facts])
+                yield sentence(self._pick("together").format(subjects=subjects, **facts[0].forms[self.language]))
         yield from self._perhaps(0.7, "closings")
 
     def _write_questions(self) -> list[str]:
@@ -176,8 +171,7 @@ class Writer:
         for _ in range(self.rng.randrange(1, 3)):
             digits = [fact.statement("digits") for fact in self._facts(3, "sums")]
             self._insert(sentences, table("prose")["in_digits"][self.language].format(*digits))
-        counting = self._in_order("numbers", 15, range(4, 12))
-        return [*sentences, counting, self._pick("fillers"), self._pick("closings")]
+        return [*sentences, self._in_order("numbers", 15, range(4, 12)), self._pick("fillers"), self._pick("closings")]
 
     def _write_scenes(self) -> Iterator[str]:
         for _ in range(self.rng.randrange(12, 24)):
@@ -207,42 +201,34 @@ def jaccard(one: str, other: str) -> float:
     return len(a & b) / max(1, len(a | b))
 
 
-def _near_duplicate(document: Document, number: int, rng: random.Random) -> list[Document]:
-    """Return the document with one filler replaced by another, if it has one and stays similar enough."""
-    present: list[str] = []
-    absent: list[str] = []
-    for filler in table("prose")["fillers"][document.lang]:
-        (present if filler in document.text else absent).append(filler)
-    if not present:
-        return []
-    text = document.text.replace(rng.choice(present), rng.choice(absent), 1)
-    near = replace(document, id=f"{document.id}+near-{number:04d}", text=text, kind="near-duplicate")
-    return [near] if jaccard(document.text, text) >= NEAR_JACCARD else []
-
-
 def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[Document]:
     """Return duplicates, near-duplicates, foreign languages, fragments and noise, in proportion to the ordinary ones.
 
-    The id of a duplicate begins with the id of its original.
+    The id of a duplicate begins with the id of its original. A near-duplicate has one filler replaced by another.
     """
-    counts = {kind: round(share * len(ordinary)) for kind, share in PLANTED.items()}
+    prose, counts = table("prose"), {kind: round(share * len(ordinary)) for kind, share in PLANTED.items()}
     planted = [
         replace(document, id=f"{document.id}+exact-{i:04d}", kind="exact-duplicate")
         for i, document in enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
     ]
     near: list[Document] = []
     for document in rng.sample(ordinary, len(ordinary)):
-        if len(near) < counts["near-duplicate"]:
-            near += _near_duplicate(document, len(near), rng)
+        fillers = prose["fillers"][document.lang]
+        present, absent = ([each for each in fillers if (each in document.text) == there] for there in (True, False))
+        if len(near) < counts["near-duplicate"] and present:
+            text = document.text.replace(rng.choice(present), rng.choice(absent), 1)
+            if jaccard(document.text, text) >= NEAR_JACCARD:
+                id_ = f"{document.id}+near-{len(near):04d}"
+                near.append(replace(document, id=id_, text=text, kind="near-duplicate"))
     planted += near
     for i in range(counts["wrong-language"]):
-        language, bank = rng.choice(sorted(table("prose")["foreign"].items(), key=lambda item: item[0]))
+        language, bank = rng.choice(sorted(prose["foreign"].items(), key=lambda item: item[0]))
         words = dict(zip("abcdef", rng.sample(bank["places"], 6), strict=True)) | {"m": rng.choice(bank["months"])}
         text = " ".join(rng.sample(bank["sentences"], len(bank["sentences"]))).format(**words)
         planted.append(Document(f"foreign-{i:04d}", text, language, "wrong-language"))
     for i in range(counts["short"]):
         language = rng.choice(LANGUAGES)
-        text = rng.choice(table("prose")["short"][language]).format(n=rng.randrange(1, 400))
+        text = rng.choice(prose["short"][language]).format(n=rng.randrange(1, 400))
         planted.append(Document(f"short-{i:04d}", text, language, "short"))
     for i in range(counts["junk"]):
         noise = ("".join(rng.choices(NOISE, k=rng.randrange(3, 14))) for _ in range(rng.randrange(15, 60)))
