@@ -109,29 +109,15 @@ def test_thinning_keeps_ends_extremes_and_order(ys: list[float], limit: int):
     assert min(y for _, y in kept) == min(ys) and max(y for _, y in kept) == max(ys)
 
 
-def slow_line_fit(points: list[tuple[float, float]], span: float) -> list[float]:
-    """The definition: least squares over the window of each point."""
-    count, half = len(points), int(span * len(points) / 2)
-    result = []
-    for i in range(count):
-        first = min(max(i - half, 0), count - 2 * half - 1)
-        window = range(first, first + 2 * half + 1)
-        mean_x, mean_y = sum(window) / len(window), sum(points[j][1] for j in window) / len(window)
-        slope = sum((j - mean_x) * (points[j][1] - mean_y) for j in window) / sum((j - mean_x) ** 2 for j in window)
-        result.append(mean_y + slope * (i - mean_x))
-    return result
+def test_smoothing_follows_a_line_to_its_ends_and_leaves_few_points_as_they_are():
+    line = [(float(i), 3.0 - 0.5 * i) for i in range(100)]
+    noisy = [(x, y + (-1) ** i) for i, (x, y) in enumerate(line)]
+    assert smoothed(line) == [near(point) for point in line]
+    assert max(abs(a[1] - b[1]) for a, b in zip(smoothed(noisy, 0.3), line)) < 0.25
+    assert smoothed(line[:2]) == line[:2] and smoothed([]) == []
 
 
-@given(ys=st.lists(st.floats(-1e6, 1e6), min_size=20, max_size=100), span=st.floats(0.11, 0.9))
-def test_smoothing_is_a_line_fit_in_a_window(ys: list[float], span: float):
-    points = [(float(i), y) for i, y in enumerate(ys)]
-    assert [y for _, y in smoothed(points, span)] == near(slow_line_fit(points, span), rel=1e-5, abs=1e-3)
-    assert smoothed(points[:2]) == points[:2] and smoothed([]) == [], "few points are shown as they are"
-
-
-def plain(text: str | list[str]) -> str | list[str]:
-    if isinstance(text, list):
-        return [plain(one) for one in text]  # type: ignore[misc]
+def plain(text: str) -> str:
     return text.replace("\u202f", " ").replace("\u00a0", " ")
 
 
@@ -152,13 +138,6 @@ def plain(text: str | list[str]) -> str | list[str]:
 def test_numbers_are_written_as_readers_of_each_language_expect(write, value, english, french):
     assert (plain(getattr(EN, write)(value)), plain(getattr(FR, write)(value))) == (english, french)
     assert [getattr(EN, write)(each) for each in (None, math.nan, math.inf)] == ["–"] * 3
-
-
-@given(value=st.floats(1e-3, 1e15))
-def test_a_short_number_is_close_to_the_number(value: float):
-    text = EN.short(value)
-    scale = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "Q": 1e15}.get(text[-1], 1.0)
-    assert float(text.rstrip("kMBTQ")) * scale == near(value, rel=0.006)
 
 
 TEXT = st.text("aàb c\n", max_size=40)

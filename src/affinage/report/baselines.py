@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from affinage.config.yaml import parse
 from affinage.errors import UserError
@@ -14,28 +14,22 @@ from affinage.report.language import Language
 
 
 class Baseline(BaseModel):
-    """A model: the tokens that it was trained on, its scores by task in percent, and who published them."""
+    """A model: the tokens that it was trained on, its headline scores by task in percent, and who published them."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    name: str
     tokens: float | None = None
     source: str = ""
     scores: dict[str, float]
 
 
-class Baselines(BaseModel):
-    """The file: models with scores by the headline metrics of tasks."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    models: list[Baseline]
+Baselines = dict[str, Baseline]  # by name
 
 
 def read_baselines(file: Path) -> Baselines:
     """Read a file of published scores. Raises UserError if it cannot be read."""
     try:
-        return Baselines.model_validate(parse(file.read_text(encoding="utf-8"), str(file)).value)
+        return TypeAdapter(Baselines).validate_python(parse(file.read_text(encoding="utf-8"), str(file)).value)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("cannot be read", where=str(file), fix="Name a YAML file of published scores.") from error
     except ValidationError as error:
@@ -49,17 +43,17 @@ def baseline_figures(facts: Facts, baselines: Baselines, t: Language) -> list[Fi
     own = [(model_name(one, t), score) for one in (*facts.by_hand, *facts.evaluations) for score in one.headlines]
     keys = (Key(t("this run"), 0, "points"), Key(t("published"), 1, "points"))
     figures = []
-    for task in dict.fromkeys(task for model in baselines.models for task in model.scores):
+    for task in dict.fromkeys(task for model in baselines.values() for task in model.scores):
         mine = {name: score for name, score in own if score.task == task}
         rows = []
         for name, score in mine.items():
             interval = Interval(score.value, score.stderr or 0.0, 0, t.score(score.value, score.stderr))
             rows.append(Row(marked(name, score.chat_template), [interval]))
-        for model in baselines.models:
+        for name, model in baselines.items():
             if task in model.scores:
                 tokens = [t("{count} tokens", count=t.short(model.tokens))] if model.tokens else []
                 share = model.scores[task] / 100
-                rows.append(Row(", ".join([model.name, *tokens]), [Interval(share, 0.0, 1, t.percent(share))]))
+                rows.append(Row(", ".join([name, *tokens]), [Interval(share, 0.0, 1, t.percent(share))]))
         if mine:
             metrics = ", ".join(dict.fromkeys(score.metric for score in mine.values()))
             note = in_chat_note(t) if any(score.chat_template for score in mine.values()) else ""

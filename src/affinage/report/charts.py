@@ -19,10 +19,8 @@ from affinage.report.language import Language
 
 WIDE, HALF, NARROW = 920, 452, 350  # the page's column and parts of it, and a phone's; pixels
 COLORS = 6  # series beyond them repeat the first colors
-POINTS = 500  # per series; more than a screen is wide shows nothing more
 Point = tuple[float, float]
 Spec = dict[str, Any]
-
 _SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
@@ -181,8 +179,8 @@ def _drawn(template: str, wide: int, label: str, t: Language, **values: Any) -> 
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(*drawings)
 
 
-def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` (4 or more) of the points: the ends, and of each stretch between the lowest and the highest."""
+def thinned(points: Sequence[Point], limit: int = 500) -> list[Point]:
+    """At most `limit` (4 or more) of the points, as on a screen: the ends, and the extremes of each stretch between."""
     if len(points) <= limit:
         return list(points)
     kept = {0, len(points) - 1}

@@ -12,7 +12,7 @@ from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
 from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
-from affinage.report.evaluations import Evaluation, is_share, read_evaluation
+from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts
 from affinage.report.figures import TITLES, loss_axis, score_figure
 from affinage.report.language import N_, Language, language_of
@@ -67,8 +67,7 @@ class Entrant:
             "mfu": first.mfu,
             "final_loss": first.final_loss,
         }
-        known = {name: value for name, value in found.items() if value}
-        return known | {f"bits_per_byte {name}": bits for name, bits in self.bits_per_byte.items()}
+        return {name: value for name, value in found.items() if value}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Comparison:
             text = summary(one.facts, "en") if one.is_run else ""
             known = {"bits_per_byte": one.bits_per_byte, "scores": scores}
             again = {"judged_before": True, "evaluate_again": one.again} if one.again else {}
-            quantities = {name: one.quantities.get(name) for name in self.quantities if " " not in name}
+            quantities = {name: one.quantities.get(name) for name in self.quantities}
             runs.append({"name": one.name, "summary": text, **quantities, **known, **again})
         ends = [({"from": self.entrants[0].name, "to": pair.other.name}, pair) for pair in self.paired]
         return {
@@ -176,7 +175,6 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
         losses=losses,
         scores=scores,
         notes=notes,
-        is_share=is_share,
     )
 
 

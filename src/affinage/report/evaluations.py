@@ -47,11 +47,6 @@ class Score:
     chance: float | None
     headline: bool
 
-    @property
-    def is_share(self) -> bool:
-        """Whether the value lies between 0 and 1 with 1 the best."""
-        return is_share(self.metric)
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -78,7 +73,7 @@ class Evaluation:
     @property
     def headlines(self) -> list[Score]:
         """The score of each task that charts and sentences show."""
-        return [score for score in self.scores if score.headline and score.is_share]
+        return [score for score in self.scores if score.headline and is_share(score.metric)]
 
     @property
     def compression(self) -> dict[str, dict[str, float]]:

@@ -85,8 +85,7 @@ class Facts:
     @property
     def seconds(self) -> float | None:
         """Time spent in all steps together."""
-        known = [step.seconds for step in self.steps if step.seconds is not None]
-        return sum(known) if known else None
+        return sum(step.seconds or 0.0 for step in self.steps) or None
 
     def training(self, name: str) -> Training | None:
         """The training of that step, if it ran."""

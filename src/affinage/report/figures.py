@@ -1,6 +1,7 @@
 """The charts of a report: which facts go into which picture."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from affinage.report.charts import (
     HALF,
@@ -87,7 +88,7 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
     ]
     shown = [each for each in shown if any(len(one.points) > 1 for one in each[1])]
     wide = WIDE if len(shown) == 1 else HALF  # one alone stands under the loss step by step
-    look = {"wide": wide, "height": 240, "marks": training.result.resumed_at}
+    look: dict[str, Any] = {"wide": wide, "height": 240, "marks": training.result.resumed_at}
     figures = []
     for title, series, y in shown:
         note = worse if series is scored and training.regressions else ""

@@ -158,4 +158,4 @@ class Language:
 
 def language_of(code: str | None) -> Language:
     """The language of a page for readers of `code`: English where there is no catalogue."""
-    return Language(code if code in LANGUAGES else "en")  # type: ignore[arg-type]
+    return Language(code if code in LANGUAGES else "en")

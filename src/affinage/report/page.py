@@ -15,7 +15,7 @@ import affinage
 from affinage.data.atomic import write_atomically
 from affinage.report import figures
 from affinage.report.baselines import Baselines, baseline_figures, read_baselines
-from affinage.report.evaluations import changes, headline
+from affinage.report.evaluations import changes, headline, is_share
 from affinage.report.facts import Facts, by_size, collect_facts
 from affinage.report.language import ABSENT, Language, language_of
 
@@ -71,7 +71,8 @@ def render(facts: Facts, language: str | None = None, baselines: Baselines | Non
 
 def render_template(name: str, t: Language, **values: Any) -> str:
     """A page of the template of that name. Every page gets the language, the charts, the style and the script."""
-    script = _packaged("hover.js")
+    files = resources.files("affinage.report")
+    script, style = ((files / file).read_text(encoding="utf-8") for file in ("hover.js", "style.css"))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("affinage.report"),
         autoescape=name.endswith(".html.j2"),
@@ -85,9 +86,10 @@ def render_template(name: str, t: Language, **values: Any) -> str:
         t=t,
         figures=figures,
         headline_of=headline,
+        is_share=is_share,
         named=lambda evaluations: {figures.model_name(one, t): one for one in evaluations},
         affinage_version=affinage.__version__,
-        style=Markup(_packaged("style.css")),
+        style=Markup(style),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         **values,
@@ -104,10 +106,6 @@ def _visible(value: Any) -> Any:
 def _breakable(name: str) -> Markup:
     """A technical name that may be broken after its separators where there is little room."""
     return Markup("<wbr>").join(re.findall(r"[^_./-]*[_./-]+|[^_./-]+", name))
-
-
-def _packaged(name: str) -> str:
-    return (resources.files("affinage.report") / name).read_text(encoding="utf-8")
 
 
 def summary(facts: Facts, language: str, *, timed: bool = True) -> str:

@@ -82,11 +82,6 @@ class Training:
     nonfinite_steps: list[int] = field(default_factory=list)  # whose loss was not a finite number
 
     @property
-    def ended_by_regression(self) -> bool:
-        """Whether a benchmark ended it before its last step; otherwise that was `num_epochs`."""
-        return bool(self.result.ended and self.points and self.points[-1].worse)
-
-    @property
     def regressions(self) -> list[tuple[EvalPoint, EvalPoint, Regression]]:
         """Benchmarks that became worse: for each its last point, the earlier one, and the most certain test."""
         by_step = {point.step: point for point in self.points}
@@ -156,10 +151,9 @@ def _forecast(
     if not (settings and steps and tokens):
         return {}
     rows, count = tokens // steps // context, devices.count or 1
-    places = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": count}
+    places: dict[str, Any] = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": count}
     found = forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)
     if found is None:
         return {}
     memory, step = float(found[0].total), found[1].seconds
-    per_second = tokens / steps / step
-    return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": per_second, "memory": memory}
+    return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": tokens / steps / step, "memory": memory}
