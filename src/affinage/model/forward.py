@@ -12,7 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 from affinage.model.apply_config import ApplyConfig
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import BATCH, SEQUENCE, Cache, LayerContext, Loss, Result
-from affinage.model.layers.preference import REFERENCE, PreferenceLoss
+from affinage.model.layers.losses import REFERENCE, PreferenceLoss
 from affinage.model.parameter import ParamSpec, PyTree, map_parameters
 
 

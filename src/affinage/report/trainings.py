@@ -95,7 +95,7 @@ class Training:
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
     """Read the curves and benchmarks of a training, and predict it now, from the recipe of the run."""
     from affinage.model import parse
-    from affinage.model.analysis import analyse
+    from affinage.model.analysis import analyze
 
     model = TrainedModel.model_validate(read_json(folder / "model.json"))
     monitored = _Monitor.model_validate(read_json(folder / "monitor.json")).points
@@ -103,7 +103,7 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
     if model.graph and model.context:
         with contextlib.suppress(UserError):  # another version may have stored it
             graph = parse(model.graph)
-            analysis = analyse(graph, 1, model.context)
+            analysis = analyze(graph, 1, model.context)
             predicted = predicted | _forecast(name, folder, result, recipe, graph, model.context)
     training = Training(name, result, monitored, bool(monitored), predicted, analysis, model.context)
     for values in read_json_lines(folder / "metrics.jsonl"):
