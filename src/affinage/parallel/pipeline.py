@@ -37,7 +37,7 @@ class Pipeline(Spmd):
     """The layers of a repeated node as stages along the mesh axis `pipeline` (GPipe: Huang et al., 2019).
 
     One program on all devices, in which every device runs its stage on another micro-batch in each of
-    `rounds` x M + P - 1 ticks and sends the result to its neighbour; the other mesh axes split the work of a stage as
+    `rounds` x M + P - 1 ticks and sends the result to its neighbor; the other mesh axes split the work of a stage as
     without a pipeline. The share of ticks in which a device has nothing to do is (P - 1) / (rounds x M + P - 1).
 
     Attributes:
