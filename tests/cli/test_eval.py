@@ -1,4 +1,4 @@
-"""`eval` names what was left out or cut, and its answers are not passed off as another's."""
+"""`eval` says what was left out or cut and what others published, and its answers are not passed off as another's."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(here: P
     assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
 
 
-def test_cut_items_and_items_in_the_text_are_named(here: Path, affinage):
+def test_cut_items_and_items_in_the_text_are_reported(here: Path, affinage):
     items = sums(3)
     items[1]["question"] *= 40
     shown = json.loads(affinage("data", "head", "tiny", "--part", "train", "--json", "--limit", "1")[1])

@@ -105,9 +105,3 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
         found[stage] = told["found"], told["common"]
     assert found == {"evaluate-base": ([0], []), "evaluate-sft": ([0, 1], [2])}
     assert "3 / 4" in (run / "report.html").read_text()
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])
-    assert "quiz: 3 of 9 stand there: 0, 1; in more than 10 texts each: 2" in capsys.readouterr().out
-    kept = (tmp_path / "runs" / "store").glob("contamination-*")
-    assert len(list(kept)) == 2, "of the documents, for all three evaluations, and of the conversations"

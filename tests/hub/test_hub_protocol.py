@@ -175,23 +175,6 @@ def test_datasets_are_what_their_files_are(hub, machine):
 
 
 @FULL
-def test_a_new_commit_is_read_when_that_is_asked_for(hub, machine):
-    first = hub.commit("datasets/me/moving", tables())
-    source = "[{dataset: me/moving, config: tables, split: dev}]"
-    assert machine.collect(source).returncode == 0
-    second = hub.commit("datasets/me/moving", tables() | {"dev/0.parquet": parquet(documents("new"))})
-    hub.requests.clear()
-    assert machine.collect(source).returncode == 0
-    assert not hub.requests
-    assert machine.summary("ingest")["commits"] == {"tables": first}
-    assert machine.collect(source, "--force", "ingest").returncode == 0
-    assert machine.summary("ingest")["commits"] == {"tables": second}
-    assert machine.collected()[0]["text"] == "text 0 of new"
-    assert machine.collect(f"[{{dataset: me/moving, config: tables, split: dev, revision: {first}}}]").returncode == 0
-    assert machine.collected()[0]["text"] == "text 0 of dev"
-
-
-@FULL
 def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub, machine):
     hub.commit("datasets/me/large", tables())
     source = "[{dataset: me/large, config: tables}]"

@@ -16,8 +16,7 @@ from affinage.config.training import HealthSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, init_params
 from affinage.training import TrainJob, train
-from affinage.training.diagnosis import diagnose
-from affinage.training.health import HealthMonitor, TrainingDiverged, data_offset_at
+from affinage.training.health import HealthMonitor, TrainingDiverged, data_offset_at, diagnose
 from affinage.training.metrics import step_line
 
 NAN = float("nan")

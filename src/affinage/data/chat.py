@@ -170,12 +170,12 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message
     Tags of an assistant such as <think> are structure, but not in ChatML, which has none.
     """
 
-    def guard(message: Message) -> Message:
+    found = []
+    for message in messages:
         tags = message["role"] == "assistant" and tokenizer.template is not None
-        texts = {key: message[key] for key in ("content", REASONING) if key in message}
-        return {**message, **{key: tokenizer.guard(text, tags=tags) for key, text in texts.items()}}
-
-    return [guard(message) for message in messages]
+        texts = {key: tokenizer.guard(message[key], tags=tags) for key in ("content", REASONING) if key in message}
+        found.append({**message, **texts})
+    return found
 
 
 def write_conversation(
@@ -280,24 +280,21 @@ def write_turns(
 ) -> list[Written]:
     """Return a conversation as texts, and the parts of each that are the answers of the messages `trained`.
 
-    Those are what stands in {% generation %} blocks where the template has such. Otherwise what an answer adds to the
-    text by which the model is asked for it. Counted is the token that ends a turn, not the white space after it.
+    Those are the {% generation %} blocks where the template has such. Otherwise what an answer adds to the text by
+    which the model is asked for it, with the token that ends the turn.
 
-    Some templates write an earlier turn otherwise once another follows; most leave out its reasoning. What the model
-    would have said then stands in the conversation up to that turn alone, and it is trained there. So one conversation
-    comes as several texts, in the order of its answers. In each are trained those answers that it has as the model
-    would have said them, after what the model would have seen, and every answer is trained in one of them.
+    Some templates write an earlier turn otherwise once another follows; most leave out its reasoning. Then one
+    conversation comes as several texts, in the order of its answers. In each are trained those answers that it has as
+    the model would have said them, after what the model would have seen; every answer is trained in one of them.
 
-    Raises UserError for a template that asks for an answer with a text that the answer does not go on from, or does
-    not write an answer.
+    Raises UserError for a template that does not write an answer, or asks for it with a text that does not begin it.
     """
     text, blocks = template.render_blocks(messages)
     if not trained:
         return [(text, [])]
     if (spans := _spans_at_once(template, messages, trained, text, blocks, tokenizer)) is not None:
         return [(text, spans)]
-    find = _marked_answer if template.marks_answers else _added_answer
-    left = [find(template, messages, number, tokenizer) for number in trained]  # the text up to each, and its parts
+    left = [_answer(template, messages, number, tokenizer) for number in trained]  # the text up to each, and its parts
     found: list[Written] = []
     while left:
         here = [answer for answer in left if text.startswith(answer[0][: answer[1][-1][1]])]
@@ -350,7 +347,7 @@ def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[str, str,
     """
     talk = _talk(*(f"{n}{_PROBE}{n}" for n in range(4)))
     try:
-        text, spans = _added_answer(template, talk, 3, tokenizer)
+        text, spans = _answer(template, talk, 3, tokenizer)
     except UserError:
         return None
     parts = re.split("|".join(str(message["content"]) for message in talk), text)
@@ -363,30 +360,24 @@ def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[str, str,
     return (parts[1], parts[2], parts[4], opening, closing) if alike else None
 
 
-def _marked_answer(template: ChatTemplate, messages: Sequence[Message], number: int, _: "Tokenizer") -> Written:
-    """Return the text up to the answer `number`, and the blocks that come with it, such as one around the end."""
+def _answer(template: ChatTemplate, messages: Sequence[Message], number: int, tokenizer: "Tokenizer") -> Written:
+    """Return the text up to the answer `number`, and its own blocks or what it adds to the text that asks for it."""
     text, blocks = template.render_blocks(messages[: number + 1])
-    begun = _common(template.render(messages[:number]), text) if number else 0
-    own = [block for block in blocks if block[0] >= begun]
-    earlier = sum(message["role"] == "assistant" for message in messages[:number])
-    if not own or len(blocks) - len(own) < earlier:
-        raise UserError(
-            f"the chat template has {len(blocks)} generation blocks for {earlier + 1} answers, "
-            f"and message {number + 1} has none that is its own",
-            where=_WHERE,
-        )
-    _check_written(messages[number], number, text[begun:])
-    return text, own
-
-
-def _added_answer(template: ChatTemplate, messages: Sequence[Message], number: int, tokenizer: "Tokenizer") -> Written:
-    """Return the text up to the answer `number`, and what it adds to the text by which the model is asked for it."""
-    before = template.render(messages[:number], add_generation_prompt=True)
-    text = template.render(messages[: number + 1])
-    if not text.startswith(before):
-        text = before + _continuation(template, messages[: number + 1], before)
-    _check_written(messages[number], number, text[len(before) :])
-    return text, [(len(before), len(before) + _turn_end(text[len(before) :], messages[number]["content"], tokenizer))]
+    if template.marks_answers:
+        begin = _common(template.render(messages[:number]), text) if number else 0
+        spans = [block for block in blocks if block[0] >= begin]
+        earlier = sum(message["role"] == "assistant" for message in messages[:number])
+        if not spans or len(blocks) - len(spans) < earlier:
+            what = f"{len(blocks)} generation blocks for {earlier + 1} answers, and message {number + 1} has none"
+            raise UserError(f"the chat template has {what} that is its own", where=_WHERE)
+    else:
+        before = template.render(messages[:number], add_generation_prompt=True)
+        begin = len(before)
+        if not text.startswith(before):
+            text = before + _continuation(template, messages[: number + 1], before)
+        spans = [(begin, begin + _turn_end(text[begin:], messages[number]["content"], tokenizer))]
+    _check_written(messages[number], number, text[begin:])
+    return text, spans
 
 
 def _check_written(message: Message, number: int, text: str) -> None:

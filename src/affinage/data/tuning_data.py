@@ -23,16 +23,10 @@ from rich.text import Text
 
 from affinage.config.sources import SourceSettings
 from affinage.config.tuning import ConversationSettings, DpoSettings, SftSettings
+from affinage.data import chat
 from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import strings_in
-from affinage.data.chat import (
-    Encoded,
-    cut_document,
-    drops_reasoning,
-    encode_documents,
-    encode_prompt,
-    unstopped_answers,
-)
+from affinage.data.chat import Encoded
 from affinage.data.conversations import (
     Conversation,
     Pair,
@@ -94,18 +88,13 @@ def prepare_tuning_data(
 ) -> dict[str, Any]:
     """Write `train/<source>/` and `validation/<source>/` folders of token shards into `folder`.
 
-    Several conversations of a source share a row (best fit); each begins with <s>, so that none sees another. A pair
-    is two documents that stand one after the other, prompt and chosen, prompt and rejected. Which lines are sampled,
-    limited and held out depends on their content and the seed, so that equal ones stay together. Lines that hold an
-    item of a benchmark of `searched` are left out and counted as `in_benchmark`.
+    Several conversations share a row; each begins with <s>, so that none sees another. The sides of a pair are two
+    documents, one after the other. Which lines are sampled, limited and held out depends on their content and the seed,
+    so that equal ones stay together. Lines that hold an item of a benchmark of `searched` are left out.
 
-    Returns:
-        Counts: `conversations` are all lines that were read, `not_sampled`, `bad` of them; of those that are `used`
-        `truncated`, `dropped` and what else was counted; `train` and `validation` have what their rows hold;
-        `by_source` all this by source; `commits` of datasets of the Hub.
-
-    Raises:
-        UserError: a line cannot be used and the settings do not skip it, or not one token would be trained.
+    Returns counts of all lines that were read, of what was left out and cut of those that are `used`, and what the rows
+    of `train` and `validation` hold; `by_source` has all this by source. Raises UserError for a line that cannot be
+    used, unless the settings skip it, and where not one token would be trained.
     """
     started = time.monotonic()
     if not (folder / "keys").is_dir():  # otherwise a run that was killed left what is here
@@ -302,7 +291,7 @@ def encode_line(
         talks, first = [[*line.prompt, *line.chosen], [*line.prompt, *line.rejected]], len(line.prompt)
     else:
         talks, first = [line.messages], 0
-    encode = partial(encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
+    encode = partial(chat.encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
     documents = [document for talk in talks for document in encode(talk)]
     unrolled, identical = len(documents) > len(talks), pair and documents[0] == documents[1]
     if pair and unrolled:
@@ -323,10 +312,10 @@ def encode_line(
         while shorter and all(len(ids) > seq_len for ids, _ in documents):
             documents = encode(shorter.pop(0))
         documents = [each for each in documents if len(each[0]) <= seq_len] or documents[:1]
-    counts["unstopped"] += sum(unstopped_answers(*each, tokenizer.stops) for each in documents)
+    counts["unstopped"] += sum(chat.unstopped_answers(*each, tokenizer.stops) for each in documents)
     if too_long:
         room = seq_len // 2 if pair else seq_len
-        documents = [cut_document(*each, room, tokenizer.conversation_marks) for each in documents]
+        documents = [chat.cut_document(*each, room, tokenizer.conversation_marks) for each in documents]
     documents = [each for each in documents if any(each[1])]
     if not documents or (pair and (len(documents) < 2 or documents[0] == documents[1])):
         counts["identical"] += identical
@@ -334,14 +323,14 @@ def encode_line(
         return []
     counts["truncated"] += too_long
     counts["unrolled"] += unrolled
-    written = partial(drops_reasoning, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
+    written = partial(chat.drops_reasoning, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
     counts["reasoning_dropped"] += any(map(written, talks))
     if pair:
         (chosen, of_chosen), (rejected, of_rejected) = documents
         return [(chosen + rejected, of_chosen + of_rejected)]
     if tokenizer.template is not None and tokenizer.template.asks_with_a_space:  # it may join the answer's first word
         before = next((number for number, message in enumerate(talks[0]) if message["role"] == "assistant"), 0)
-        prompt = encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
+        prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
         counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
     return documents
 

@@ -63,10 +63,6 @@ class Unlike:
     questions: int  # items in common whose prompt or right answer differs
     versions: tuple[str, str] | None  # of the task, if they differ
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
-
 
 class Answers:
     """What a folder of results has on single items; every file is read once."""

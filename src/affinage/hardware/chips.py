@@ -77,41 +77,16 @@ class Chip:
 # A100: NVIDIA's datasheet (2021); 12 NVLinks of 25 GB/s each way. H100, H200, B200, L4: NVIDIA's datasheets, dense
 #   (half of the figures "with sparsity"); 18 NVLinks of 25 GB/s (B200: 50); L4 has PCIe only.
 # Prices are orders of magnitude to compare slices by; nobody looked them up.
+# fmt: off
 CHIPS: tuple[Chip, ...] = (
     Chip("TPU v2", r"TPU v2", 2, 45e12, None, 16 * GiB, 700e9, 4, 62e9, int(7.5 * GiB), 0.9, 3e9, 1.125),
     Chip("TPU v3", r"TPU v3", 2, 123e12, None, 32 * GiB, 900e9, 4, 82e9, int(15.5 * GiB), 0.9, 3e9, 2.0),
     Chip("TPU v4", r"TPU v4", 1, 275e12, None, 32 * GiB, 1200e9, 6, 50e9, int(30.75 * GiB), 0.9, 6.25e9, 3.22),
-    Chip(
-        "TPU v5e",
-        r"TPU v5 lite|TPU v5e",
-        1,
-        197e12,
-        None,
-        16 * GiB,
-        819e9,
-        4,
-        50e9,
-        int(15.75 * GiB),
-        0.9,
-        3.125e9,
-        1.2,
-    ),
+    Chip("TPU v5e", r"TPU v5 lite|TPU v5e", 1, 197e12, None, 16 * GiB, 819e9, 4, 50e9, int(15.75 * GiB), 0.9,
+         3.125e9, 1.2),
     Chip("TPU v5p", r"TPU v5|TPU v5p", 1, 459e12, None, 95 * GiB, 2765e9, 6, 100e9, int(95.74 * GiB), 0.9, 6.25e9, 4.2),
-    Chip(
-        "TPU v6e",
-        r"TPU v6 lite|TPU v6e",
-        1,
-        918e12,
-        None,
-        32 * GiB,
-        1640e9,
-        4,
-        100e9,
-        int(31.25 * GiB),
-        0.9,
-        12.5e9,
-        2.7,
-    ),
+    Chip("TPU v6e", r"TPU v6 lite|TPU v6e", 1, 918e12, None, 32 * GiB, 1640e9, 4, 100e9, int(31.25 * GiB), 0.9,
+         12.5e9, 2.7),
     Chip("TPU7x", r"TPU7x?", 2, 2307e12, None, 192 * GiB, 7380e9, 6, 100e9, int(94.75 * GiB), 0.9, 12.5e9, 12.0),
     Chip("A100 80GB", r"NVIDIA A100.*80GB.*", 1, 312e12, 19.5e12, 80 * GiB, 2039e9, 12, 25e9, None, 0.8, 25e9, 1.5),
     Chip("A100 40GB", r"NVIDIA A100.*", 1, 312e12, 19.5e12, 40 * GiB, 1555e9, 12, 25e9, None, 0.8, 25e9, 1.3),
@@ -122,6 +97,7 @@ CHIPS: tuple[Chip, ...] = (
     Chip("L4", r"NVIDIA L4", 1, 121e12, 30.3e12, 24 * 10**9, 300e9, 1, 32e9, None, 0.8, 3e9, 0.71),
     Chip("CPU", r"cpu"),  # its peak depends on cores, clock and vector width, which JAX does not tell
 )
+# fmt: on
 
 
 def chip(device_kind: str) -> Chip:

@@ -13,10 +13,9 @@ from affinage.hardware.devices import give_back_freed_memory
 from affinage.parallel import make_mesh
 from affinage.tracking import TrackedRun, Trackers
 from affinage.training.checkpointing import Checkpointer
-from affinage.training.diagnosis import explain
 from affinage.training.evaluator import Evaluator
 from affinage.training.goodput import GoodputTimer
-from affinage.training.health import HealthMonitor, TrainingDiverged
+from affinage.training.health import HealthMonitor, TrainingDiverged, explain
 from affinage.training.job import TrainJob
 from affinage.training.metrics import ConsoleWriter, MetricLogger, read_rows
 from affinage.training.preemption import PreemptionGuard

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -19,8 +18,7 @@ from affinage.model import ApplyConfig, Declared, apply, init_params
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, apply_config_on, batch_sharding, strategy_for, table_with
-from affinage.parallel.sharding import check_positions_divide, check_rows_divide
-from affinage.parallel.used_axes import check_axes_used
+from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import check_remat, make_layerwise_optimizer, make_layerwise_step
@@ -208,11 +206,10 @@ class Trainer:
 
     def put_share(self, batch: HostBatch) -> DeviceBatch:
         """A batch of `batches` on the devices, its rows split over the mesh."""
-        part, parts = self._share if len(next(iter(batch.values()))) < self.rows else (0, 1)
-        return self.put(batch, part, parts)
+        return self.put(batch, self.rows)
 
-    def put(self, batch: HostBatch, part: int = 0, parts: int = 1) -> DeviceBatch:
-        """A batch on the devices, its rows split over the mesh; `part` of `parts` is what this process has of it.
+    def put(self, batch: HostBatch, rows: int | None = None) -> DeviceBatch:
+        """A batch on the devices, its rows split over the mesh; of `rows` in all, this process may have its own alone.
 
         A single CPU has nothing to wait for: compiled programs take the host's arrays in a fifth of the time.
         """
@@ -220,17 +217,12 @@ class Trainer:
             return batch
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._batch_sharding)
-
-        def whole(array: np.ndarray) -> jax.Array:
-            first, rows = part * len(array), parts * len(array)
-
-            def of_device(index: Any) -> np.ndarray:
-                start, stop, _ = index[0].indices(rows)
-                return array[start - first : stop - first]
-
-            return jax.make_array_from_callback((rows, *array.shape[1:]), self._batch_sharding, of_device)
-
-        return {name: whole(array) for name, array in batch.items()}
+        return {
+            name: jax.make_array_from_process_local_data(
+                self._batch_sharding, array, (rows or len(array), *array.shape[1:])
+            )
+            for name, array in batch.items()
+        }
 
     @cached_property
     def _share(self) -> tuple[int, int]:
