@@ -1,4 +1,4 @@
-"""Write the pages of the documentation that are made from the code: settings, node kinds, verbs, recipes, rooms.
+"""Write the pages of the documentation that are made from the code: settings, layers, verbs, recipes, rooms.
 
 python tools/reference.py [FOLDER]     default: docs/reference, which is not kept
 """
@@ -46,9 +46,9 @@ def settings_page() -> str:
 
 
 def kinds_page() -> str:
-    """Every kind of node with its settings."""
+    """Every layer with its settings."""
     lines = [
-        "# Node kinds",
+        "# Layers",
         "",
         "What a node of a model's graph can be. [Your own](../layers.md) is a class in any file.",
         "",

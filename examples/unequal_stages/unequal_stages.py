@@ -21,8 +21,7 @@ from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
 from affinage.model import matrices as matrices_of
-from affinage.parallel.layout import MeshLayout
-from affinage.parallel.sharding import batch_sharding, check_rows_divide, param_shardings, replicated
+from affinage.parallel.sharding import MeshLayout, batch_sharding, check_rows_divide, param_shardings, replicated
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import make_update

@@ -1,4 +1,4 @@
-"""What recipes choose by name and may bring themselves: node kinds, activations, norms, optimizers, schedules."""
+"""What recipes choose by name and may bring themselves: layers, activations, norms, optimizers, schedules."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -19,11 +19,11 @@ from affinage.config.data import DataSettings
 from affinage.config.sources import SourceSettings
 from affinage.data import ingest as ingesting
 from affinage.data import readers
-from affinage.data.ingest import ingest, resolve
+from affinage.data.ingest import resolve
 from affinage.data.places import location
 from affinage.errors import UserError
 from affinage.pipeline.sources import fingerprints
-from source_forms import collected, rows_of, write_lines
+from source_forms import collected, write_lines
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -283,27 +283,6 @@ def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
     assert [(len(parts), sample) for parts, sample in map(sampled, (0.25, 1.0))] == [(25, 1.0), (100, 1.0)]
     assert (len(sampled(0.001)[0]), sampled(0.001)[1]) == (1, pytest.approx(0.1))
     assert sampled(0.1)[0] < sampled(0.2)[0]
-
-
-def test_a_stage_that_failed_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch):
-    whole = run(tmp_path, str(folder))[1]
-    read = []
-    reading = ingesting.read_records
-
-    def dying(file, how):
-        read.append(file.name)
-        if read.count("2.jsonl") == 1 and file.name == "2.jsonl":
-            raise KeyboardInterrupt
-        return reading(file, how)
-
-    monkeypatch.setattr(ingesting, "read_records", dying)
-    settings = DataSettings(sources=[str(folder)])
-    with pytest.raises(KeyboardInterrupt):
-        ingest(settings, tmp_path / "out")
-    assert ingest(settings, tmp_path / "out")["documents_out"] == 150
-    assert read == ["0.jsonl", "1.jsonl", "2.jsonl", "2.jsonl"] and rows_of(tmp_path / "out") == whole
-    left = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*"))
-    assert left == [f"texts/texts-0000{k}-00000.parquet" for k in range(3)]
 
 
 def test_notes_of_other_work_are_not_believed(folder, tmp_path):

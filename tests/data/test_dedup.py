@@ -114,26 +114,6 @@ def test_copies_of_what_was_released_before_are_removed(tmp_path, planted):
     assert {row["duplicate_of"] for row in removed if row["id"] in ("d0", "d2")} == {"old0", "old1"}
 
 
-def test_a_killed_step_resumes_and_ends_with_the_same(tmp_path, planted):
-    write_documents(tmp_path / "in", [{"text": text} for text in planted[0][:80]], files=4)
-    expected = dedup(tmp_path / "in", tmp_path / "whole", SETTINGS)
-    shares: list[float] = []
-
-    def dying(share: float) -> None:
-        shares.append(share)
-        if len(shares) in (2, 9, 21, 25):
-            raise KeyboardInterrupt
-
-    for _ in range(4):
-        with pytest.raises(KeyboardInterrupt):
-            dedup(tmp_path / "in", tmp_path / "out", SETTINGS, executor=Executor(1), progress=dying)
-    found = dedup(tmp_path / "in", tmp_path / "out", SETTINGS, executor=Executor(1), progress=shares.append)
-    assert len(shares) < 35, "what was complete is not done again"
-    assert found | {"seconds": 0} == expected | {"seconds": 0}
-    for path in (tmp_path / "whole").glob("*.parquet"):
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-
-
 def kept_by_the_rule(texts: list[str], ids: list[str]) -> set[str]:
     """From the best text to the worst, every one is compared with every kept one that it shares a band with."""
     hashes = {"bands": SETTINGS.num_buckets, "rows": SETTINGS.hashes_per_bucket}

@@ -3,10 +3,11 @@
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
@@ -20,7 +21,7 @@ from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
-from source_forms import rows_of, write_lines
+from source_forms import write_lines
 
 
 def squared(number: int) -> int:
@@ -88,25 +89,32 @@ def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkey
         Executor(1).map(lambda k: 1 // k, [0])
 
 
-def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor) -> list:
-    """The documents, the clusters and the summaries of all stages."""
+def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor, progress=None) -> tuple:
+    """The summaries of all steps, and the bytes of all that they write. A step that is interrupted is called again."""
     source = {"path": str(lines), "language": "en", "trust_language": True, "name": "s"}
     steps = ("collected", "clean", "unique", "clear", "split")
     collected, cleaned, unique, clear, out = (folder / step for step in steps)
-    summaries = [
-        ingest(DataSettings(sources=[source]), collected, executor=executor),
-        filter_documents(collected, cleaned, FilterSettings(), ("en",), executor=executor),
-        dedup(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
-        decontaminate(unique, clear, DecontaminateSettings(), items, executor=executor),
-        split(clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),
-    ]
-    clusters = pq.read_table(unique / "removed.parquet").to_pylist()
-    documents = [rows_of(out / part) for part in ("train", "validation")]
-    return [documents, clusters, *(summary | {"seconds": 0} for summary in summaries)]
+    how = {"executor": executor, "progress": progress}
+    summaries = []
+    for step in (
+        partial(ingest, DataSettings(sources=[source]), collected, **how),
+        partial(filter_documents, collected, cleaned, FilterSettings(), ("en",), **how),
+        partial(dedup, cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, **how),
+        partial(decontaminate, unique, clear, DecontaminateSettings(action="cut"), items, **how),
+        partial(split, clear, out, SplitSettings(validation_fraction=0.1), 0, **how),
+    ):
+        while len(summaries) < 5:
+            try:
+                summaries.append(step() | {"seconds": 0})
+                break
+            except KeyboardInterrupt:
+                assert list(folder.rglob("completions/*.json"))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return summaries, {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
-def by_one(tmp_path_factory) -> tuple:
+def by_one(tmp_path_factory) -> Iterator[tuple]:
     """A corpus, items that some of its documents have, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("by-one")
     rng = random.Random(0)
@@ -118,15 +126,31 @@ def by_one(tmp_path_factory) -> tuple:
         numbers = range(file, len(texts), 3)
         write_lines(folder / "lines" / f"{file}.jsonl", [{"id": f"{i:03d}", "text": texts[i]} for i in numbers])
     items = [BenchmarkItem("quiz", str(k), (written(originals[k][20:40]),)) for k in range(10)]
-    return folder / "lines", items, chain(folder / "lines", folder, items, Executor(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("affinage.data.ingest.TASK_BYTES", 10_000)
+        yield folder / "lines", items, chain(folder / "lines", folder / "out", items, Executor(1))
 
 
 @pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-def test_every_stage_gives_what_one_process_gives(executor, by_one, tmp_path, monkeypatch):
-    monkeypatch.setattr("affinage.data.ingest.TASK_BYTES", 10_000)
+def test_every_step_gives_what_one_process_gives(executor, by_one, tmp_path):
     lines, items, expected = by_one
-    documents, clusters, *summaries = chain(lines, tmp_path, items, executor)
-    assert [documents, clusters, *summaries] == expected
-    _, cleaned, unique, clear, halves = summaries
+    assert chain(lines, tmp_path / "out", items, executor) == expected
+    _, cleaned, unique, clear, halves = expected[0]
     assert cleaned["removed"] == {"too short": 1} and unique["removed"]["near duplicate"] > 10
-    assert clear["removed"]["in a benchmark"] >= 10 and halves["removed"]["near copy of a validation document"] > 3
+    assert clear["removed"]["in a benchmark"] + clear["cut"] >= 10
+    assert halves["removed"]["near copy of a validation document"] > 3
+
+
+def test_interruptions_change_nothing_and_finished_work_is_kept(by_one, tmp_path):
+    lines, items, expected = by_one
+    shares = []
+
+    def dying(share: float) -> None:
+        shares.append(share)
+        if len(shares) % 9 == 0:
+            raise KeyboardInterrupt
+
+    assert chain(lines, tmp_path / "out", items, Executor(1), dying) == expected
+    whole = []
+    chain(lines, tmp_path / "whole", items, Executor(1), whole.append)
+    assert len(whole) <= len(shares) < 1.5 * len(whole), "what was complete is not done again"

@@ -11,7 +11,7 @@ import pytest
 from affinage.errors import UserError
 from affinage.model.layers.attention_ops import Workload, choose, xla_attention
 from affinage.model.layers.cudnn import cudnn_attention
-from affinage.model.layers.rotary import RopeSettings, rotary_tables, rotate
+from affinage.model.layers.rotary import RopeSettings, rotate
 from affinage.model.layers.splash import splash_attention, splash_on_parts
 from affinage.parallel import MeshLayout, make_mesh
 
@@ -54,7 +54,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize(("length", "settings"), [(7, {}), (602, {"in_blocks": True}), (7, {"softcap": 2.0})], ids=str)
-def test_plain_products_and_their_gradient_by_hand_are_the_formula(length, settings):
+def test_plain_products_and_their_gradient_are_the_formula(length, settings):
     segments = jnp.repeat(jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]), length // 7, axis=1)
     arrays = heads(2, length=length)
     expected = value_and_gradient(partial(plain, segments=segments, softcap=settings.get("softcap")), *arrays)
@@ -74,7 +74,7 @@ def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fract
         return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
     def ours(x):
-        return rotate(x, rotary_tables(RopeSettings(theta=100.0, fraction=fraction), positions, 8, stored=stored))
+        return rotate(x, RopeSettings(theta=100.0, fraction=fraction).tables(positions, 8, stored=stored))
 
     found, expected = (
         jax.jit(jax.value_and_grad(lambda x, turn: jnp.sum(jnp.tanh(turn(x)) * weights)), static_argnums=1)(x, turn)
@@ -148,7 +148,7 @@ def test_auto_takes_what_can(change, wanted):
     ],
     ids=str,
 )
-def test_a_named_one_refuses_what_it_cannot_honour(name, change, what):
+def test_a_named_one_refuses_what_it_cannot_honor(name, change, what):
     with pytest.raises(UserError, match=what) as refused:
         choose(name, dataclasses.replace(WORK, **change))
     assert "xla" in refused.value.fix

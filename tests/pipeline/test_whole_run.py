@@ -14,7 +14,7 @@ from affinage.data.dataloader import DataLoader, make_batch, read_reference
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
 from affinage.model import ApplyConfig, apply
-from affinage.model.layers.preference import REFERENCE
+from affinage.model.layers.losses import REFERENCE
 from affinage.pipeline.models import is_chat, open_model
 from affinage.pipeline.store import Store, read_request
 from affinage.results import RESULTS, Result, read_json

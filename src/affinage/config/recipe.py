@@ -81,7 +81,7 @@ class Recipe(Settings):
     init_from: str | None = None
     """Folder of an imported model, whose weights and tokenizer are the starting point in place of new ones."""
     plugins: tuple[str, ...] = ()
-    """Python files that register node kinds and other choices; they run when the recipe does."""
+    """Python files that register layers and other choices; they run when the recipe does."""
     tokenizer: TokenizerSettings = TokenizerSettings()
     packing: PackingSettings = PackingSettings()
     model: dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from affinage.data.compiled import kernel
+from affinage.data.compiled import Array, kernel
 
 CODE_POINTS = 0x110000
 SEPARATOR, BLANK, WORD, SINGLE = 0, 1, 2, 3  # classes of `word_table`, in its upper 8 bits
@@ -66,7 +66,7 @@ def letters_table() -> np.ndarray:
 
 
 @kernel
-def decode(data: np.ndarray, i: np.int64) -> tuple[np.int64, int]:
+def decode(data: Array, i: np.int64) -> tuple[np.int64, int]:
     """The code point at byte `i` of valid UTF-8 and its length in bytes."""
     b = data[i]
     if b < 0x80:
@@ -80,7 +80,7 @@ def decode(data: np.ndarray, i: np.int64) -> tuple[np.int64, int]:
 
 
 @kernel
-def _count(data: np.ndarray, offsets: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:
+def _count(data: Array, offsets: Array, table: Array, counts: Array) -> None:
     for text in range(offsets.size - 1):
         i, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
         characters, letters, skipped = 0, 0, 0

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit
+
+Array = np.ndarray
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:

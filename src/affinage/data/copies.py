@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pyarrow as pa
 
-from affinage.data.compiled import kernel
+from affinage.data.compiled import Array, kernel
 from affinage.data.minhash import jaccard, lookup_table, mix, position, shingle_sets, table_shift
 
 NGRAM = 5  # words of a shingle
@@ -22,7 +22,7 @@ def _prefix(size: int, threshold: float) -> int:
 
 
 @kernel
-def _prefixes(hashes: np.ndarray, sizes: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+def _prefixes(hashes: Array, sizes: Array, threshold: float) -> tuple[Array, Array]:
     """The elements of all prefixes, spread evenly by `mix` (they are the smallest of each set), and whose they are."""
     keys, owners = np.empty(hashes.size + sizes.size, np.uint64), np.empty(hashes.size + sizes.size, np.int64)
     count, start = 0, 0
@@ -36,16 +36,16 @@ def _prefixes(hashes: np.ndarray, sizes: np.ndarray, threshold: float) -> tuple[
 
 @kernel
 def _nearest(
-    hashes: np.ndarray,
-    sizes: np.ndarray,
-    known: np.ndarray,
-    known_starts: np.ndarray,
-    keys: np.ndarray,
-    owners: np.ndarray,
-    table: np.ndarray,
+    hashes: Array,
+    sizes: Array,
+    known: Array,
+    known_starts: Array,
+    keys: Array,
+    owners: Array,
+    table: Array,
     threshold: float,
-    nearest: np.ndarray,
-    similarity: np.ndarray,
+    nearest: Array,
+    similarity: Array,
 ) -> None:
     seen = np.full(known_starts.size, -1, np.int64)
     start, shift = 0, table_shift(table)

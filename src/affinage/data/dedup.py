@@ -32,7 +32,7 @@ from scipy.sparse.csgraph import connected_components
 
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import text_buffers
-from affinage.data.compiled import kernel
+from affinage.data.compiled import Array, kernel
 from affinage.data.documents import document_files, row_groups, write_table
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
 from affinage.data.minhash import jaccard, shingle_sets, sign
@@ -359,15 +359,8 @@ def _buckets(keys: np.ndarray) -> tuple[np.ndarray, int]:
 
 @kernel
 def _match(
-    buckets: np.ndarray,
-    bucket_count: int,
-    sets: np.ndarray,
-    starts: np.ndarray,
-    sizes: np.ndarray,
-    threshold: float,
-    most: int,
-    stays: int,
-) -> tuple[np.ndarray, np.ndarray, int, int]:
+    buckets: Array, bucket_count: int, sets: Array, starts: Array, sizes: Array, threshold: float, most: int, stays: int
+) -> tuple[Array, Array, int, int]:
     """From the first document to the last: the kept one it is a copy of, or -1, and their similarity.
 
     The first `stays` documents are kept whatever they are. Another is compared with the kept ones of its buckets, the

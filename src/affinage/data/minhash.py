@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from affinage.data.code_points import BLANK, SINGLE, WORD, decode, text_buffers, word_table
-from affinage.data.compiled import kernel
+from affinage.data.compiled import Array, kernel
 
 _SEED = 0x5851F42D4C957F2D
 _PRIME = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio's, odd
@@ -28,7 +28,7 @@ def mix(x: np.uint64) -> np.uint64:
 
 
 @kernel
-def _tag_end(data: np.ndarray, i: np.int64, end: np.int64) -> np.int64:
+def _tag_end(data: Array, i: np.int64, end: np.int64) -> np.int64:
     """Where the HTML tag that begins at byte `i` ends, or `i` if none does."""
     if i + 2 >= end:
         return i
@@ -93,7 +93,7 @@ def hash_words(data, i, end, table, words, content, places):  # type: ignore[no-
 
 
 @kernel
-def longest_text(offsets: np.ndarray) -> int:
+def longest_text(offsets: Array) -> int:
     """Bytes of the longest text of a column."""
     longest = 0
     for text in range(offsets.size - 1):
@@ -102,7 +102,7 @@ def longest_text(offsets: np.ndarray) -> int:
 
 
 @kernel
-def _shingles(words: np.ndarray, count: int, ngram: int, wordless: np.uint64, out: np.ndarray) -> int:
+def _shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Array) -> int:
     """Write the hashes of all `ngram` words in a row to `out`; a text without words has the one shingle `wordless`."""
     power = np.uint64(1)
     for _ in range(ngram):
@@ -121,7 +121,7 @@ def _shingles(words: np.ndarray, count: int, ngram: int, wordless: np.uint64, ou
 
 
 @kernel
-def _minima(shingles: np.ndarray, count: int, a: np.ndarray, b: np.ndarray, minima: np.ndarray) -> None:
+def _minima(shingles: Array, count: int, a: Array, b: Array, minima: Array) -> None:
     """The smallest value of every hash function over the shingles, uint32."""
     minima[:] = np.uint32(0xFFFFFFFF)
     for i in range(count):
@@ -132,14 +132,7 @@ def _minima(shingles: np.ndarray, count: int, a: np.ndarray, b: np.ndarray, mini
 
 @kernel
 def _sign(
-    data: np.ndarray,
-    offsets: np.ndarray,
-    table: np.ndarray,
-    ngram: int,
-    a: np.ndarray,
-    b: np.ndarray,
-    content: np.ndarray,
-    keys: np.ndarray,
+    data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, content: Array, keys: Array
 ) -> None:
     room = longest_text(offsets) + 1
     words, shingles = np.empty(room, np.uint64), np.empty(room, np.uint64)
@@ -174,7 +167,7 @@ def sign(text: pa.Array, *, ngram: int, bands: int, rows: int) -> tuple[np.ndarr
 
 
 @kernel
-def _sort(hashes: np.ndarray, count: int, places: np.ndarray, out: np.ndarray) -> int:
+def _sort(hashes: Array, count: int, places: Array, out: Array) -> int:
     """Write the distinct ones of the first `count` hashes in ascending order to `out`; returns their number.
 
     Hashes are spread evenly, so that their upper bits are nearly their places (a bucket sort with one expected element
@@ -208,9 +201,7 @@ def _sort(hashes: np.ndarray, count: int, places: np.ndarray, out: np.ndarray) -
 
 
 @kernel
-def _shingle_sets(
-    data: np.ndarray, offsets: np.ndarray, table: np.ndarray, ngram: int, out: np.ndarray, sizes: np.ndarray
-) -> int:
+def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, sizes: Array) -> int:
     room = longest_text(offsets) + 1
     words, shingles, whole = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(2, np.uint64)
     places, start = np.empty(2 * room + 2, np.int64), 0
@@ -231,7 +222,7 @@ def shingle_sets(text: pa.Array, ngram: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @kernel
-def jaccard(a: np.ndarray, b: np.ndarray, threshold: float) -> float:
+def jaccard(a: Array, b: Array, threshold: float) -> float:
     """Jaccard similarity of two sorted sets, uint64; -1 as soon as it is certain to be below the threshold."""
     total = a.size + b.size
     needed = threshold / (1 + threshold) * total - 1e-6  # J >= t means that at least t/(1+t) of |A|+|B| is shared
@@ -257,7 +248,7 @@ def lookup_table(keys: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def table_shift(table: np.ndarray) -> np.uint64:
+def table_shift(table: Array) -> np.uint64:
     """How far a hash is shifted to have its place in a lookup table."""
     bits = 0
     while (1 << bits) < table.size - 1:
@@ -266,7 +257,7 @@ def table_shift(table: np.ndarray) -> np.uint64:
 
 
 @kernel
-def position(keys: np.ndarray, table: np.ndarray, shift: np.uint64, key: np.uint64) -> int:
+def position(keys: Array, table: Array, shift: np.uint64, key: np.uint64) -> int:
     """The first position of a key among evenly spread, ascending hashes; -1 if it is not there."""
     bucket = np.int64(key >> shift)
     for k in range(table[bucket], table[bucket + 1]):

@@ -16,7 +16,7 @@ import pyarrow as pa
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, search_texts
 from affinage.data.code_points import text_buffers, word_table
-from affinage.data.compiled import kernel
+from affinage.data.compiled import Array, kernel
 from affinage.data.foreign_json import encodable
 from affinage.data.minhash import hash_words, longest_text, lookup_table, mix, position, table_shift
 from affinage.data.repair import repair
@@ -50,8 +50,8 @@ def _run_hash(rolling: np.uint64, length: int) -> np.uint64:
 
 @kernel
 def _index(
-    data: np.ndarray, offsets: np.ndarray, table: np.ndarray, ngram: int, least: int, keys: np.ndarray, of: np.ndarray
-) -> tuple[int, np.ndarray]:
+    data: Array, offsets: Array, table: Array, ngram: int, least: int, keys: Array, of: Array
+) -> tuple[int, Array]:
     """Write hashes of the runs of texts, and which text's; how many, and words per run of each text or 0, int64 [N]."""
     out, room = 0, longest_text(offsets) + 1
     words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
@@ -73,14 +73,8 @@ def _index(
 
 @kernel
 def _scan(
-    data: np.ndarray,
-    offsets: np.ndarray,
-    words_table: np.ndarray,
-    keys: np.ndarray,
-    table: np.ndarray,
-    bits: np.ndarray,
-    lengths: np.ndarray,
-) -> np.ndarray:
+    data: Array, offsets: Array, words_table: Array, keys: Array, table: Array, bits: Array, lengths: Array
+) -> Array:
     """The hits in all texts, int64 [H, 4]."""
     room, shift = longest_text(offsets) + 1, table_shift(table)
     words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)

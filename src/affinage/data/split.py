@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from affinage.config.data import SplitSettings
 from affinage.data.copies import NGRAM, NearCopies
 from affinage.data.documents import DocumentWriter, RowGroup, clear_documents, document_files, row_groups, text_bytes
-from affinage.data.executor import LOCAL, Executor, Progress
+from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
 from affinage.data.minhash import shingle_sets
 from affinage.data.order import document_keys
 from affinage.data.stats import Stats
@@ -46,21 +46,21 @@ def split(
     By tail: of every document the last share of its characters, from the next line (or word) on, becomes a validation
     document, with the same id. Near copies are not searched for.
     In the summary, `documents_out` counts the training documents and `validation` has the others by
-    `<source>.<language>`. Raises UserError if nothing is left to train on.
+    `<source>.<language>`. An interrupted call resumes. Raises UserError if nothing is left to train on.
     """
     start = time.perf_counter()
     folder = Path(folder)
-    for part in ("train", "validation"):
-        clear_documents(folder / part)
     groups_of = {path: row_groups(path) for path in document_files(documents_folder)}
     if settings.by == "tail":
         divide: Divide = partial(_by_tail, settings.validation_fraction)
     else:
         divide = _by_document([group for own in groups_of.values() for group in own], settings, seed, executor)
 
-    def write(path: Path) -> tuple[Stats, Stats]:
+    def write(path: Path) -> list[dict[str, Any]]:
         places = [folder / part / path.parent.relative_to(documents_folder) for part in ("train", "validation")]
         train, validation = Stats(), Stats()
+        for place in places:
+            clear_documents(place, path.stem)
         with (
             DocumentWriter(places[0], path.stem, observe=train.leave) as training,
             DocumentWriter(places[1], path.stem, observe=validation.leave) as validating,
@@ -71,10 +71,10 @@ def split(
                 to_train_on, to_validate_on = divide(group, batch, train)
                 training.write(to_train_on)
                 validating.write(to_validate_on)
-        return train, validation
+        return [train.to_json(), validation.to_json()]
 
     train, validation = Stats(), Stats()
-    for train_part, validation_part in executor.map(write, list(groups_of), threads=True, progress=progress):
+    for train_part, validation_part in executor.map(write, list(groups_of), folder, threads=True, progress=progress):
         train.merge(train_part)
         validation.merge(validation_part)
     if train.documents_in and not train.documents_out:
@@ -83,6 +83,7 @@ def split(
             where=f"data.split.validation_fraction={settings.validation_fraction}",
             fix="Lower the share, or cut the end of every document off: data.split.by=tail.",
         )
+    clear_completions(folder)
     without = sorted(train.by_group().keys() - validation.by_group().keys()) if settings.validation_fraction else []
     return train.summary(time.perf_counter() - start) | {
         "validation": validation.by_group(),

@@ -46,7 +46,7 @@ class LoadedModel:
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     def on_host(self, array: Array) -> np.ndarray:
-        """Return a computed array as numpy; where several hosts have parts of it, all of them must config this."""
+        """Return a computed array as numpy; where several hosts have parts of it, all of them must call this."""
         if self.layout is not None and not array.is_fully_addressable and not array.is_fully_replicated:
             array = _replicated(array, replicated(self.layout.mesh))
         return np.asarray(array)

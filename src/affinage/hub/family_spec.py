@@ -20,8 +20,7 @@ from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
 from affinage.model.layers.block import TransformerBlock
 from affinage.model.layers.dropout import Dropout
-from affinage.model.layers.embedding import Embedding, LearnedPositions
-from affinage.model.layers.head import Unembed
+from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
 from affinage.model.layers.norm import LayerNorm, RmsNorm
 from affinage.model.parameter import ParamSpec, PyTree
 

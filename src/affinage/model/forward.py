@@ -12,7 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 from affinage.model.apply_config import ApplyConfig
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import BATCH, SEQUENCE, Cache, LayerContext, Loss, Result
-from affinage.model.layers.preference import REFERENCE, PreferenceLoss
+from affinage.model.layers.losses import REFERENCE, PreferenceLoss
 from affinage.model.parameter import ParamSpec, PyTree, map_parameters
 
 
@@ -165,12 +165,7 @@ def apply_part(
 
 
 def _apply_in(
-    graph: Graph,
-    node: Node,
-    params: PyTree,
-    values: Mapping[str, Any],
-    batch: Mapping[str, Array],
-    config: ApplyConfig,
+    graph: Graph, node: Node, params: PyTree, values: Mapping[str, Any], batch: Mapping[str, Array], config: ApplyConfig
 ) -> Result:
     context = context_of(node, params, batch, config)
     own, inputs = params.get(node.name, {}), tuple(values[name] for name in node.inputs)

@@ -12,13 +12,12 @@ import affinage.model.layers  # noqa: F401  registers the layers of the package
 from affinage.config.mistakes import explain
 from affinage.config.tuning import DpoSettings
 from affinage.errors import UserError, meant
-from affinage.model.layer import BATCH, LAYERS, TOKENS, Layer, Shape, ShapeMismatch
+from affinage.model.layer import BATCH, LAYERS, SEQUENCE, TOKENS, Layer, Shape, ShapeMismatch
 from affinage.model.parameter import PyTree, map_parameters, parameters_in
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
 ANSWERS = "answer_log_probabilities"  # the node of `preference_graph` that reads the logits
-_INPUTS: dict[str, Shape] = {"tokens": TOKENS}
 _NODE_KEYS = ("kind", "in", "repeat", "scan")
 _UNROLLED = 48  # layers, at most, that are compiled one by one for GPUs
 
@@ -94,11 +93,6 @@ class Graph:
         read = [vocab for node in self.nodes if isinstance(vocab := getattr(node.layer, "vocab", None), int)]
         return min(self.shapes[self.logits].width, *read)
 
-    @property
-    def width(self) -> int:
-        """Width of the vectors that become logits."""
-        return self.shapes[self[self.logits].inputs[0]].width
-
     @cached_property
     def depth(self) -> int:
         """Layers that add to a residual stream, for the scale of their first values."""
@@ -156,9 +150,8 @@ class Graph:
             if node.scan != "auto":
                 entry["scan"] = node.scan
             nodes[node.name] = entry | node.layer.model_dump(mode="json", exclude_defaults=True)
-        if all(name in _INPUTS for name, _ in self.inputs):
-            return {"inputs": [name for name, _ in self.inputs], "nodes": nodes}
-        return {"inputs": {name: list(shape.dims[1:]) for name, shape in self.inputs}, "nodes": nodes}
+        sizes = {name: list(shape.dims[1:]) for name, shape in self.inputs}
+        return {"inputs": ["tokens"] if list(sizes) == ["tokens"] else sizes, "nodes": nodes}
 
 
 def _stacked(tree: PyTree, layers: int) -> PyTree:
@@ -219,8 +212,7 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
             nodes[name] = replace(node, layer=node.layer.bind(nodes))
         except ValueError as error:
             raise _wrong(f"node `{name}`: {error}", locate, name) from None
-    ordered = _topological(nodes, locate)
-    shapes = _infer_shapes(ordered, inputs, locate)
+    ordered, shapes = _ordered(nodes, inputs, locate)
     _check_alive(nodes, locate)
     return Graph(tuple(inputs.items()), tuple(ordered), shapes)
 
@@ -248,22 +240,22 @@ def _parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
     """The inputs by name: a list of those that are always the same, or a mapping with the size of an array's rows."""
     where = ("model", "inputs")
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, Mapping | list | tuple) or not names:
-        raise UserError("`inputs` must list what the batch holds, e.g. [tokens]", where=locate(where))
-    if not isinstance(names, Mapping):
+    if isinstance(names, list | tuple):
         for name in names:
-            if not isinstance(name, str) or name not in _INPUTS:
-                raise UserError(f"unknown input `{name}`", where=locate(where), fix=_suggest(str(name), _INPUTS))
-        return {name: _INPUTS[name] for name in names}
+            if name != "tokens":
+                raise UserError(f"unknown input `{name}`", where=locate(where), fix=_suggest(str(name), ["tokens"]))
+        names = dict.fromkeys(names, (SEQUENCE,))
+    if not isinstance(names, Mapping) or not names:
+        raise UserError("`inputs` must list what the batch holds, e.g. [tokens]", where=locate(where))
     shapes: dict[str, Shape] = {}
     for name, size in names.items():
         sizes = tuple(size) if isinstance(size, list | tuple) else ()
-        fixed = _INPUTS.get(name)
-        if (sizes != fixed.dims[1:]) if fixed else not (sizes and all(type(n) is int and n > 0 for n in sizes)):
-            shown = ", ".join(map(str, fixed.dims[1:])) if fixed else "8, 8, 1"
+        of_tokens, numbers = name == "tokens", bool(sizes) and all(type(n) is int and n > 0 for n in sizes)
+        if sizes != (SEQUENCE,) if of_tokens else not numbers:
             what = f"input `{name}` must have the size of one row, not {size!r}"
-            raise UserError(what, where=locate((*where, str(name))), fix=f"Write it like [{shown}].")
-        shapes[str(name)] = fixed or Shape((BATCH, *sizes))
+            fix = f"Write it like [{SEQUENCE if of_tokens else '8, 8, 1'}]."
+            raise UserError(what, where=locate((*where, str(name))), fix=fix)
+        shapes[str(name)] = TOKENS if of_tokens else Shape((BATCH, *sizes))
     return shapes
 
 
@@ -299,47 +291,44 @@ def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -
 
 
 def _ancestors(nodes: Mapping[str, Node], name: str) -> Collection[str]:
-    found: set[str] = set()
-    waiting = [name]
+    found, waiting = set[str](), [name]
     while waiting:
         current = waiting.pop()
-        if current not in found and current in nodes:
+        if current in nodes and current not in found:
             found.add(current)
             waiting.extend(nodes[current].inputs)
     return found
 
 
-def _topological(nodes: Mapping[str, Node], locate: Locate) -> list[Node]:
-    """Nodes after their inputs, otherwise as written; a cycle is an error that names its nodes."""
-    ordered: dict[str, Node] = {}
+def _ordered(
+    nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate
+) -> tuple[list[Node], dict[str, Shape]]:
+    """Nodes after their inputs, otherwise as written, and the shapes of all values."""
+    ordered: list[Node] = []
+    shapes = dict(inputs)
 
     def visit(name: str, trail: Path) -> None:
-        if name in ordered or name not in nodes:
+        if name in shapes:
             return
         if name in trail:
             cycle = " -> ".join([*trail[trail.index(name) :], name])
             raise _wrong(f"the nodes form a cycle: {cycle}", locate, name, "in")
-        for source in nodes[name].inputs:
+        node = nodes[name]
+        for source in node.inputs:
             visit(source, (*trail, name))
-        ordered[name] = nodes[name]
+        taken = tuple(shapes[source] for source in node.inputs)
+        try:
+            shape = node.layer.shape(taken)
+        except ShapeMismatch as error:
+            raise _wrong(f"node `{name}` ({node.layer.kind_name}): {error}", locate, name) from None
+        if node.repeat is not None and (shape,) != taken:
+            raise _wrong(f"node `{name}` cannot repeat: it turns {taken[0]} into {shape}", locate, name)
+        shapes[name] = shape
+        ordered.append(node)
 
     for name in nodes:
         visit(name, ())
-    return list(ordered.values())
-
-
-def _infer_shapes(ordered: Iterable[Node], inputs: Mapping[str, Shape], locate: Locate) -> dict[str, Shape]:
-    shapes = dict(inputs)
-    for node in ordered:
-        taken = tuple(shapes[name] for name in node.inputs)
-        try:
-            shapes[node.name] = node.layer.shape(taken)
-        except ShapeMismatch as error:
-            raise _wrong(f"node `{node.name}` ({node.layer.kind_name}): {error}", locate, node.name) from None
-        if node.repeat is not None and (shapes[node.name],) != taken:
-            what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"
-            raise _wrong(what, locate, node.name)
-    return shapes
+    return ordered, shapes
 
 
 def _check_alive(nodes: Mapping[str, Node], locate: Locate) -> None:

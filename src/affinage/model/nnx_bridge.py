@@ -31,22 +31,16 @@ class GraphModule(nnx.Module):
 
 
 def to_nnx(graph: Graph, params: PyTree, mesh: Mesh | None = None) -> GraphModule:
-    """The module of a graph with these parameters.
+    """The module of a graph with these parameters, whose arrays are shared, not copied.
 
-    Args:
-        graph: of the model.
-        params: as `init_params` makes them; the arrays are shared, not copied.
-        mesh: where given, of which the parameters' shardings are, and which becomes theirs in NNX, too.
-
-    Returns:
-        The module. The metadata `logical_axes` of each nnx.Param names the dimensions of its array.
+    The metadata `logical_axes` of each nnx.Param names the dimensions of its array. With a `mesh` the shardings that
+    the parameters have on it become theirs in NNX, too.
     """
 
     def param(array: Array, axes: tuple[str | None, ...]) -> Any:
-        if mesh is None:
-            return nnx.Param(array, logical_axes=axes)
-        names = tuple(array.sharding.spec) if isinstance(array.sharding, jax.sharding.NamedSharding) else ()
-        return nnx.Param(array, logical_axes=axes, out_sharding=names, mesh=mesh)
+        spec = array.sharding.spec if isinstance(array.sharding, jax.sharding.NamedSharding) else ()
+        sharding: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(spec), "mesh": mesh}
+        return nnx.Param(array, logical_axes=axes, **sharding)
 
     return GraphModule(graph, jax.tree.map(param, params, logical_axes(graph)))
 

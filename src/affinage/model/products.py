@@ -5,7 +5,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+Queries = Float[Array, "B S H D"]
+Keys = Float[Array, "B S K D"]  # and values; each of the K heads is for H / K heads of queries
+Segments = Int[Array, "B S"] | None  # the documents of a row, one after the other; None: a row is one document
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

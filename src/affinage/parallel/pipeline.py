@@ -7,20 +7,28 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
-from affinage.model.apply_config import ApplyConfig
+from affinage.hardware.xla_flags import flags_for
+from affinage.model.apply_config import NAMED, ApplyConfig
 from affinage.model.forward import apply_layers
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import LayerContext, Result
-from affinage.parallel.layout import MeshLayout
-from affinage.parallel.strategy import Spmd
+from affinage.parallel.sharding import STAGES, MeshLayout, multiples
+from affinage.parallel.strategy import Spmd, Strategy
 
 PyTree = Any
-AXIS = "pipeline"
+
+
+def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
+    """A pipeline where the mesh has stages, else one program split by XLA."""
+    options = flags_for(mesh.devices.flat[0].platform, mesh.size, settings.xla_flags)
+    if mesh.shape[STAGES] > 1:
+        return Pipeline(options, settings.pipeline_micro_batches, settings.pipeline_rounds)
+    return Spmd(options)
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Pipeline(Spmd):
     """The layers of a repeated node as stages along the mesh axis `pipeline` (GPipe: Huang et al., 2019).
 
     One program on all devices, in which every device runs its stage on another micro-batch in each of
-    `rounds` x M + P - 1 ticks and sends the result to its neighbour; the other mesh axes split the work of a stage as
+    `rounds` x M + P - 1 ticks and sends the result to its neighbor; the other mesh axes split the work of a stage as
     without a pipeline. The share of ticks in which a device has nothing to do is (P - 1) / (rounds x M + P - 1).
 
     Attributes:
@@ -60,7 +68,7 @@ class Pipeline(Spmd):
                 fix="Set it to auto or xla; auto is xla in a pipeline.",
             )
         layout = cast(MeshLayout, config.layout)
-        stages = layout.mesh.shape[AXIS]
+        stages = layout.mesh.shape[STAGES]
         repeated = [node for node in graph.nodes if node.repeat is not None]
         if not repeated:
             raise UserError(
@@ -69,7 +77,13 @@ class Pipeline(Spmd):
                 fix="A pipeline's stages are the layers of a node with `repeat`. Use the other axes of the mesh.",
             )
         for node in repeated:
-            _check_layers(node, stages, self.rounds)
+            pieces, layers = stages * self.rounds, node.layers
+            if layers % pieces:
+                fitting = [n for n in range(1, layers + 1) if layers % (n * self.rounds) == 0][:4]
+                per = f"{stages} stages" + (f" of {self.rounds} rounds" if self.rounds > 1 else "")
+                fix = f"`repeat: {multiples(layers, pieces, ' or ')}` works"
+                fix += f"; so does pipeline {' or '.join(map(str, fitting))} in the mesh." if fitting else "."
+                raise UserError(f"the {layers} layers of `{node.name}` do not divide into {per}", where="mesh", fix=fix)
         self.parts(rows, layout)
 
     def parts(self, rows: int, layout: MeshLayout) -> int:
@@ -78,7 +92,7 @@ class Pipeline(Spmd):
         Raises:
             UserError: naming the nearest number that works.
         """
-        stages, pieces = layout.mesh.shape[AXIS], layout.parts("batch")
+        stages, pieces = layout.mesh.shape[STAGES], layout.parts("batch")
         fitting = [number for number in range(1, rows + 1) if rows % (number * pieces) == 0]
         usual = max((number for number in fitting if number <= 4 * stages), default=0)
         wanted = self.micro_batches or usual
@@ -95,7 +109,7 @@ class Pipeline(Spmd):
     def _layers(self, node: Node, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The layers of `node`, as `apply_layers` applies them."""
         layout = cast(MeshLayout, context.config.layout)
-        stages, rounds = layout.mesh.shape[AXIS], self.rounds
+        stages, rounds = layout.mesh.shape[STAGES], self.rounds
         parts = self.parts(len(x), layout)
         by_stage = jax.tree.map(lambda w: w.reshape(rounds, stages, -1, *w.shape[1:]), params)
         rows = {name: _split(array, parts) for name, array in context.batch.items()}
@@ -115,9 +129,9 @@ class Pipeline(Spmd):
         run = jax.shard_map(
             _schedule(stage, stages, rounds, parts, context.config.remat),
             mesh=layout.mesh,
-            in_specs=(PartitionSpec(None, AXIS), PartitionSpec(), PartitionSpec(), PartitionSpec()),
-            out_specs=(PartitionSpec(AXIS), PartitionSpec(), PartitionSpec()),
-            axis_names={AXIS},
+            in_specs=(PartitionSpec(None, STAGES), PartitionSpec(), PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(STAGES), PartitionSpec(), PartitionSpec()),
+            axis_names={STAGES},
         )
         values, losses, metrics = run(by_stage, inputs, rows, key)
         y = jnp.swapaxes(values[0], 0, 1).reshape(x.shape).astype(x.dtype)
@@ -136,7 +150,7 @@ def _schedule(
     ring = [(index, (index + 1) % stages) for index in range(stages)]
 
     def device(weights: PyTree, inputs: Array, rows: Mapping[str, Array], key: Array | None) -> Any:
-        here = jax.lax.axis_index(AXIS)
+        here = jax.lax.axis_index(STAGES)
         weights = jax.tree.map(lambda w: w[:, 0], weights)
 
         def work_on(round_: Array, weights: PyTree, x: Array, rows: Mapping[str, Array], key: Array | None) -> Any:
@@ -144,8 +158,10 @@ def _schedule(
             result = stage(own, x, rows, round_ * stages + here, key)
             return result.value, result.losses, result.metrics
 
-        if rounds > 1:  # of one round the weights are the same in every tick, and kept once
-            work_on = jax.checkpoint(work_on, prevent_cse=False, policy=_without_weights(weights, remat))
+        if rounds > 1:
+            # Left to itself, JAX would keep the weights that are cut out for a round in every tick. Of one round they
+            # are the same in every tick, and kept once.
+            work_on = jax.checkpoint(work_on, prevent_cse=False, policy=partial(_with_block_inputs, remat or NAMED))
 
         def tick(carry: tuple[Array, Array], time: Array) -> tuple[tuple[Array, Array], Any]:
             arrived, waiting = carry
@@ -160,31 +176,16 @@ def _schedule(
             first = busy & (here == 0) & (round_ == 0)
             losses = {name: (_if(busy, total), _if(first, count)) for name, (total, count) in losses.items()}
             metrics = jax.tree.map(lambda metric: _if(busy, metric), metrics)
-            return (jax.lax.ppermute(value, AXIS, ring), waiting), (losses, metrics)
+            return (jax.lax.ppermute(value, STAGES, ring), waiting), (losses, metrics)
 
-        inputs = jax.lax.pcast(inputs, (AXIS,), to="varying")
+        inputs = jax.lax.pcast(inputs, (STAGES,), to="varying")
         ticks = work + stages - 1
         (arrived, waiting), products = jax.lax.scan(tick, (jnp.zeros_like(inputs[0]), inputs), jnp.arange(ticks))
         done = _put(waiting, arrived, parts - 1, here == 0)  # what came back to the first stage is the result
-        losses, metrics = jax.tree.map(lambda values: jax.lax.psum(jnp.sum(values), AXIS), products)
+        losses, metrics = jax.tree.map(lambda values: jax.lax.psum(jnp.sum(values), STAGES), products)
         return done[None], losses, metrics
 
     return device
-
-
-def _without_weights(weights: PyTree, remat: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Keeps of a tick for the backward pass what its layers keep anyway, but not the weights [R, L, ...] of its round.
-
-    They are cut out, by layers too, and cast: left to itself, JAX would keep that of every tick, which comes to the
-    weights of a stage once for every micro-batch.
-    """
-    if remat is not None:
-        return partial(_with_block_inputs, remat)
-    shapes = [w.shape for w in jax.tree.leaves(weights)]
-    pieces = {piece for of in shapes for piece in (of, (1, *of[1:]), of[1:], (1, *of[2:]), of[2:])}
-    cuts = {lax.dynamic_slice_p, lax.slice_p, lax.split_p, lax.squeeze_p}
-    forms = {lax.reshape_p, lax.broadcast_in_dim_p, lax.transpose_p, lax.convert_element_type_p}
-    return lambda primitive, *inputs, **_: primitive not in cuts | forms or inputs[0].shape not in pieces
 
 
 def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, **parameters: Any) -> Any:
@@ -192,17 +193,6 @@ def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, 
     choice = remat(primitive, *inputs, **parameters)
     offloaded = hasattr(choice, "dst")  # to the host's memory
     return True if parameters.get("name") == "block_input" and not offloaded else choice
-
-
-def _check_layers(node: Node, stages: int, rounds: int) -> None:
-    if node.layers % (stages * rounds):
-        fitting = [number for number in range(1, node.layers + 1) if node.layers % (number * rounds) == 0]
-        per = f"{stages} stages" + (f" of {rounds} rounds" if rounds > 1 else "")
-        below = node.layers // (stages * rounds) * stages * rounds
-        sizes = f"{below} or {below + stages * rounds}" if below else f"{stages * rounds}"
-        fix = f"`repeat: {sizes}` works"
-        fix += f"; so does pipeline {' or '.join(map(str, fitting[:4]))} in the mesh." if fitting else "."
-        raise UserError(f"the {node.layers} layers of `{node.name}` do not divide into {per}", where="mesh", fix=fix)
 
 
 def _split(x: Array, parts: int) -> Array:

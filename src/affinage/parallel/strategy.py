@@ -20,12 +20,7 @@ class Strategy(Protocol):
     """Turns pure steps into programs. A test or a plug-in may bring its own."""
 
     def check(self, graph: Graph, rows: int, config: ApplyConfig) -> None:
-        """Refuse a model, or rows of a micro-batch, that the strategy cannot run on this mesh.
-
-        Args:
-            graph: the model.
-            rows: of a micro-batch.
-            config: how the graph would be applied; its layout is a `MeshLayout`.
+        """Refuse a model, or rows of a micro-batch, that the strategy cannot run on the mesh of the config's layout.
 
         Raises:
             UserError: naming the nearest settings that work.
@@ -37,15 +32,10 @@ class Strategy(Protocol):
         ...
 
     def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
-        """Compile `(state, batch) -> (state, metrics)`; the new state takes the memory of the old one.
+        """Compile the pure `(state, batch) -> (state, metrics)`; the new state takes the memory of the old one.
 
-        Args:
-            step: pure; traced once.
-            state: tree of `jax.ShapeDtypeStruct` with shardings; the new state comes out sharded like it.
-            batch: tree of `jax.ShapeDtypeStruct` with shardings.
-
-        Returns:
-            The program. Its metrics are whole on every device.
+        `state` and `batch` are trees of `jax.ShapeDtypeStruct` with shardings. The new state comes out sharded like the
+        old one, the metrics are whole on every device.
         """
         ...
 
@@ -59,10 +49,7 @@ class Spmd:
     """One program on all devices, split by XLA's partitioner (GSPMD) from the shardings of its arguments.
 
     Which of data parallelism, FSDP, tensor, expert and context parallelism this is, is in the mesh and the sharding
-    table alone.
-
-    Attributes:
-        compiler_options: for XLA, by name.
+    table alone. `compiler_options` are XLA's, by name.
     """
 
     compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)

@@ -80,7 +80,7 @@ def split(context: StepContext) -> Summary:
     inputs = context.inputs
     documents = inputs.get("decontaminate") or inputs.get("dedup") or inputs["filter"]
     with _workers(context) as how:
-        return split(documents, context.folder, _data(context).split, context.recipe.seed, executor=how["executor"])
+        return split(documents, context.folder, _data(context).split, context.recipe.seed, **how)
 
 
 def train_tokenizer(context: StepContext) -> Summary:

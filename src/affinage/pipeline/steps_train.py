@@ -402,8 +402,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     from affinage.hardware.devices import acquire
     from affinage.model import abstract_params, logical_axes, parse
     from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
-    from affinage.parallel.sharding import check_positions_divide, check_rows_divide
-    from affinage.parallel.used_axes import check_axes_used
+    from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
     from affinage.tracking import check_trackers
     from affinage.training import rows_per_step
     from affinage.training.frozen import split_params

@@ -18,9 +18,8 @@ from affinage.model.graph import Node
 from affinage.model.layers.embedding import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
 from affinage.model.parameter import parameters_in
-from affinage.parallel.layout import REPLICAS
 from affinage.parallel.mesh import AXES, across_slices
-from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.parallel.sharding import REPLICAS, STAGES
 from affinage.planning.per_device import PerDevice, sent_per_token
 from affinage.training.frozen import split_params
 from affinage.training.step import replicas_of

@@ -27,12 +27,18 @@ from affinage.model.layers.moe import MoeSettings
 from affinage.model.layers.splash import queries_are_split
 from affinage.model.parameter import Axes, ParamSpec, PyTree, map_parameters, parameters_in
 from affinage.parallel import Pipeline
-from affinage.parallel.choice import apply_config_on
-from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import AXES, axis_sizes
-from affinage.parallel.pipeline import AXIS as STAGES
-from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
-from affinage.parallel.used_axes import check_axes_used
+from affinage.parallel.sharding import (
+    STAGES,
+    MeshLayout,
+    Table,
+    apply_config_on,
+    check_axes_used,
+    check_positions_divide,
+    check_rows_divide,
+    partition_spec,
+    table_with,
+)
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import rows_per_step

@@ -20,8 +20,7 @@ from affinage.hardware.slices import Slice, chip_called, compared, find_slice, m
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
 from affinage.parallel.mesh import AXES, axis_sizes
-from affinage.parallel.sharding import table_with
-from affinage.parallel.used_axes import without_experts
+from affinage.parallel.sharding import table_with, without_experts
 from affinage.planning.auto_remat import Choice, choose_remat
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.estimate import Memory, StepTime, step_memory, step_time

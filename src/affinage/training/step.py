@@ -12,8 +12,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, PRNGKeyArray
 from affinage.config.training import HealthSettings, TrainSettings
 from affinage.model import ApplyConfig, Graph, apply, decayed, matrices
 from affinage.parallel import MeshLayout
-from affinage.parallel.layout import REPLICAS
-from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.parallel.sharding import REPLICAS, STAGES
 from affinage.training.frozen import ParamSplit
 from affinage.training.optimizer import Weights, learning_rate, make_optimizer
 from affinage.training.state import LossWindow, Purpose, TrainState, random_key

@@ -18,8 +18,7 @@ from affinage.model import ApplyConfig, Declared, apply, init_params
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, apply_config_on, batch_sharding, strategy_for, table_with
-from affinage.parallel.sharding import check_positions_divide, check_rows_divide
-from affinage.parallel.used_axes import check_axes_used
+from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import check_remat, make_layerwise_optimizer, make_layerwise_step

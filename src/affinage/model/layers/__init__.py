@@ -3,7 +3,5 @@
 from affinage.model.layers import block as block
 from affinage.model.layers import dropout as dropout
 from affinage.model.layers import embedding as embedding
-from affinage.model.layers import head as head
 from affinage.model.layers import losses as losses
 from affinage.model.layers import norm as norm
-from affinage.model.layers import preference as preference

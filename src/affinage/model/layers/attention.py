@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -11,14 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
-from affinage.errors import UserError
 from affinage.model.layer import Cost, LayerContext, ShapeMismatch
 from affinage.model.layers.attention_ops import Workload, attention, choose, of_whole_rows
 from affinage.model.layers.dense import dense, dense_flops, dense_parameters, dense_together
 from affinage.model.layers.dropout import drop
 from affinage.model.layers.embedding import positions_of
 from affinage.model.layers.norm import NormSettings
-from affinage.model.layers.rotary import RopeSettings, Tables, rotary_tables, rotate
+from affinage.model.layers.rotary import RopeSettings, Tables, rotate
 from affinage.model.parameter import PyTree
 
 
@@ -77,16 +76,17 @@ class AttentionSettings(Settings):
 
     def parameters(self, width: int, std: float, eps: float) -> PyTree:
         """Kernels [D, H, Dh], [D, K, Dh] twice and [H, Dh, D]."""
-        head, heads, groups = self.head_width(width), self.heads, self.groups_of
-        bias = bool(self.bias)
-        inward = dense_parameters((width,), (groups, head), ("embed", "kv_heads", "head_dim"), bias=bias, std=std)
+        head, heads = self.head_width(width), (self.heads, self.head_width(width))
+
+        def inward(number: int, axis: str) -> PyTree:
+            return dense_parameters((width,), (number, head), ("embed", axis, "head_dim"), bias=bias, std=std)
+
+        bias, of_out = bool(self.bias), ("heads", "head_dim", "embed")
         tree: PyTree = {
-            "query": dense_parameters((width,), (heads, head), ("embed", "heads", "head_dim"), bias=bias, std=std),
-            "key": inward,
-            "value": inward,
-            "out": dense_parameters(
-                (heads, head), (width,), ("heads", "head_dim", "embed"), bias=self.bias is True, std=std, residual=True
-            ),
+            "query": inward(self.heads, "heads"),
+            "key": inward(self.groups_of, "kv_heads"),
+            "value": inward(self.groups_of, "kv_heads"),
+            "out": dense_parameters(heads, (width,), of_out, bias=self.bias is True, std=std, residual=True),
         }
         if self.qk_norm:
             norm = NormSettings(kind="rms", eps=eps).parameters(head, axis="head_dim")
@@ -100,82 +100,67 @@ class AttentionSettings(Settings):
 
     def prepare(self, x: Float[Array, "B S D"], context: LayerContext) -> "Prepared":
         """What all layers have in common: the implementation, positions, segments, the mask and the rotary tables."""
+        config, head = context.config, self.head_width(x.shape[2])
         positions = positions_of(context, x.shape[0], x.shape[1])
-        impl = self._implementation(x, context)
-        masked = impl == "xla" or self._asks_few(x, context)
+        workload = Workload(
+            config.platform,
+            x.dtype,
+            head,
+            config.layout.whole(x.shape[1], "sequence"),
+            capability=config.capability,
+            cached=context.cache is not None,
+            prefixes="prefix_segment_ids" in context.batch,
+            dropout=self.dropout if context.key is not None else 0.0,
+            softcap=self.softcap,
+        )
+        impl = choose("ring" if config.rings else config.attention, workload)
+        masked = impl == "xla" or _few_query(x, context)
         return Prepared(
             impl=impl,
             positions=positions,
             segment_ids=context.batch.get("segment_ids"),
-            mask=self.mask(context, positions) if masked else None,
-            rotary=self._rotary(positions, self.head_width(x.shape[2]), context) if self.rope else None,
+            mask=self._mask(context, positions) if masked else None,
+            rotary=self._rotary(positions, head, context),
         )
 
-    def _implementation(self, x: Array, context: LayerContext) -> str:
-        config, prefixes = context.config, "prefix_segment_ids" in context.batch
-        dropped = self.dropout if context.key is not None else 0.0
-        if config.rings and context.cache is None and not prefixes:
-            if dropped:
-                raise UserError(
-                    "ring attention has no dropout of probabilities",
-                    fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`.",
-                )
-            return "ring"
-        workload = Workload(
-            config.platform,
-            x.dtype,
-            self.head_width(x.shape[2]),
-            config.layout.whole(x.shape[1], "sequence"),
-            capability=config.capability,
-            cached=context.cache is not None,
-            prefixes=prefixes,
-            dropout=dropped,
-            softcap=self.softcap,
-        )
-        return choose(config.attention, workload)
+    def _rotary(self, positions: Array, head: int, context: LayerContext) -> Tables | None:
+        return self.rope.tables(positions, head, stored=context.config.platform == "cpu") if self.rope else None
 
-    def _rotary(self, positions: Array, head: int, context: LayerContext) -> Tables:
-        assert self.rope is not None
-        return rotary_tables(self.rope, positions, head, stored=context.config.platform == "cpu")
-
-    def mask(self, context: LayerContext, positions: Array) -> Bool[Array, "B S T"]:
+    def _mask(self, context: LayerContext, positions: Int[Array, "B S"]) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
         if context.cache is not None:
-            slots = jnp.arange(context.cache["key"].shape[3])[None, None, :]
-            return self._in_reach(positions[:, :, None], slots)
-        layout = context.config.layout
-        seen_by_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
+            return self._in_reach(positions, jnp.arange(_of(context.cache)["key"].shape[3])[None])
+        layout, length = context.config.layout, positions.shape[1]
+        of_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
         segments, prefixes = context.batch.get("segment_ids"), context.batch.get("prefix_segment_ids")
-        if prefixes is not None and segments is not None:  # positions say what comes before a token
-            seen = seen_by_all(segments)[:, None, :]
+        if segments is not None and prefixes is not None:  # positions say what comes before a token
+            seen = of_all(segments)[:, None, :]
             alike = (segments[:, :, None] == seen) | (prefixes[:, :, None] == seen)
-            return alike & self._in_reach(positions[:, :, None], seen_by_all(positions)[:, None, :])
-        index, keys = jnp.arange(length := positions.shape[1]), jnp.arange(layout.whole(length, "sequence"))
-        mask = self._in_reach(index[None, :, None], keys[None, None, :])
-        return mask if segments is None else mask & (segments[:, :, None] == seen_by_all(segments)[:, None, :])
+            return alike & self._in_reach(positions, of_all(positions))
+        mask = self._in_reach(jnp.arange(length)[None], jnp.arange(layout.whole(length, "sequence"))[None])
+        return mask if segments is None else mask & (segments[:, :, None] == of_all(segments)[:, None, :])
 
-    def _in_reach(self, query: Array, key: Array) -> Array:
-        reach = key <= query
-        return reach if self.window is None else reach & (query - key < self.window)
+    def _in_reach(self, query: Int[Array, "b S"], key: Int[Array, "b T"]) -> Bool[Array, "b S T"]:
+        behind = query[:, :, None] - key[:, None, :]
+        return behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
 
     def apply(
         self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext, eps: float
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
         prepared: Prepared = context.prepared
-        few = self._asks_few(x, context)
-        asking = context.narrowed(x) if few else x
+        few, config = _few_query(x, context), context.config
         query, key, value = (
             checkpoint_name(heads, name)
-            for heads, name in zip(self._heads(params, x, asking, context, eps), ("query", "key", "value"), strict=True)
+            for heads, name in zip(self._heads(params, x, few, context, eps), ("query", "key", "value"), strict=True)
         )
-        impl, mask, cache = prepared.impl, prepared.mask, context.cache
-        if few:  # the kernels know no rows of which few tokens ask
+        impl, mask, cache = prepared.impl, prepared.mask, None
+        if few:  # the kernels know no rows of which few tokens query
             assert mask is not None
             impl, mask = "xla", context.narrowed(jnp.broadcast_to(mask, (len(x), *mask.shape[1:])))
             context = replace(context, logit_positions=None)
-        if cache is not None:
-            cache = _write(cache, *of_whole_rows(key, value, context.config.layout), context)
+        if context.cache is not None:
+            cache = _write(_of(context.cache), *of_whole_rows(key, value, config.layout), context)
             key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
         dropped = self.dropout > 0 and context.key is not None
         out = attention(
@@ -184,40 +169,33 @@ class AttentionSettings(Settings):
             value,
             prepared.segment_ids,
             impl=impl,
-            layout=context.config.layout,
+            layout=config.layout,
             window=self.window,
             softcap=self.softcap,
             dropout=partial(drop, rate=self.dropout, context=context, site=1) if dropped else None,
             mask=mask,
-            on_cpu=context.config.platform == "cpu" and cache is None and not few,
-            capability=context.config.capability,
+            on_cpu=config.platform == "cpu" and cache is None and not few,
+            capability=config.capability,
         )
         out = context.narrowed(checkpoint_name(out, "attended"))
         return dense(params["out"], out, context, contracted=2), cache
 
-    def _asks_few(self, x: Float[Array, "B S D"], context: LayerContext) -> bool:
-        """Whether few enough tokens are wanted, row by row, to compute no other query: blocks spare half."""
-        at, rings = context.logit_positions, context.config.rings
-        return at is not None and not rings and len(at) == len(x) and 4 * at.shape[1] <= x.shape[1]
-
     def _heads(
-        self, params: PyTree, x: Array, asking: Array, context: LayerContext, eps: float
+        self, params: PyTree, x: Array, few: bool, context: LayerContext, eps: float
     ) -> tuple[Array, Array, Array]:
-        """Query [B, Q, H, Dh] of those that ask, key and value [B, S, K, Dh], positions already in them."""
-        if asking is x:
-            query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
-        else:
-            query = dense(params["query"], asking, context)
+        """Query [B, Q, H, Dh], of `few` tokens or all, key and value [B, S, K, Dh], positions already in them."""
+        tables = of_query = context.prepared.rotary
+        if few:
+            query = dense(params["query"], context.narrowed(x), context)
             key, value = (dense(params[name], x, context) for name in ("key", "value"))
+            of_query = self._rotary(context.narrowed(context.prepared.positions), query.shape[-1], context)
+        else:
+            query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
         if self.qk_norm:
             norm = NormSettings(kind="rms", eps=eps)
             query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
-        tables = context.prepared.rotary
-        if tables is not None:
-            key = rotate(key, tables)
-            if asking is not x:
-                tables = self._rotary(context.narrowed(context.prepared.positions), query.shape[-1], context)
-            query = rotate(query, tables)
+        if tables is not None and of_query is not None:
+            query, key = rotate(query, of_query), rotate(key, tables)
         constrain, of_key = context.config.constrain, ("batch", "sequence", "kv_heads", "head_dim")
         query = constrain(query, ("batch", "sequence", "heads", "head_dim"))
         return query, constrain(key, of_key), constrain(value, of_key)
@@ -240,15 +218,26 @@ class AttentionSettings(Settings):
         return of(length) - of(first)
 
 
+def _few_query(x: Float[Array, "B S D"], context: LayerContext) -> bool:
+    """Whether few enough tokens are wanted, row by row, to compute no other query: blocks spare half."""
+    at, rings = context.logit_positions, context.config.rings
+    return at is not None and not rings and len(at) == len(x) and 4 * at.shape[1] <= x.shape[1]
+
+
+def _of(cache: Any) -> Mapping[str, Array]:
+    """The cache of the layer at hand."""
+    assert not isinstance(cache, tuple)
+    return cast(Mapping[str, Array], cache)
+
+
 def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
     """Puts new keys and values [B, S, K, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
     positions = context.prepared.positions
-    slots = cache["key"].shape[3]
+    slots = jnp.where(positions < 0, cache["key"].shape[3], positions)
     rows = jnp.arange(len(positions))[:, None]
-    slots_of_row = jnp.where(positions < 0, slots, positions)
 
     def write(stored: Array, new: Array) -> Array:
         # One scatter: a vmap over rows makes XLA copy the whole cache for every layer and token.
-        return stored.at[context.layer, rows, :, slots_of_row].set(new.astype(stored.dtype), mode="drop")
+        return stored.at[context.layer, rows, :, slots].set(new.astype(stored.dtype), mode="drop")
 
     return {"key": write(cache["key"], key), "value": write(cache["value"], value)}

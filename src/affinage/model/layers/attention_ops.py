@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from affinage.config.training import AttentionImplementation
 from affinage.errors import UserError
@@ -17,12 +17,11 @@ from affinage.model.apply_config import HOPPER, Layout
 from affinage.model.layers.cudnn import cudnn_attention
 from affinage.model.layers.ring import MASKED, ring_attention
 from affinage.model.layers.splash import LANES, queries_are_split, splash_attention, splash_on_parts
-from affinage.model.products import product32
+from affinage.model.products import Keys, Queries, Segments, product32
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(AttentionImplementation)
 _KERNELS = {"tpu": "splash", "gpu": "cudnn"}
-_LEAST, _LONG = (64, 128), 512  # queries at once on a CPU, in rows below and from this many tokens on
-_MOST_BLOCKS, _MOST_TRAINED = 16, 4  # each is compiled by itself, those of a step with their backward pass
+_SMALLEST_BLOCK, _MOST_BLOCKS = 64, 4  # queries at once on a CPU; each block is compiled by itself
 
 logger = logging.getLogger(__name__)
 
@@ -45,68 +44,67 @@ class Workload:
 def choose(requested: str, workload: Workload) -> str:
     """The implementation to use: the requested one or, for `auto`, the platform's kernel where it can do the work.
 
+    Decoding and scoring always take `xla`, whatever training takes, and so do rows shorter than a kernel's block.
+
     Raises:
         UserError: the requested one does not exist or cannot honor the workload; nothing is ever left out silently.
     """
-    if requested not in IMPLEMENTATIONS:
-        raise UserError(
-            f"attention implementation {requested!r} is not known", fix=f"There are {_listed(IMPLEMENTATIONS)}."
-        )
+    if requested not in (*IMPLEMENTATIONS, "ring"):
+        what, fix = f"attention implementation {requested!r} is not known", f"There are {_listed(IMPLEMENTATIONS)}."
+        raise UserError(what, fix=fix)
+    kernel = _KERNELS.get(workload.platform, "xla") if requested == "auto" else requested
+    if workload.cached or workload.prefixes or (requested == "auto" and workload.length < LANES):
+        return "xla"
+    missing = obstacles(kernel, workload)
     if requested == "auto":
-        kernel = _KERNELS.get(workload.platform)
-        if kernel is None or workload.cached or workload.prefixes or workload.length < LANES:
-            return "xla"  # of shorter rows a kernel would compute padding more than anything
-        missing = tuple(obstacles(kernel, workload))
-        _report_choice("xla" if missing else kernel, kernel, missing)
+        _log_choice(kernel, tuple(missing))
         return "xla" if missing else kernel
-    missing = tuple(obstacles(requested, workload))
-    if missing and (workload.cached or workload.prefixes):
-        return "xla"  # decoding and scoring always take it, whatever training takes
     if missing:
         others = [name for name in IMPLEMENTATIONS if name != "auto" and not obstacles(name, workload)]
         raise UserError(
             f"attention by {requested} cannot honor {_listed(missing)}",
             where="attention",
-            fix=f"{_listed(others)} can; `attention: auto` takes one that can.",
+            fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`."
+            if requested == "ring"
+            else f"{_listed(others)} can; `attention: auto` takes one that can.",
         )
-    return requested
+    return kernel
 
 
 @lru_cache(maxsize=64)
-def _report_choice(chosen: str, kernel: str, missing: tuple[str, ...]) -> None:
-    """Log a choice once a process."""
+def _log_choice(kernel: str, missing: tuple[str, ...]) -> None:
+    """Log a choice once a process; a CPU's plain products are no news."""
     if missing:
         why = f"{kernel} cannot honor {_listed(missing)}"
         logger.warning("attention: plain products over all pairs of tokens, which cost time and memory, as %s", why)
-    else:
-        logger.info("attention: %s", chosen)
+    elif kernel != "xla":
+        logger.info("attention: %s", kernel)
 
 
 def obstacles(name: str, workload: Workload) -> list[str]:
     """What an implementation cannot honor, in words; nothing for `xla`, which honors everything."""
-    if name == "xla":
-        return []
     dtype, dim = jnp.dtype(workload.dtype), workload.head_dim
-    wrong = [
+    widest = 256 if (workload.capability or (0, 0)) >= HOPPER else 128
+    of_all = [
         (workload.cached, "a KV cache"),
         (workload.prefixes, "shared prefixes"),
         (workload.dropout > 0, f"dropout of {workload.dropout:g} of the probabilities"),
     ]
-    if name == "splash":
-        wrong += [
+    of_each: dict[str, list[tuple[bool, str]]] = {
+        "ring": [],
+        "splash": [
             (workload.platform != "tpu", f"a {workload.platform}: it is a kernel for TPUs"),
             (dtype not in (jnp.float32, jnp.bfloat16), f"{dtype} (float32 and bfloat16 it can)"),
-        ]
-    if name == "cudnn":
-        widest = 256 if (workload.capability or (0, 0)) >= HOPPER else 128
-        wrong += [
+        ],
+        "cudnn": [
             (workload.platform != "gpu" or workload.capability is None, f"a {workload.platform} without cuDNN"),
             (workload.softcap is not None, f"a soft-cap of {workload.softcap} on the scores"),
             (dtype not in (jnp.float16, jnp.bfloat16), f"{dtype} (float16 and bfloat16 it can)"),
             (dim % 8 > 0 or dim > widest, f"heads of {dim} (multiples of 8 up to {widest})"),
             (workload.length % 2 > 0, f"rows of {workload.length} tokens (an odd number)"),
-        ]
-    return [what for is_wrong, what in wrong if is_wrong]
+        ],
+    }
+    return [what for is_wrong, what in of_all + of_each[name] if is_wrong] if name in of_each else []
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -115,10 +113,10 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def attention(
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B S K D"],
-    value: Float[Array, "B S K D"],
-    segment_ids: Int[Array, "B S"] | None,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segment_ids: Segments,
     *,
     impl: str,
     layout: Layout,
@@ -128,43 +126,30 @@ def attention(
     mask: Bool[Array, "b S T"] | None = None,
     on_cpu: bool = False,
     capability: tuple[int, int] | None = None,
-) -> Float[Array, "B S H D"]:
+) -> Queries:
     """Values weighted by the softmax of scaled scores, causal and within segments; float32 inside.
 
-    Args:
-        query: of the tokens that lie here, as `key` and `value` are.
-        key: K heads, each for H / K heads of queries.
-        value: like `key`.
-        segment_ids: the documents of a row, one after the other; None: a row is one document.
-        impl: as `choose` returns it, or "ring".
-        layout: how the arrays lie on the devices.
-        window: a token sees itself and this many less one before it.
-        softcap: scores are bounded to ± this by a tanh.
-        dropout: applied to the probabilities; for `xla` only.
-        mask: of `xla`, what a query sees, causality included.
-        on_cpu: whether blocks of queries, which spare a processor half of the work, may be used.
-        capability: of the GPU; what cuDNN can do depends on it.
+    `impl` is as `choose` returns it, or "ring". With a `window` a token sees itself and this many less one before it;
+    `softcap` bounds scores to ± this by a tanh. `dropout` of the probabilities, the `mask` of what a query sees
+    (causality included) and blocks of queries `on_cpu` are for `xla` only.
     """
     if impl == "ring":
         return ring_attention(query, key, value, segment_ids, layout, window=window, softcap=softcap)
+    if impl == "splash" and queries_are_split(layout.whole(query.shape[1], "sequence"), layout.parts("sequence")):
+        return splash_on_parts(query, key, value, segment_ids, layout, window=window, softcap=softcap)
+    key, value = of_whole_rows(key, value, layout)
     if impl == "xla":
         assert mask is not None
-        key, value = of_whole_rows(key, value, layout)
         # Slices of a split sequence, and sums of heads whose queries are split again elsewhere, would have to be sent.
         blocks = on_cpu and layout.parts("sequence", "heads") == 1
         return xla_attention(query, key, value, mask, softcap=softcap, dropout=dropout, in_blocks=blocks)
-    if impl == "splash":
-        if queries_are_split(layout.whole(query.shape[1], "sequence"), layout.parts("sequence")):
-            return splash_on_parts(query, key, value, segment_ids, layout, window=window, softcap=softcap)
-        kernel: Callable[..., Array] = partial(splash_attention, window=window, softcap=softcap)
-    else:
+    kernel: Callable[..., Array] = partial(splash_attention, window=window, softcap=softcap)
+    if impl == "cudnn":
         kernel = partial(cudnn_attention, window=window, by_offsets=(capability or (0, 0)) >= HOPPER)
     # Each device runs the kernel on its rows and heads, over whole rows.
     of_part, of_query = (("batch", length, "heads", "head_dim") for length in ("sequence", None))
     of_key = ("batch", None, "kv_heads", "head_dim")
-    query = layout.resplit(query, of_part, of_query)
-    key, value = of_whole_rows(key, value, layout)
-    arrays = [query, key, value]
+    arrays = [layout.resplit(query, of_part, of_query), key, value]
     axes: list[tuple[str | None, ...]] = [of_query, of_key, of_key]
     if segment_ids is not None:
         arrays.append(layout.resplit(segment_ids, ("batch", "sequence"), ("batch", "keys")))
@@ -176,137 +161,54 @@ def attention(
 def of_whole_rows(key: Array, value: Array, layout: Layout) -> tuple[Array, Array]:
     """Keys and values [B, S, K, D], where sequences are split gathered to those of whole rows."""
     of_parts, of_rows = ("batch", "sequence", "kv_heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
-    key, value = (layout.resplit(array, of_parts, of_rows) for array in (key, value))
-    return key, value
+    return layout.resplit(key, of_parts, of_rows), layout.resplit(value, of_parts, of_rows)
 
 
 def xla_attention(
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
+    query: Queries,
+    key: Keys,
+    value: Keys,
     mask: Bool[Array, "b S T"],
     *,
     softcap: float | None = None,
     dropout: Callable[[Array], Array] | None = None,
     in_blocks: bool = False,
-) -> Float[Array, "B S H D"]:
-    """Attention by plain products over all pairs that `mask` leaves, which is True where a query sees a key."""
+) -> Queries:
+    """Attention by plain products over all pairs that `mask` leaves, which is True where a query sees a key.
+
+    `in_blocks`, for which no query may see a later key, spares CPUs up to half of the work.
+    """
     batch, length, heads, width = query.shape
     query = query.reshape(batch, length, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
     key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-    if softcap is not None or dropout is not None:
-        out = _plain(query, key, value, mask, softcap, dropout)
-    else:
-        out = _by_hand(query, key, value, mask, in_blocks)
+    size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS)) if in_blocks and dropout is None else length
+    parts = []
+    for start in range(0, length, size):
+        queries, keys = slice(start, start + size), slice(0, start + size if size < length else None)
+        scores = product32("bkgsd,bktd->bkgst", query[:, :, :, queries], key[:, :, keys]) * width**-0.5
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(mask[:, None, None, queries, keys], scores, MASKED)
+        weights = _softmax(scores, value.dtype)
+        weights = weights if dropout is None else dropout(weights)
+        parts.append(jnp.einsum("bkgst,bktd->bkgsd", weights, value[:, :, keys]))
+    out = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-def _plain(
-    query: Float[Array, "B K G S D"],
-    key: Float[Array, "B K T D"],
-    value: Float[Array, "B K T D"],
-    mask: Bool[Array, "b S T"],
-    softcap: float | None,
-    dropout: Callable[[Array], Array] | None,
-) -> Float[Array, "B K G S D"]:
-    scores = product32("bkgsd,bktd->bkgst", query, key) * query.shape[-1] ** -0.5
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask[:, None, None], scores, MASKED)
-    probabilities = checkpoint_name(jax.nn.softmax(scores, axis=-1).astype(value.dtype), "attention_weights")
-    if dropout is not None:
-        probabilities = dropout(probabilities)
-    return jnp.einsum("bkgst,bktd->bkgsd", probabilities, value)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _softmax(scores: Float[Array, "*N T"], dtype: Any) -> Float[Array, "*N T"]:
+    """The probabilities, computed in float32; the backward pass has no more of them than these."""
+    return jax.nn.softmax(scores, axis=-1).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _by_hand(
-    query: Float[Array, "B K G S D"],
-    key: Float[Array, "B K T D"],
-    value: Float[Array, "B K T D"],
-    mask: Bool[Array, "b S T"],
-    in_blocks: bool = False,
-) -> Float[Array, "B K G S D"]:
-    """The same without dropout and cap, with a gradient by hand.
-
-    It keeps one [S, T] array, the probabilities, where autodiff keeps more; without a gradient nothing is kept.
-    `in_blocks`, for which no query may see a later key, spares CPUs up to half of the work, and of what is kept; and a
-    pass over the [S, T] arrays, as it divides the [S, D] ones by the sums of the exponentials.
-    """
-    block = max(_LEAST[query.shape[3] >= _LONG], query.shape[3] // _MOST_BLOCKS)
-    parts = _forward_parts(query, key, value, mask, block if in_blocks else None)
-    return jnp.concatenate([out for out, _, _ in parts], axis=3)
+def _softmax_forward(scores: Array, dtype: Any) -> tuple[Array, Array]:
+    weights = checkpoint_name(_softmax(scores, dtype), "attention_weights")
+    return weights, weights
 
 
-def _forward_parts(
-    query: Array, key: Array, value: Array, mask: Array, block: int | None
-) -> list[tuple[Array, Array, Array | None]]:
-    """For each block of queries its values, its weights for the keys, and what these sum up to [B, K, G, S, 1].
-
-    All at once, the weights are probabilities and there is no such sum.
-    """
-    parts = []
-    for queries, keys in _blocks(query.shape[3], key.shape[2], block):
-        scores = _products("bkgsd,bktd->bkgst", query[:, :, :, queries], key[:, :, keys])
-        seen = mask[:, None, None, queries, keys]
-        scores = jnp.where(seen, scores * query.shape[-1] ** -0.5, MASKED)
-        weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        sums = jnp.sum(weights, axis=-1, keepdims=True)
-        weights = (weights / sums if block is None else weights).astype(value.dtype)
-        out = _products("bkgst,bktd->bkgsd", weights, value[:, :, keys])
-        out = (out if block is None else out / sums).astype(value.dtype)
-        parts.append((out, weights, None if block is None else sums))
-    return parts
+def _softmax_backward(dtype: Any, weights: Array, gradient: Array) -> tuple[Array]:
+    products = weights.astype(jnp.float32) * gradient.astype(jnp.float32)
+    return (products - weights.astype(jnp.float32) * jnp.sum(products, axis=-1, keepdims=True),)
 
 
-def _blocks(queries: int, keys: int, block: int | None) -> list[tuple[slice, slice]]:
-    """Queries with the keys they may see: all at once, or a block at a time with the keys up to its last."""
-    if block is None:
-        return [(slice(0, queries), slice(0, keys))]
-    ends = [min(start + block, queries) for start in range(0, queries, block)]
-    return [(slice(start, end), slice(0, end)) for start, end in zip([0, *ends], ends)]
-
-
-def _trained(length: int, in_blocks: bool) -> int | None:
-    return max(_LEAST[0], -(-length // _MOST_TRAINED)) if in_blocks else None
-
-
-def _forward(query: Array, key: Array, value: Array, mask: Array, in_blocks: bool) -> tuple[Array, tuple[Any, ...]]:
-    parts = _forward_parts(query, key, value, mask, _trained(query.shape[3], in_blocks))
-    out = jnp.concatenate([out for out, _, _ in parts], axis=3)
-    return out, (query, key, value, out, [checkpoint_name(kept, "attention_weights") for _, *kept in parts])
-
-
-def _backward(in_blocks: bool, kept: tuple[Any, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, out, parts = kept
-    d_query, d_key, d_value = [], [], []
-    blocks = _blocks(query.shape[3], key.shape[2], _trained(query.shape[3], in_blocks))
-    for (queries, keys), (weights, sums) in zip(blocks, parts, strict=True):
-        d_out = gradient[:, :, :, queries]
-        if sums is not None:
-            d_out = (d_out.astype(jnp.float32) / sums).astype(gradient.dtype)
-        # A softmax's gradient needs each row's mean of that of its probabilities, which is the row's out . gradient.
-        products = d_out.astype(jnp.float32) * out[:, :, :, queries].astype(jnp.float32)
-        means = jnp.sum(products, axis=-1, keepdims=True)
-        d_weights = _products("bkgsd,bktd->bkgst", d_out, value[:, :, keys])
-        d_scores = (weights * (d_weights - means) * query.shape[-1] ** -0.5).astype(query.dtype)
-        d_query.append(_products("bkgst,bktd->bkgsd", d_scores, key[:, :, keys]))
-        d_key.append(_products("bkgst,bkgsd->bktd", d_scores, query[:, :, :, queries]))
-        d_value.append(_products("bkgst,bkgsd->bktd", weights, d_out))
-    d_asked = jnp.concatenate(d_query, axis=3)
-    return d_asked.astype(query.dtype), _sum(d_key).astype(key.dtype), _sum(d_value).astype(value.dtype), None
-
-
-def _sum(parts: list[Array]) -> Array:
-    """Of arrays [B, K, t, D] of the first t keys; the last has all."""
-    *firsts, total = parts
-    for part in firsts:
-        total += jnp.pad(part, [(0, 0), (0, 0), (0, total.shape[2] - part.shape[2]), (0, 0)])
-    return total
-
-
-_by_hand.defvjp(_forward, _backward)
-
-
-def _products(equation: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+_softmax.defvjp(_softmax_forward, _softmax_backward)

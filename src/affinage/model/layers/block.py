@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
 from affinage.model.layer import Cost, Layer, LayerContext, Result, Shape, expect_sequence, register_layer, sequence_of
 from affinage.model.layers.attention import AttentionSettings, Prepared
+from affinage.model.layers.dense import FfnSettings
 from affinage.model.layers.dropout import drop
-from affinage.model.layers.ffn import FfnSettings
 from affinage.model.layers.moe import MoeSettings
 from affinage.model.layers.norm import NormSettings
 from affinage.model.parameter import PyTree
@@ -75,33 +74,25 @@ class TransformerBlock(Layer):
 
     @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
-        x = checkpoint_name(inputs[0], "block_input")
-        constrain = context.config.constrain
-        before = self._norm(params, "attention_norm", x) if self.placement != "post" else x
+        pin, post = context.config.constrain, self.placement == "post"
         # Where the table splits the residual stream further than what goes through the matrices (Korthikanti et al.,
-        # 2022), the parts are gathered here and each half's sum is scattered.
-        before = constrain(before, ("batch", "sequence", "width"))
+        # 2022), the parts are gathered before each half and its sum is scattered.
+        gathered, scattered = ("batch", "sequence", "width"), ("batch", "residual", "width")
+        x = checkpoint_name(inputs[0], "block_input")
+        before = pin(x if post else self.norm.apply(params["attention_norm"], x), gathered)
         attended, cache = self.attention.apply(params["attention"], before, context, self.norm.eps)
-        attended = constrain(attended, ("batch", "residual", "width"))
-        attended = checkpoint_name(context.narrowed(x) + drop(attended, self.dropout, context, site=2), "residual")
-        if self.placement == "pre":
-            before = self._norm(params, "ffn_norm", attended)
-        elif self.placement == "post":
-            before = attended = self._norm(params, "attention_norm", attended)
-        else:
+        attended = drop(pin(attended, scattered), self.dropout, context, site=2)
+        x = checkpoint_name(context.narrowed(x) + attended, "residual")
+        if post:
+            x = self.norm.apply(params["attention_norm"], x)
+        if self.placement == "parallel":
             before = context.narrowed(before)
-        if self.placement != "parallel":
-            before = constrain(before, ("batch", "sequence", "width"))
-        fed = self.ffn.apply(params["ffn"], before, context)
-        products = fed if isinstance(fed, Result) else Result(fed)
-        y = constrain(products.value, ("batch", "residual", "width"))
-        y = attended + drop(y, self.dropout, context, site=3)
-        if self.placement == "post":
-            y = self._norm(params, "ffn_norm", y)
-        return Result(constrain(y, ("batch", "residual", "width")), cache, products.losses, products.metrics)
-
-    def _norm(self, params: PyTree, name: str, x: Array) -> Array:
-        return self.norm.apply(params[name], x)
+        else:
+            before = pin(x if post else self.norm.apply(params["ffn_norm"], x), gathered)
+        fed = Result.of(self.ffn.apply(params["ffn"], before, context))
+        y = x + drop(pin(fed.value, scattered), self.dropout, context, site=3)
+        y = self.norm.apply(params["ffn_norm"], y) if post else y
+        return Result(pin(y, scattered), cache, fed.losses, fed.metrics)
 
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:

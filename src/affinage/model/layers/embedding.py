@@ -1,6 +1,7 @@
-"""From token ids to vectors, and learned positions."""
+"""From token ids to vectors, learned positions, and from vectors to logits."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -10,6 +11,7 @@ from typing_extensions import override
 from affinage.errors import UserError
 from affinage.model.layer import (
     TOKENS,
+    Cost,
     Layer,
     LayerContext,
     Shape,
@@ -18,7 +20,12 @@ from affinage.model.layer import (
     register_layer,
     sequence_of,
 )
+from affinage.model.layers.dense import dense_flops
 from affinage.model.parameter import ParamSpec, PyTree
+from affinage.model.products import Logits
+
+if TYPE_CHECKING:
+    from affinage.model.graph import Node
 
 
 @register_layer("embedding")
@@ -76,9 +83,8 @@ class LearnedPositions(Layer):
     @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
         (x,) = inputs
-        if (
-            x.shape[1] > self.length and "prefix_segment_ids" not in context.batch
-        ):  # a row of several sequences may be longer
+        # A row of several sequences may be longer.
+        if x.shape[1] > self.length and "prefix_segment_ids" not in context.batch:
             raise UserError(
                 f"rows of {x.shape[1]} tokens are longer than the {self.length} positions that were learned",
                 fix="Shorten the context, or give learned_positions a larger length.",
@@ -90,6 +96,63 @@ class LearnedPositions(Layer):
 def positions_of(context: LayerContext, batch: int, length: int) -> Array:
     """Index of every token within its document [B, S] int32, counted from 0 along the row where the batch has none."""
     positions = context.batch.get("positions")
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    return positions
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
+
+
+@register_layer("unembed")
+class Unembed(Layer):
+    """A logit for every token id, by its own kernel or, tied, by the embedding's (Press and Wolf, 2017)."""
+
+    joins = by_token = narrows = True
+
+    tied: bool | str = False
+    """The name of the embedding node; true: the only one there is."""
+    vocab: int | None = Field(default=None, ge=2)
+    """Number of token ids; default: the embedding's."""
+    softcap: float | None = Field(default=None, gt=0)
+    """Logits are bounded to ± this by a tanh."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the first kernel."""
+
+    @override
+    def bind(self, nodes: Mapping[str, "Node"]) -> Self:
+        sizes = {name: node.layer.vocab for name, node in nodes.items() if isinstance(node.layer, Embedding)}
+        source = self.tied if isinstance(self.tied, str) else next(iter(sizes), "")
+        if isinstance(self.tied, str):
+            if source not in sizes:
+                raise ValueError(f"tied: `{source}` is not an embedding node")
+        elif (self.tied or self.vocab is None) and len(sizes) != 1:
+            key = "tied" if self.tied else "vocab"
+            raise ValueError(f"{key} must be given where the graph has {len(sizes)} embedding nodes")
+        if not self.tied:
+            return self.model_copy(update={"vocab": self.vocab or sizes[source]})
+        if self.vocab not in (None, sizes[source]):
+            raise ValueError(f"vocab {self.vocab} differs from the {sizes[source]} of `{source}` it is tied to")
+        return self.model_copy(update={"tied": source, "vocab": sizes[source]})
+
+    @property
+    @override
+    def shares(self) -> str | None:
+        return self.tied if isinstance(self.tied, str) else None
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        expect_sequence(inputs[0])
+        return sequence_of(self.vocab or 0)
+
+    @override
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
+        if self.shares:
+            return {}
+        return {"kernel": ParamSpec((self.vocab or 0, inputs[0].width), ("vocab", "embed"), std=self.init_std)}
+
+    @override
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Logits:
+        kernel = context.shared["embedding"] if context.shared is not None else params["kernel"]
+        hidden = context.config.constrain(context.narrowed(inputs[0]), ("batch", "sequence", "width"))
+        return Logits(hidden, kernel.astype(context.config.compute_dtype), self.softcap)
+
+    @override
+    def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
+        batch, length = inputs[0].bind(sizes)[:2]
+        return Cost(matmul=dense_flops(inputs[0].width, self.vocab or 0, batch * length))

@@ -1,4 +1,4 @@
-"""The training objective of language models: cross-entropy, whole or a chunk of tokens at a time."""
+"""The objectives of language models: the next token's cross-entropy, and pairs of better and worse answers (DPO)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,13 +11,14 @@ from pydantic import Field
 from typing_extensions import override
 
 from affinage.model.apply_config import ApplyConfig, Layout
-from affinage.model.layer import TOKENS, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
+from affinage.model.layer import BATCH, TOKENS, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
 from affinage.model.parameter import PyTree
 from affinage.model.products import Logits, cap, multiply_out
 
 WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 on a device ...
 CHUNK_TOKENS = 8192  # ... and beyond it for this many tokens of a device at a time
 LOGITS = ("batch", "sequence", "vocab")
+REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
 _LANES = 128  # a vocabulary's size is rounded up to a multiple of it
 
 
@@ -51,7 +52,11 @@ def cross_entropy(
 
 
 def _forward(logits: Array, targets: Array, weights: Array, objective: Objective) -> tuple[Sums, tuple[Array, ...]]:
-    largest, log_z = _largest_and_log_z(logits) if not objective.on_cpu else _in_two_passes(logits)
+    if objective.on_cpu:
+        largest = jnp.max(logits, axis=-1)
+        log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
+    else:
+        largest, log_z = _largest_and_log_z(logits)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     losses = plain = log_z - chosen
     if objective.label_smoothing:
@@ -61,11 +66,6 @@ def _forward(logits: Array, targets: Array, weights: Array, objective: Objective
         losses += objective.z_loss * jnp.square(log_z)
     sums = (jnp.sum(values * weights) for values in (losses, plain, chosen >= largest))
     return Sums(*sums), (logits, targets, weights, log_z)
-
-
-def _in_two_passes(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
-    largest = jnp.max(logits, axis=-1)
-    return largest, largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
 
 
 def _largest_and_log_z(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
@@ -80,18 +80,18 @@ def _largest_and_log_z(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"]
     return largest, largest + jnp.log(total)
 
 
-def _backward(objective: Objective, kept: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
-    logits, targets, weights, log_z = kept
+def _backward(objective: Objective, saved: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
+    logits, targets, weights, log_z = saved
     scale = (gradient.objective * weights)[..., None]
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     probabilities = jnp.exp(logits - log_z[..., None])
     if objective.z_loss:
         probabilities *= (1.0 + 2.0 * objective.z_loss * log_z)[..., None]
-    wanted = (1.0 - objective.label_smoothing) * (targets[..., None] == column)
+    desired = (1.0 - objective.label_smoothing) * (targets[..., None] == column)
     if objective.label_smoothing:
         number = objective.vocabulary or logits.shape[-1]
-        wanted += jnp.where(column < number, objective.label_smoothing / number, 0.0)
-    d_logits = (probabilities - wanted) * scale
+        desired += jnp.where(column < number, objective.label_smoothing / number, 0.0)
+    d_logits = (probabilities - desired) * scale
     # XLA:CPU would compute the exponentials once for each of the two products that follow.
     return jax.lax.optimization_barrier(d_logits) if objective.on_cpu else d_logits, None, None
 
@@ -153,9 +153,9 @@ def _chunked_forward(
 
 
 def _chunked_backward(
-    objective: Objective, chunk: int, layout: Layout, kept: tuple[Array, Array], gradient: Sums
+    objective: Objective, chunk: int, layout: Layout, saved: tuple[Array, Array], gradient: Sums
 ) -> tuple[Array, Array, None, None]:
-    d_hidden, d_kernel = (part * gradient.objective.astype(part.dtype) for part in kept)
+    d_hidden, d_kernel = (part * gradient.objective.astype(part.dtype) for part in saved)
     return d_hidden, d_kernel, None, None
 
 
@@ -177,16 +177,6 @@ def chunks(chunk: int, *arrays: Array) -> tuple[Array, ...]:
     return tuple(split(array) for array in arrays)
 
 
-def positions_at_once(setting: int | str, rows: int, length: int, vocabulary: int, layout: Layout) -> int:
-    """Positions of all rows whose logits exist at once, of a `chunk` in tokens of a device; 0: all of them."""
-    tokens: int = CHUNK_TOKENS if isinstance(setting, str) else setting
-    if isinstance(setting, str) and rows * length * vocabulary * 4 <= WHOLE_BYTES * layout.parts(*LOGITS):
-        return 0
-    rows_here = -(-rows // layout.parts("batch"))
-    positions = max(1, tokens // rows_here)
-    return positions if tokens > 0 and positions < length else 0
-
-
 def padded(kernel: Float[Array, "V D"], config: ApplyConfig) -> tuple[Float[Array, "W D"], int | None]:
     """The kernel with zeros up to a number of rows that matrix units like, and where these begin; None: nowhere."""
     missing = -len(kernel) % _LANES
@@ -206,45 +196,53 @@ def next_tokens(tokens: Int[Array, "B S"], batch: Mapping[str, Array]) -> tuple[
     return targets, weights.at[:, -1].set(0.0)
 
 
-def whole_row_targets(
-    tokens: Int[Array, "B S"], batch: Mapping[str, Array], config: ApplyConfig
-) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
-    """`next_tokens` of whole rows: where sequences are split, a target may lie on the next device."""
-    targets, weights = (config.constrain(array, ("batch", None)) for array in next_tokens(tokens, batch))
-    return targets, weights
+class _OfLogits(Layer):
+    takes = ("logits", "tokens")
+    chunk: int | Literal["auto"] = "auto"
+    """Tokens of a device whose logits exist at once; 0: all; auto: all up to 1 GiB of logits, else 8192."""
 
+    def _check(self, inputs: tuple[Shape, ...]) -> None:
+        logits, tokens = inputs
+        if tokens != TOKENS:
+            raise ShapeMismatch(f"expected token ids [B, S] int as second input, got {tokens}")
+        if len(logits.dims) != 3:
+            raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
 
-def expect_logits_and_tokens(inputs: tuple[Shape, ...]) -> None:
-    """Raise ShapeMismatch unless the inputs are logits [B, S, V] and token ids [B, S]."""
-    logits, tokens = inputs
-    if tokens != TOKENS:
-        raise ShapeMismatch(f"expected token ids [B, S] int as second input, got {tokens}")
-    if len(logits.dims) != 3:
-        raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
+    def _targets(self, tokens: Array, context: LayerContext) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
+        """Targets and weights of whole rows: where sequences are split, a target may lie on the next device."""
+        targets, weights = next_tokens(tokens, context.batch)
+        pin = context.config.constrain
+        return pin(targets, ("batch", None)), pin(weights, ("batch", None))
+
+    def _chunk(self, targets: Array, vocabulary: int, layout: Layout) -> int:
+        """Positions of all rows whose logits exist at once; 0: all of them."""
+        rows, length = targets.shape
+        tokens = CHUNK_TOKENS if isinstance(self.chunk, str) else self.chunk
+        if self.chunk == "auto" and rows * length * vocabulary * 4 <= WHOLE_BYTES * layout.parts(*LOGITS):
+            return 0
+        positions = max(1, tokens // -(-rows // layout.parts("batch")))
+        return positions if tokens > 0 and positions < length else 0
 
 
 @register_layer("next_token_loss")
-class NextTokenLoss(Layer):
+class NextTokenLoss(_OfLogits):
     """Cross-entropy of the next token in nats, summed over the counted targets."""
 
-    takes = ("logits", "tokens")
     is_loss = True
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared log-denominator of the softmax; PaLM has 1e-4."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of a target spread over the vocabulary."""
-    chunk: int | Literal["auto"] = "auto"
-    """Tokens of a device whose logits exist at once; 0: all; auto: all up to 1 GiB of logits, else 8192."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        expect_logits_and_tokens(inputs)
+        self._check(inputs)
         return Shape(())
 
     @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
         logits, tokens = inputs
-        targets, weights = whole_row_targets(tokens, context.batch, context.config)
+        targets, weights = self._targets(tokens, context)
         count = jnp.sum(weights)
         sums = self._sums(logits, targets, weights, context.config)
         plain, correct = jax.lax.stop_gradient((sums.cross_entropy, sums.correct))
@@ -252,17 +250,140 @@ class NextTokenLoss(Layer):
         return Result(Loss(sums.objective, count), metrics=metrics)
 
     def _sums(self, logits: Any, targets: Array, weights: Array, config: ApplyConfig) -> Sums:
-        on_cpu = config.platform == "cpu"
+        objective = Objective(self.z_loss, self.label_smoothing, on_cpu=config.platform == "cpu")
         if not isinstance(logits, Logits):
-            objective = Objective(self.z_loss, self.label_smoothing, on_cpu=on_cpu)
             return cross_entropy(logits.astype(jnp.float32), targets, weights, objective)
         hidden, softcap = logits.hidden, logits.softcap
         kernel, vocabulary = padded(logits.kernel, config)
-        objective = Objective(self.z_loss, self.label_smoothing, softcap, vocabulary, on_cpu)
-        rows, length = targets.shape
-        chunk = positions_at_once(self.chunk, rows, length, len(kernel), config.layout)
-        if chunk:
+        objective = objective._replace(softcap=softcap, vocabulary=vocabulary)
+        if chunk := self._chunk(targets, len(kernel), config.layout):
             return chunked_cross_entropy(hidden, kernel, targets, weights, objective, chunk, config.layout)
         if config.flattens:
             hidden, targets, weights = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)
         return cross_entropy(multiply_out(hidden, kernel, softcap, vocabulary), targets, weights, objective)
+
+
+# ---- preference pairs ----
+
+
+@register_layer("document_log_probabilities")
+class DocumentLogProbabilities(_OfLogits):
+    """For each of the first documents of a row, sums over its counted targets: log-probability, number, mean logit.
+
+    [B, documents, 3] float32; documents that are not there have zeros. Targets count as in `next_token_loss`. The mean
+    is over the vocabulary and has no gradient.
+    """
+
+    documents: int = Field(ge=1)
+    """Of a row at most; a batch says by `segment_ids` where each lies."""
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        self._check(inputs)
+        return Shape((BATCH, self.documents, 3))
+
+    @override
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B N 3"]:
+        logits, tokens = inputs
+        targets, weights = self._targets(tokens, context)
+        if isinstance(logits, Logits):
+            chunk = self._chunk(targets, len(logits.kernel), context.config.layout)
+            found, means = _readings(logits, targets, chunk, context.config)
+        else:
+            whole = logits.astype(jnp.float32)
+            found = jnp.take_along_axis(jax.nn.log_softmax(whole, axis=-1), targets[..., None], axis=-1)[..., 0]
+            means = jnp.mean(jax.lax.stop_gradient(whole), axis=-1)
+        segments = context.batch.get("segment_ids")
+        ids = jnp.zeros_like(tokens) if segments is None else segments - segments[:, :1]
+        belongs = ids[..., None] == jnp.arange(self.documents, dtype=ids.dtype)[None, None]
+        summed = jnp.stack([found * weights, weights, means * weights], axis=-1)
+        return jnp.einsum("bsk,bsn->bnk", summed, belongs.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def _readings(
+    logits: Logits, targets: Int[Array, "B S"], chunk: int, config: ApplyConfig
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+    """The log-probability of every target, and the mean of the logits there (which has no gradient).
+
+    `chunk` positions have their logits at once (0: all); the backward pass makes them again instead of keeping them,
+    so that [B, S, V] is never stored. Where nothing caps the logits, their mean is that of the kernel's rows times the
+    hidden vector, and no logit is read for it.
+    """
+    fixed, softcap, number = jax.lax.stop_gradient, logits.softcap, len(logits.kernel)
+    kernel, vocabulary = padded(logits.kernel, config)
+    row = None if softcap is not None else jnp.sum(fixed(kernel).astype(jnp.float32), axis=0) / number
+
+    @jax.checkpoint
+    def one(h: Array, t: Array) -> tuple[Array, Array]:
+        values = multiply_out(h, kernel, softcap, vocabulary)
+        found = jnp.take_along_axis(values, t[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(values, axis=-1)
+        if row is None:
+            return found, jnp.mean(fixed(values[..., :number]), axis=-1)
+        return found, jnp.dot(fixed(h).astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
+
+    batch, length = targets.shape
+    if not chunk:
+        return one(logits.hidden, targets)
+    found = jax.lax.map(lambda part: one(*part), chunks(chunk, logits.hidden, targets))
+    log_probabilities, means = (jnp.moveaxis(parts, 0, 1).reshape(batch, -1)[:, :length] for parts in found)
+    return log_probabilities, means
+
+
+@register_layer("preference_loss")
+class PreferenceLoss(Layer):
+    """The loss of direct preference optimization, summed over pairs; document 2k of a row is chosen, 2k + 1 rejected.
+
+    With d = (log p(chosen) - log p(rejected)) - (the same of the reference), `sigmoid` is -log sigmoid(beta d)
+    (Rafailov et al., 2023, equation 7), with label smoothing e (1 - e) of it and e of -log sigmoid(-beta d) (Mitchell,
+    2023); `ipo` is (d - 1 / (2 beta))^2 with log-probabilities that are means over tokens (Azar et al., 2023).
+    The metrics are TRL's. The batch brings `reference_log_probabilities` [B, documents].
+    """
+
+    takes = ("log_probabilities",)
+    is_loss = True
+    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    """DPO's own, or IPO's square."""
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the model is held to the reference; TRL's default."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs whose labels may be the wrong way round."""
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        dims = inputs[0].dims
+        if len(dims) != 3 or dims[2] != 3 or not isinstance(dims[1], int) or dims[1] % 2:
+            raise ShapeMismatch(f"expected log-probabilities [B, an even number of documents, 3], got {inputs[0]}")
+        return Shape(())
+
+    @override
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
+        policy, counts, logits = (inputs[0][..., index] for index in range(3))
+        change = policy - context.batch[REFERENCE].astype(jnp.float32)
+        there = (counts[:, 0::2] > 0) & (counts[:, 1::2] > 0)
+        if self.form == "ipo":
+            losses = jnp.square(_margin(change / jnp.maximum(counts, 1.0)) - 1.0 / (2.0 * self.beta))
+        else:
+            scaled, e = self.beta * _margin(change), self.label_smoothing
+            losses = -(1.0 - e) * jax.nn.log_sigmoid(scaled) - e * jax.nn.log_sigmoid(-scaled)
+        rewards, log_probs, logits = jax.lax.stop_gradient((self.beta * change, policy, logits))
+        values = {
+            "rewards/chosen": rewards[:, 0::2],
+            "rewards/rejected": rewards[:, 1::2],
+            "rewards/accuracies": (_margin(rewards) > 0).astype(jnp.float32),
+            "rewards/margins": _margin(rewards),
+            "logps/chosen": log_probs[:, 0::2],
+            "logps/rejected": log_probs[:, 1::2],
+        }
+
+        def total(values: Float[Array, "B N/2"]) -> Float[Array, ""]:
+            return jnp.sum(jnp.where(there, values, 0.0))
+
+        pairs = jnp.sum(there.astype(jnp.float32))
+        metrics = {name: (total(each), pairs) for name, each in values.items()}
+        for side, name in enumerate(("logits/chosen", "logits/rejected")):  # means over tokens, not over answers
+            metrics[name] = (total(logits[:, side::2]), total(counts[:, side::2]))
+        return Result(Loss(total(losses), pairs), metrics=metrics)
+
+
+def _margin(values: Float[Array, "B N"]) -> Float[Array, "B N/2"]:
+    return values[:, 0::2] - values[:, 1::2]

@@ -2,35 +2,42 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
 from affinage.model.apply_config import Layout
 from affinage.model.layer import LayerContext, Result
-from affinage.model.layers.dense import dense_flops
-from affinage.model.layers.ffn import GATED, PLAIN, Activation, FfnSettings
+from affinage.model.layers.dense import GATED, Activation, FfnSettings, activate, dense_flops
 from affinage.model.layers.losses import next_tokens
-from affinage.model.layers.routing import (
-    Routing,
-    Slots,
-    at_owners,
-    expert_load,
-    from_slots,
-    load_balance,
-    route,
-    router_z,
-    slots_by_capacity,
-    slots_by_sorting,
-    to_slots,
-)
 from affinage.model.lora import LORA_A, LORA_B
 from affinage.model.parameter import ParamSpec, PyTree
+
+Pair = tuple[Array, Array]  # sum, count
+
+
+class Routing(NamedTuple):
+    """The router's decision for every token."""
+
+    logits: Float[Array, "B S E"]
+    probabilities: Float[Array, "B S E"]
+    experts: Int[Array, "B S K"]  # the most probable first
+    gates: Float[Array, "B S K"]  # what each expert's answer is multiplied by
+
+
+class Slots(NamedTuple):
+    """Where every choice of a token lies in its row's buffer of M slots, and the way back.
+
+    Choice k of token t has the number t * K + k. S * K stands for an empty slot, M for a choice without one.
+    """
+
+    of_choice: Int[Array, "B S K"]
+    choice_in: Int[Array, "B M"]
 
 
 class MoeSettings(Settings):
@@ -47,9 +54,9 @@ class MoeSettings(Settings):
     activation: Activation = "swiglu"
     """Of each expert."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """In training (a config with a key) an expert takes at most this many times its even share of a row's choices, the
-    first ones; later tokens go without it. null: dropless, as everything else than training always is. Buffers of equal
-    size make a capacity the faster one on CPUs."""
+    """In training an expert takes at most this many times its even share of a row's choices, the first ones; later
+    tokens go without it. null: dropless, as everything else than training always is. Buffers of equal size make a
+    capacity the faster one on CPUs."""
     shared_experts: int = Field(default=0, ge=0)
     """Further experts that every token passes through (DeepSeekMoE)."""
     normalise_gates: bool = True
@@ -58,7 +65,7 @@ class MoeSettings(Settings):
     """Of the loss that is 1 where all experts have equal shares; Switch's value. Added up over the layers."""
     balance_over: Literal["row", "batch"] = "row"
     """Within what the shares are to be equal. row: every sequence, which does not depend on how a batch is cut into
-    micro-batches; batch: the micro-batch, as in Switch, which leaves experts freer to specialise."""
+    micro-batches; batch: the micro-batch, as in Switch, which leaves experts freer to specialize."""
     z_loss_weight: float = Field(default=0.001, ge=0)
     """Of the squared log-denominator of the router; ST-MoE's value."""
 
@@ -76,30 +83,35 @@ class MoeSettings(Settings):
     @property
     def shared(self) -> FfnSettings | None:
         """The shared experts, side by side in one wider layer, which is the same function."""
-        if not self.shared_experts:
-            return None
-        return FfnSettings(kind=self.activation, width=self.shared_experts * self.width)
+        number = self.shared_experts
+        return FfnSettings(kind=self.activation, width=number * self.width) if number else None
 
     def parameters(self, width: int, std: float) -> PyTree:
         """Router [D, E], kernels [E, D, F] and [E, F, D], and those of the shared experts."""
-        shape, axes = (self.experts, width, self.width), ("experts", "embed", "ffn")
-        inward = {"kernel": ParamSpec(shape, axes, std=std, used=self.top_k, inputs=(1,))}
-        shape, axes = (self.experts, self.width, width), ("experts", "ffn", "embed")
+
+        def kernel(shape: tuple[int, int], axes: tuple[str, str], *, residual: bool = False) -> PyTree:
+            shapes, names = (self.experts, *shape), ("experts", *axes)
+            return {"kernel": ParamSpec(shapes, names, std=std, residual=residual, used=self.top_k, inputs=(1,))}
+
+        inward = kernel((width, self.width), ("embed", "ffn"))
         tree: PyTree = {
             "router": {"kernel": ParamSpec((width, self.experts), ("embed", None), std=std)},
             "up": inward,
-            "down": {"kernel": ParamSpec(shape, axes, std=std, residual=True, used=self.top_k, inputs=(1,))},
+            "down": kernel((self.width, width), ("ffn", "embed"), residual=True),
         }
         if self.activation in GATED:
             tree["gate"] = inward
-        if self.shared:
-            tree["shared"] = self.shared.parameters(width, std)
-        return tree
+        return tree | ({"shared": self.shared.parameters(width, std)} if self.shared else {})
 
     def apply(self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The experts' answers weighted by their gates, with the losses and metrics of the router."""
-        routing = route(params["router"], x, self.top_k, normalise=self.normalise_gates)
-        capacity = self._capacity(x.shape[1], context)
+        routing = self._route(params["router"], x)
+        capacity = None
+        if self.capacity_factor is not None and context.key is not None:
+            capacity = self.capacity(x.shape[1])
+        elif context.config.platform == "cpu":
+            # XLA:CPU multiplies groups of any size by every expert, at a tenth of the speed of equal groups.
+            capacity = x.shape[1]
         if capacity is None:
             chosen, taken = self._sorted(params, x, routing, context), jnp.ones(routing.gates.shape, bool)
         else:
@@ -112,12 +124,15 @@ class MoeSettings(Settings):
         losses, metrics = self._by_products(routing, taken, context)
         return Result(y, losses=losses, metrics=metrics)
 
-    def _capacity(self, length: int, context: LayerContext) -> int | None:
-        """Slots of an expert in a row; None: sorted into groups of any size."""
-        if self.capacity_factor is not None and context.key is not None:
-            return self.capacity(length)
-        # XLA:CPU multiplies groups of any size by every expert, at a tenth of the speed of equal groups.
-        return length if context.config.platform == "cpu" else None
+    def _route(self, params: PyTree, x: Float[Array, "B S D"]) -> Routing:
+        """The most probable experts of each token, all in float32 (Fedus et al., 2022, section 2.4)."""
+        kernel = params["kernel"].astype(jnp.float32)
+        logits = jnp.dot(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        gates, experts = jax.lax.top_k(probabilities, self.top_k)
+        if self.normalise_gates:
+            gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+        return Routing(logits, probabilities, experts, gates)
 
     def capacity(self, length: int) -> int:
         """Slots of an expert in a row of this many tokens; as many as tokens where nothing is dropped."""
@@ -138,11 +153,10 @@ class MoeSettings(Settings):
         def times(values: Array, matrices: Array) -> Array:
             return jnp.einsum("becd,edf->becf", values, matrices.astype(x.dtype))
 
-        def product(name: str, values: Array) -> Array:
-            return _with_adapter(values, params[name], times)
+        def hidden_axes(hidden: Array) -> Array:
+            return layout.constrain(hidden, ("expert_rows", "experts", None, "ffn"))
 
-        hidden = layout.constrain(self._activate(buffers, product), ("expert_rows", "experts", None, "ffn"))
-        answers = layout.resplit(product("down", hidden), of_experts, of_rows)
+        answers = layout.resplit(self._experts(params, buffers, times, hidden_axes), of_experts, of_rows)
         return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
 
     def _sorted(
@@ -151,26 +165,17 @@ class MoeSettings(Settings):
         """With tokens sorted by expert (MegaBlocks: Gale et al., 2022): each device sorts those that it has."""
         layout = context.config.layout if context.config.layout.may_map else Layout()
 
-        def local(x: Array, experts: Array, kernels: dict[str, dict[str, Array]]) -> Array:
+        def local(x: Array, experts: Array, kernels: PyTree) -> Array:
             def answer(tokens: Array, sizes: Array) -> Array:
-                def times(values: Array, matrices: Array) -> Array:
-                    return jax.lax.ragged_dot(values, matrices, sizes)
-
-                def product(name: str, values: Array) -> Array:
-                    return _with_adapter(values, kernels[name], times)
-
-                return product("down", self._activate(tokens, product))
+                return self._experts(kernels, tokens, lambda values, w: jax.lax.ragged_dot(values, w, sizes))
 
             slots, sizes = slots_by_sorting(experts.reshape(1, -1, self.top_k), self.experts)
             tokens = to_slots(x.reshape(1, -1, x.shape[2]), slots)[0]
             answers = at_owners(tokens, sizes, answer, layout.mesh_axes("experts"), layout.parts("experts"))
             return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
 
-        kernels = {
-            name: {part: matrices.astype(x.dtype) for part, matrices in params[name].items()}
-            for name in ("up", "gate", "down")
-            if name in params
-        }
+        names = [name for name in ("up", "gate", "down") if name in params]
+        kernels = jax.tree.map(lambda matrices: matrices.astype(x.dtype), {name: params[name] for name in names})
         rows = ("batch", "sequence", None)
         of_kernels = {name: dict.fromkeys(parts, ("experts", None, None)) for name, parts in kernels.items()}
         over = ("batch", "sequence", "experts")
@@ -178,24 +183,39 @@ class MoeSettings(Settings):
         chosen: Array = split(x, routing.experts, kernels)
         return chosen
 
-    def _activate(self, values: Array, product: Callable[[str, Array], Array]) -> Array:
+    def _experts(
+        self,
+        params: PyTree,
+        values: Array,
+        times: Callable[[Array, Array], Array],
+        pin: Callable[[Array], Array] = lambda hidden: hidden,
+    ) -> Array:
+        """Every expert's answers to the values that lie with it, by `times`, which multiplies by each one's matrix."""
+
+        def product(name: str, values: Array) -> Array:
+            own = params[name]
+            y = times(values, own["kernel"])
+            return y + times(times(values, own[LORA_A]), own[LORA_B]) if LORA_A in own else y
+
         up = checkpoint_name(product("up", values), "ffn_up")
-        if self.activation in GATED:
-            gate = checkpoint_name(product("gate", values), "ffn_gate")
-            return checkpoint_name(GATED[self.activation](gate) * up, "ffn_hidden")
-        return checkpoint_name(PLAIN[self.activation](up), "ffn_hidden")
+        gate = checkpoint_name(product("gate", values), "ffn_gate") if self.activation in GATED else None
+        return product("down", pin(activate(self.activation, up, gate)))
 
     def _by_products(
         self, routing: Routing, taken: Array, context: LayerContext
-    ) -> tuple[dict[str, tuple[Array, Array]], dict[str, tuple[Array, Array]]]:
+    ) -> tuple[dict[str, Pair], dict[str, Pair]]:
         """Losses and metrics over the positions whose prediction counts."""
         weights = jnp.ones(taken.shape[:2], jnp.float32)
         if "tokens" in context.batch:
             _, weights = next_tokens(context.batch["tokens"], context.batch)
         weights = context.narrowed(weights)
-        load = expert_load(routing, weights)
-        balance, z = load_balance(load, self.balance_over), router_z(routing, weights)
-        count, fullest = jnp.sum(weights), jnp.max(jnp.sum(load.choices, axis=0)) * self.experts / self.top_k
+        chosen = jnp.sum(jax.nn.one_hot(routing.experts, self.experts), axis=2)
+        choices, probability = (jnp.sum(weights[..., None] * v, axis=1) for v in (chosen, routing.probabilities))
+        positions, count = jnp.sum(weights, axis=1), jnp.sum(weights)
+        balance = self._load_balance(choices, probability, positions)
+        # The mean squared log-denominator of the router's softmax (ST-MoE: Zoph et al., 2022, equation 5).
+        z = jnp.sum(weights * jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))) / jnp.maximum(count, 1.0)
+        fullest = jnp.max(jnp.sum(choices, axis=0)) * self.experts / self.top_k
         metrics = {
             "load_balance": (balance * count, count),
             "router_z": (z * count, count),
@@ -208,6 +228,20 @@ class MoeSettings(Settings):
         }
         return losses, jax.lax.stop_gradient(metrics)
 
+    def _load_balance(
+        self, choices: Float[Array, "B E"], probability: Float[Array, "B E"], positions: Float[Array, "B"]
+    ) -> Float[Array, ""]:
+        """E times the sum over experts of (share of the choices) x (mean probability): 1 where every share is 1 / E.
+
+        Switch Transformers (Fedus et al., 2022), equations 4 to 6; with several choices a token as in ST-MoE (Zoph et
+        al., 2022). Rows are weighted by their positions.
+        """
+        total = jnp.maximum(jnp.sum(positions), 1.0)
+        if self.balance_over == "batch":
+            choices, probability, positions = (jnp.sum(a, axis=0)[None] for a in (choices, probability, positions))
+        products = jnp.sum(choices * probability, axis=1) / jnp.maximum(positions, 1.0)
+        return self.experts * jnp.sum(products) / (self.top_k * total)
+
     def flops(self, width: int, rows: int, length: int) -> int:
         """Router, experts and shared experts; the slots of a capacity whether filled or not, as they are computed."""
         choices = self.top_k * length if self.capacity_factor is None else self.experts * self.capacity(length)
@@ -217,7 +251,96 @@ class MoeSettings(Settings):
         return router + experts + (self.shared.flops(width, rows, length) if self.shared else 0)
 
 
-def _with_adapter(values: Array, parts: PyTree, times: Callable[[Array, Array], Array]) -> Array:
-    """The experts' products, and what their adapters add to them."""
-    y = times(values, parts["kernel"])
-    return y + times(times(values, parts[LORA_A]), parts[LORA_B]) if LORA_A in parts else y
+# ---- moves of tokens to their experts' slots and back ----
+
+
+def slots_by_capacity(experts: Int[Array, "B S K"], number: int, capacity: int) -> Slots:
+    """Each of `number` experts takes the first `capacity` choices of a row that fall on it, the others get no slot.
+
+    In order of the tokens, so that what a token gets depends on nothing after it and on no other row: padding at the
+    end displaces nobody, and neither a mesh nor micro-batches change the result.
+    """
+    rows, length, top_k = experts.shape
+    flat = experts.reshape(rows, length * top_k)
+    mine = jax.nn.one_hot(flat, number, dtype=jnp.int32)
+    place = jnp.sum((jnp.cumsum(mine, axis=1) - 1) * mine, axis=-1)
+    slots = jnp.where(place < capacity, flat * capacity + place, number * capacity)
+    empty = jnp.full((rows, number * capacity), length * top_k)
+    numbers = jnp.broadcast_to(jnp.arange(length * top_k)[None], slots.shape)
+    choice_in = empty.at[jnp.arange(rows)[:, None], slots].set(numbers, mode="drop", unique_indices=True)
+    return Slots(slots.reshape(experts.shape), choice_in)
+
+
+def slots_by_sorting(experts: Int[Array, "1 N K"], number: int) -> tuple[Slots, Int[Array, "E"]]:
+    """A slot for every choice, those of the first expert first, and how many each of `number` experts has."""
+    flat = experts.reshape(-1)
+    choice_in = jnp.argsort(flat, stable=True)
+    sizes = jnp.sum(jax.nn.one_hot(flat, number, dtype=jnp.int32), axis=0)
+    return Slots(jnp.argsort(choice_in).reshape(experts.shape), choice_in[None]), sizes
+
+
+def at_owners(
+    tokens: Float[Array, "N D"],
+    sizes: Int[Array, "E"],
+    answer: Callable[[Array, Array], Array],
+    mesh_axes: tuple[str, ...],
+    owners: int,
+) -> Float[Array, "N D"]:
+    """`answer(tokens, sizes)` of tokens sorted by expert, where the experts lie on `owners` devices along a mesh axis.
+
+    Nothing is dropped, so a buffer for each owner holds all of a device's tokens in case they all go there. Two
+    all-to-alls: there and back.
+    """
+    if owners == 1:
+        return answer(tokens, sizes)
+    number, width = tokens.shape
+    of_owner = sizes.reshape(owners, -1)
+    ends = jnp.cumsum(jnp.sum(of_owner, axis=1))
+    starts = ends - jnp.sum(of_owner, axis=1)
+    place = jnp.arange(number)
+    index = starts[:, None] + place[None]
+    sent = jnp.take(tokens, jnp.where(index < ends[:, None], index, number), axis=0, mode="fill", fill_value=0)
+    got, got_sizes = (jax.lax.all_to_all(a, mesh_axes, 0, 0) for a in (sent, of_owner))
+
+    # Every sender's tokens are sorted by expert, with nothing behind them; here they become one row sorted by expert.
+    borders = jnp.cumsum(got_sizes, axis=1)
+    expert = jnp.sum(place[None, :, None] >= borders[:, None, :], axis=-1)  # the number of experts: nothing
+    slots, sizes_here = slots_by_sorting(expert.reshape(1, -1, 1), of_owner.shape[1] + 1)
+    answers = answer(to_slots(got.reshape(1, -1, width), slots)[0], sizes_here[:-1])
+    answers = from_slots(answers[None], slots).reshape(owners, number, width)
+    answers = jnp.where((expert < of_owner.shape[1])[..., None], answers, jnp.zeros((), answers.dtype))
+
+    back = jax.lax.all_to_all(answers, mesh_axes, 0, 0)
+    owner = jnp.sum(place[:, None] >= ends[None, :], axis=-1)
+    return back[owner, place - starts[owner]]
+
+
+def _rows_at(x: Float[Array, "B N D"], index: Int[Array, "B ..."]) -> Float[Array, "B ... D"]:
+    flat = index.reshape(index.shape[0], -1, 1)
+    return jnp.take_along_axis(x, flat, axis=1, mode="fill", fill_value=0).reshape(*index.shape, x.shape[-1])
+
+
+# Both moves are one-to-one, so each one's gradient is a gather by the other's index. JAX would scatter instead, which
+# is slow on CPUs and, on GPUs, adds in another order every time.
+@jax.custom_vjp
+def to_slots(x: Float[Array, "B S D"], slots: Slots) -> Float[Array, "B M D"]:
+    """Every choice's token in the choice's slot; zeros in empty ones."""
+    return _rows_at(x, slots.choice_in // slots.of_choice.shape[2])
+
+
+@jax.custom_vjp
+def from_slots(y: Float[Array, "B M D"], slots: Slots) -> Float[Array, "B S K D"]:
+    """What lies in the slot of every choice; zeros for those without one."""
+    return _rows_at(y, slots.of_choice)
+
+
+def _from_slots_backward(slots: Slots, gradient: Any) -> tuple[Array, None]:
+    rows, length, top_k, width = gradient.shape
+    return _rows_at(gradient.reshape(rows, length * top_k, width), slots.choice_in), None
+
+
+to_slots.defvjp(
+    lambda x, slots: (to_slots(x, slots), slots),
+    lambda slots, gradient: (jnp.sum(_rows_at(gradient, slots.of_choice), axis=2), None),
+)
+from_slots.defvjp(lambda y, slots: (from_slots(y, slots), slots), _from_slots_backward)

@@ -1,4 +1,4 @@
-"""Normalisations, computed in float32."""
+"""Normalizations, computed in float32."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -14,44 +14,42 @@ from affinage.model.layer import Layer, LayerContext, Shape, register_layer
 from affinage.model.parameter import ParamSpec, PyTree
 from affinage.registry import Registry, one_of
 
+Normalization = Callable[[PyTree, Array, float], Array]  # of the last axis, with a scale, maybe an offset, and eps
+
 
 def rms(params: PyTree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
-    """Root mean square normalisation (Zhang and Sennrich, 2019)."""
+    """Root mean square normalization (Zhang and Sennrich, 2019)."""
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (y * _along_last(params["scale"], x)).astype(x.dtype)
 
 
-def layer(params: PyTree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
-    """Layer normalisation (Ba, Kiros and Hinton, 2016)."""
+def layer_norm(params: PyTree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
+    """Layer normalization (Ba, Kiros and Hinton, 2016)."""
     x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + eps)
     y = y * _along_last(params["scale"], x)
-    if "bias" in params:
-        y = y + _along_last(params["bias"], x)
-    return y.astype(x.dtype)
+    return (y + _along_last(params["bias"], x) if "bias" in params else y).astype(x.dtype)
 
 
 def _along_last(vector: Float[Array, "D"], x: Float[Array, "*N D"]) -> Float[Array, "*n D"]:
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
-Normalisation = Callable[[PyTree, Array, float], Array]  # of the last axis, with a scale, on request an offset, and eps
-NORMS: Registry[Normalisation] = Registry("norm", {"rms": rms, "layer": layer})
+NORMS: Registry[Normalization] = Registry("norm", {"rms": rms, "layer": layer_norm})
 WITH_OFFSET = {"layer"}  # those that `bias` applies to
 
 
-def norm(name: str, *, offset: bool = False) -> Callable[[Normalisation], Normalisation]:
+def norm(name: str, *, offset: bool = False) -> Callable[[Normalization], Normalization]:
     """Registers a function as the norm's `kind: name`; with `offset` it is given a bias beside the scale."""
-
     if offset:
         WITH_OFFSET.add(name)
     return NORMS.register(name)
 
 
 class NormSettings(Settings):
-    """Which normalisation stands inside a block."""
+    """Which normalization stands inside a block."""
 
     kind: Annotated[str, one_of(NORMS)] = "rms"
     """Rms, layer, or one of a plug-in."""
@@ -72,15 +70,18 @@ class NormSettings(Settings):
         return NORMS[self.kind](params, x, self.eps)
 
 
-class _NormNode(Layer):
+@register_layer("rms_norm")
+class RmsNorm(Layer):
+    """Root mean square normalization over the last axis."""
+
     joins = by_token = True
 
     eps: float = Field(default=1e-6, gt=0)
     """Added to the mean square or variance."""
 
     def settings(self) -> NormSettings:
-        """The same normalisation as it would stand inside a block."""
-        raise NotImplementedError
+        """The same normalization as it would stand inside a block."""
+        return NormSettings(kind="rms", eps=self.eps)
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -95,18 +96,9 @@ class _NormNode(Layer):
         return self.settings().apply(params, inputs[0])
 
 
-@register_layer("rms_norm")
-class RmsNorm(_NormNode):
-    """Root mean square normalisation over the last axis."""
-
-    @override
-    def settings(self) -> NormSettings:
-        return NormSettings(kind="rms", eps=self.eps)
-
-
 @register_layer("layer_norm")
-class LayerNorm(_NormNode):
-    """Layer normalisation over the last axis."""
+class LayerNorm(RmsNorm):
+    """Layer normalization over the last axis."""
 
     bias: bool = True
     """With an offset."""

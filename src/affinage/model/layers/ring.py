@@ -13,25 +13,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.model.apply_config import Layout
+from affinage.model.products import Keys, Queries, Segments
 
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 
-Softmax = tuple[Array, Array, Array]  # largest score so far, sum of exponentials, weighted values; float32
 Held = tuple[Array, Array, Array]  # keys [B, K, S, D], values, and the segments [B, S] of their tokens
-
-_Met = tuple[Array, tuple[Array, ...], Held]  # gradients of the queries, of the keys and values held, and these
 
 
 def ring_attention(
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B S K D"],
-    value: Float[Array, "B S K D"],
-    segment_ids: Int[Array, "B S"] | None,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segment_ids: Segments,
     layout: Layout,
     *,
     window: int | None,
     softcap: float | None,
-) -> Float[Array, "B S H D"]:
+) -> Queries:
     """Causal attention within documents, the same numbers as over whole rows up to rounding.
 
     Each device's queries meet every other device's keys once, in one step each; steps that a window puts out of reach
@@ -40,7 +38,8 @@ def ring_attention(
     """
     parts = layout.parts("sequence")
     length = layout.whole(query.shape[1], "sequence") // parts
-    ring = _Ring(layout.mesh_axes("sequence"), parts, steps_of(parts, length, window), window, softcap)
+    steps = parts if window is None else min(parts, 1 + math.ceil((window - 1) / length))
+    ring = _Ring(layout.mesh_axes("sequence"), parts, steps, window, softcap)
 
     def local(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
         rows, _, heads, width = query.shape
@@ -50,16 +49,10 @@ def ring_attention(
 
     if segment_ids is None:
         segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
-    of_queries = ("batch", "sequence", "heads", "head_dim")
-    of_keys = ("batch", "sequence", "kv_heads", "head_dim")
+    of_queries, of_keys = (("batch", "sequence", heads, "head_dim") for heads in ("heads", "kv_heads"))
     split = layout.mapped(local, (of_queries, of_keys, of_keys, ("batch", "sequence")), of_queries, over=("sequence",))
     attended: Array = split(query, key, value, segment_ids)
     return attended
-
-
-def steps_of(parts: int, length: int, window: int | None) -> int:
-    """How many of the `parts` of a row, each of `length` tokens, a device's queries meet."""
-    return parts if window is None else min(parts, 1 + math.ceil((window - 1) / length))
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,10 @@ class _Ring:
         scores = _products("bkgsd,bktd->bkgst", query, key) * query.shape[-1] ** -0.5
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
-        here, length = jax.lax.axis_index(self.axes), key.shape[2]
+        here, position = jax.lax.axis_index(self.axes), jnp.arange(key.shape[2])
         # Parts that the queries lie behind the keys; negative: before them.
         apart = jnp.where(here >= distance, distance, distance - self.parts)
-        position = jnp.arange(length)
-        behind = position[:, None] - position[None, :] + apart * length
+        behind = position[:, None] - position[None, :] + apart * key.shape[2]
         visible = (behind >= 0) if self.window is None else (behind >= 0) & (behind < self.window)
         return scores, (visible[None] & (segments[:, :, None] == key_segments[:, None, :]))[:, None, None]
 
@@ -104,17 +96,16 @@ def _attended(
 
 
 def _forward(query: Array, key: Array, value: Array, segments: Array, ring: _Ring) -> tuple[Array, tuple[Array, ...]]:
-    def meet(softmax: Softmax, held: Held, distance: Array | int) -> Softmax:
+    def meet(softmax: tuple[Array, ...], held: Held, distance: Array | int) -> tuple[Array, ...]:
+        largest, total, weighted = softmax  # largest score so far, sum of exponentials, weighted values; float32
         scores, visible = ring.scores(query, held, segments, distance)
         scores = jnp.where(visible, scores, MASKED)
-        largest, total, weighted = softmax
         new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-        exponentials = jnp.exp(scores - new)
-        shrink = jnp.exp(largest - new)
+        exponentials, shrink = jnp.exp(scores - new), jnp.exp(largest - new)
         values = _products("bkgst,bktd->bkgsd", exponentials.astype(value.dtype), held[1])
         return new, total * shrink + jnp.sum(exponentials, axis=-1, keepdims=True), weighted * shrink + values
 
-    def turn(carry: tuple[Softmax, Held], distance: Array) -> tuple[tuple[Softmax, Held], None]:
+    def turn(carry: tuple[Any, Held], distance: Array) -> tuple[tuple[Any, Held], None]:
         softmax, held = carry
         following = ring.passed_on(held)  # does not wait for these to be met
         return (meet(softmax, held, distance), following), None
@@ -128,41 +119,38 @@ def _forward(query: Array, key: Array, value: Array, segments: Array, ring: _Rin
     return out, (query, key, value, segments, out, (largest + jnp.log(total))[..., 0])
 
 
-def _backward(ring: _Ring, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, segments, out, of_all = kept
+def _backward(ring: _Ring, saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, segments, out, log_sums = saved
     # The softmax's gradient needs each row's mean of the probabilities' gradients, which is out . gradient.
     means = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
 
-    def against(held: Held, distance: Array | int) -> tuple[Array, Array, Array]:
+    def meet(d_query: Array, d_held: tuple[Array, ...], held: Held, distance: Array | int) -> tuple[Any, ...]:
         scores, visible = ring.scores(query, held, segments, distance)
-        probabilities = jnp.where(visible, jnp.exp(scores - of_all[..., None]), 0.0)
+        probabilities = jnp.where(visible, jnp.exp(scores - log_sums[..., None]), 0.0)
         d_scores = probabilities * (_products("bkgsd,bktd->bkgst", gradient, held[1]) - means)
         if ring.softcap is not None:
             d_scores = d_scores * (1 - jnp.square(scores / ring.softcap))
         d_scores = (d_scores * query.shape[-1] ** -0.5).astype(query.dtype)
-        d_key = _products("bkgst,bkgsd->bktd", d_scores, query)
-        d_value = _products("bkgst,bkgsd->bktd", probabilities.astype(gradient.dtype), gradient)
-        return _products("bkgst,bktd->bkgsd", d_scores, held[0]), d_key.astype(key.dtype), d_value.astype(value.dtype)
+        d_key = d_held[0] + _products("bkgst,bkgsd->bktd", d_scores, query).astype(key.dtype)
+        d_value = d_held[1] + _products("bkgst,bkgsd->bktd", probabilities.astype(gradient.dtype), gradient).astype(
+            value.dtype
+        )
+        return d_query + _products("bkgst,bktd->bkgsd", d_scores, held[0]), (d_key, d_value)
 
-    def met(d_query: Array, d_held: tuple[Array, ...], held: Held, distance: Array | int) -> _Met:
-        more, *d_own = against(held, distance)
-        before = ring.passed_on(d_held)  # of the same keys, from those that have met them; waits for nothing here
-        return d_query + more, tuple(d + own for d, own in zip(before, d_own, strict=True)), held
-
-    def turn(carry: _Met, distance: Array) -> tuple[_Met, None]:
-        d_query, d_held, held = met(*carry, distance)
+    def turn(carry: tuple[Any, ...], distance: Array) -> tuple[tuple[Any, ...], None]:
+        d_query, d_held, held = carry
+        # The gradients come from those that have met these keys; the keys of the next turn do not wait for this one.
+        d_query, d_held = meet(d_query, ring.passed_on(d_held), held, distance)
         return (d_query, d_held, ring.passed_on(held)), None
 
     held = (key, value, segments)
-    d_query, *d_own = against(held, 0)
-    d_held = tuple(d_own)
+    d_query, d_held = meet(jnp.zeros_like(query, jnp.float32), (jnp.zeros_like(key), jnp.zeros_like(value)), held, 0)
     if ring.steps > 1:
-        begun = (d_query, d_held, ring.passed_on(held))
-        carry, _ = jax.lax.scan(turn, begun, jnp.arange(1, ring.steps - 1))
-        d_query, d_held, _ = met(*carry, ring.steps - 1)
+        carry, _ = jax.lax.scan(turn, (d_query, d_held, ring.passed_on(held)), jnp.arange(1, ring.steps - 1))
+        d_query, d_held, held = carry
+        d_query, d_held = meet(d_query, ring.passed_on(d_held), held, ring.steps - 1)
         d_held = ring.passed_on(d_held, 1 - ring.steps)  # home again
-    d_key, d_value = d_held
-    return d_query.astype(query.dtype), d_key, d_value, None
+    return d_query.astype(query.dtype), *d_held, None
 
 
 _attended.defvjp(_forward, _backward)

@@ -13,6 +13,8 @@ from pydantic import Field
 
 from affinage.config.settings import Settings
 
+Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]
+
 
 class RopeScaling(Settings):
     """How a model trained on short rows turns in longer ones."""
@@ -33,8 +35,8 @@ class RopeScaling(Settings):
         if self.kind == "linear":
             return frequencies / self.factor
         waves = self.original_context * frequencies / (2 * jnp.pi)  # in the original context
-        kept = jnp.clip((waves - self.low_frequency) / (self.high_frequency - self.low_frequency), 0.0, 1.0)
-        return frequencies * (kept + (1.0 - kept) / self.factor)
+        unscaled = jnp.clip((waves - self.low_frequency) / (self.high_frequency - self.low_frequency), 0.0, 1.0)
+        return frequencies * (unscaled + (1.0 - unscaled) / self.factor)
 
 
 class RopeSettings(Settings):
@@ -47,32 +49,21 @@ class RopeSettings(Settings):
     scaling: RopeScaling | None = None
     """For rows longer than those of the first training."""
 
-    def turned(self, head_dim: int) -> int:
-        """How many elements of a head are turned: an even number."""
-        return 2 * int(head_dim * self.fraction / 2)
+    def tables(self, positions: Int[Array, "B S"], head_dim: int, *, stored: bool = False) -> Tables:
+        """Cosines and sines [B, S, turned / 2] in float32 of the angles at these positions.
 
-
-Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]
-
-
-def rotary_tables(
-    settings: RopeSettings, positions: Int[Array, "B S"], head_dim: int, *, stored: bool = False
-) -> Tables:
-    """Cosines and sines [B, S, turned / 2] in float32 of the angles at these positions.
-
-    `stored` has them computed once: XLA:CPU would otherwise fuse them into every rotation, where they are most of the
-    arithmetic, for every head and layer.
-    """
-    turned = settings.turned(head_dim)
-    frequencies = settings.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
-    if settings.scaling:
-        frequencies = settings.scaling.scaled(frequencies)
-    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if stored:  # a product is never fused into what uses it, as a barrier does not prevent; with 0 and 1 it is exact
+        `stored` has them computed once: XLA:CPU would otherwise fuse them into every rotation, where they are most of
+        the arithmetic, for every head and layer.
+        """
+        turned = 2 * int(head_dim * self.fraction / 2)
+        frequencies = self.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
+        if self.scaling:
+            frequencies = self.scaling.scaled(frequencies)
+        angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        # A product is never fused into what uses it, as a barrier does not prevent; with 0 and 1 it is exact.
         same = jnp.eye(turned // 2)
-        cos, sin = cos @ same, sin @ same
-    return cos, sin
+        return (cos @ same, sin @ same) if stored else (cos, sin)
 
 
 def rotate(x: Float[Array, "B S H D"], tables: Tables) -> Float[Array, "B S H D"]:
@@ -89,13 +80,7 @@ def _turn(x: Float[Array, "B S H e"], cos: Float[Array, "B S 1 d"], sin: Float[A
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _turn(x, cos, sin), (cos, sin)
-
-
-def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
-    cos, sin = kept
-    return _turn(gradient, cos, -sin), None, None  # back by the same angle
-
-
-_turn.defvjp(_forward, _backward)
+_turn.defvjp(  # the gradient is turned back by the same angle
+    lambda x, cos, sin: (_turn(x, cos, sin), (cos, sin)),
+    lambda tables, gradient: (_turn(gradient, tables[0], -tables[1]), None, None),
+)

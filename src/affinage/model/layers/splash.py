@@ -6,24 +6,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from affinage.model.apply_config import Layout
+from affinage.model.products import Keys, Queries, Segments
 
 LANES = 128  # the kernel's smallest block: rows are filled up to a multiple of it
 _BLOCKS = (512, 256, 128)  # of queries and of keys, the largest that divides a row; 512 is what MaxText trains with
 
 
 def splash_attention(
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B S K D"],
-    value: Float[Array, "B S K D"],
-    segment_ids: Int[Array, "B S"] | None,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segment_ids: Segments,
     *,
     window: int | None,
     softcap: float | None,
     interpret: bool = False,
-) -> Float[Array, "B S H D"]:
+) -> Queries:
     """Causal attention within segments, with the kernel's own backward pass; softmax in float32.
 
     Rows are filled up behind their tokens, where causality hides it. `interpret` computes the kernel's results on any
@@ -33,37 +34,30 @@ def splash_attention(
     whole = -(-length // LANES) * LANES
     fill = ((0, 0), (0, whole - length), (0, 0), (0, 0))
     query, key, value = (jnp.pad(array, fill) for array in (query, key, value))
-    ids = None if segment_ids is None else (jnp.pad(segment_ids, fill[:2]),) * 2
-    kernel = _kernel(heads, whole, window=window, softcap=softcap, interpret=interpret)
-    return _run(kernel, query, key, value, ids)[:, :length]
+    ids = () if segment_ids is None else (jnp.pad(segment_ids, fill[:2]),) * 2
+    return _run(_kernel(heads, whole, window, softcap, interpret), query, key, value, *ids)[:, :length]
 
 
 def splash_on_parts(
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B S K D"],
-    value: Float[Array, "B S K D"],
-    segment_ids: Int[Array, "B S"] | None,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segment_ids: Segments,
     layout: Layout,
     *,
     window: int | None,
     softcap: float | None,
     interpret: bool = False,
-) -> Float[Array, "B S H D"]:
+) -> Queries:
     """Splash where the tokens of a row lie on several devices: each has its queries, and gathers all keys.
 
     For the backward pass a device keeps its own keys and gathers the others again: those of whole rows, of every layer,
     would be as many times more as there are devices.
     """
-    kernel = _kernel(
-        query.shape[2],
-        layout.whole(query.shape[1], "sequence"),
-        window=window,
-        softcap=softcap,
-        head_shards=layout.parts("heads"),
-        sequence_shards=layout.parts("sequence"),
-        interpret=interpret,
-    )
-    of_query, of_key = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
+    shards: dict[str, Any] = {"head_shards": layout.parts("heads"), "q_seq_shards": layout.parts("sequence")}
+    length = layout.whole(query.shape[1], "sequence")
+    kernel = _kernel(query.shape[2], length, window, softcap, interpret, **shards)
+    of_query, of_key = (("batch", "sequence", heads, "head_dim") for heads in ("heads", "kv_heads"))
     of_segments = () if segment_ids is None else (("batch", "sequence"), ("batch", "keys"))
     segments = () if segment_ids is None else (segment_ids, layout.resplit(segment_ids, *of_segments))
 
@@ -71,9 +65,12 @@ def splash_on_parts(
     def run(kernel: Any, query: Array, key: Array, value: Array, *segments: Array) -> Array:
         over = layout.mesh_axes("sequence")
         keys, values = (jax.lax.all_gather(array, over, axis=1, tiled=True) for array in (key, value))
-        return _run(kernel, query, keys, values, (segments[0], segments[1]) if segments else None)
+        return _run(kernel, query, keys, values, *segments)
 
-    of_kernel = _axes_of(kernel)
+    axes_of = {"q_sequence": ("sequence",), "partial_mask_blocks": (None, None, None)}
+    of_kernel = jax.tree_util.tree_map_with_path(
+        lambda path, _: axes_of.get(path[-1].name, ("heads", "sequence", None)), kernel
+    )
     kernel = jax.tree.map(lambda array, axes: layout.resplit(array, (None,) * array.ndim, axes), kernel, of_kernel)
     inputs = (of_kernel, of_query, of_key, of_key, *of_segments)
     return layout.mapped(run, inputs, of_query)(kernel, query, key, value, *segments)
@@ -84,16 +81,7 @@ def queries_are_split(length: int, parts: int) -> bool:
     return parts > 1 and length % (parts * LANES) == 0
 
 
-def _kernel(
-    heads: int,
-    length: int,
-    *,
-    window: int | None,
-    softcap: float | None,
-    head_shards: int = 1,
-    sequence_shards: int = 1,
-    interpret: bool = False,
-) -> Any:
+def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool, **shards: Any) -> Any:
     """The kernel for rows of `length` tokens, a pytree of arrays that say which blocks to visit.
 
     Its results and the log-sum-exp of its scores are named `attended` for policies of `jax.checkpoint`.
@@ -101,39 +89,24 @@ def _kernel(
     # Pallas for TPUs takes a second to import.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    size = next(size for size in _BLOCKS if length // sequence_shards % size == 0)
+    size = next(size for size in _BLOCKS if length // shards.get("q_seq_shards", 1) % size == 0)
     return splash.make_splash_mha(
         splash.MultiHeadMask([_causal_mask(length, window)] * heads),
-        block_sizes=splash.BlockSizes(size, size, size, size, size, size, size, size),
+        block_sizes=splash.BlockSizes(*(size,) * 8),
         attn_logits_soft_cap=softcap,
-        head_shards=head_shards,
-        q_seq_shards=sequence_shards,
         residual_checkpoint_name="attended",
         interpret=interpret,
+        **({"head_shards": 1, "q_seq_shards": 1} | shards),
     )
 
 
-def _axes_of(kernel: Any) -> Any:
-    """The logical axes of a kernel's arrays, in a tree like itself."""
-    known = {"q_sequence": ("sequence",), "partial_mask_blocks": (None, None, None)}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: known.get(path[-1].name, ("heads", "sequence", None)), kernel
-    )
-
-
-def _run(
-    kernel: Any,
-    query: Float[Array, "B S H D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    segments: tuple[Int[Array, "B S"], Int[Array, "B T"]] | None,
-) -> Float[Array, "B S H D"]:
+def _run(kernel: Any, query: Queries, key: Keys, value: Keys, *segments: Array) -> Queries:
     """A kernel's results for the queries and all keys of rows; `segments` of both."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     scaled = (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
     by_head = (jnp.swapaxes(array, 1, 2) for array in (scaled, key, value))
-    out = jax.vmap(kernel)(*by_head, *([] if segments is None else [splash.SegmentIds(*segments)]))
+    out = jax.vmap(kernel)(*by_head, *([splash.SegmentIds(*segments)] if segments else []))
     return jnp.swapaxes(out, 1, 2).astype(value.dtype)
 
 
@@ -152,12 +125,10 @@ def _causal_mask(length: int, window: int | None) -> Any:
         def __getitem__(self, idx: tuple[slice, slice]) -> Any:
             queries, keys = (part.indices(length) for part in idx)
             nearest, furthest = queries[0] - (keys[1] - 1), queries[1] - 1 - keys[0]  # tokens a key is before a query
-            shape = (queries[1] - queries[0], keys[1] - keys[0])
-            if furthest < 0 or nearest > reach:
-                return _uniform(shape, False)
-            if nearest >= 0 and furthest <= reach:
-                return _uniform(shape, True)
-            return super().__getitem__(idx)
+            hidden, visible = furthest < 0 or nearest > reach, nearest >= 0 and furthest <= reach
+            if not hidden and not visible:
+                return super().__getitem__(idx)
+            return _uniform((queries[1] - queries[0], keys[1] - keys[0]), visible)
 
     mask.__class__ = Banded
     return mask
