@@ -21,7 +21,7 @@ from twins import Size, graph_of
 
 from affinage.config.load import load_recipe
 from affinage.model import ApplyConfig, abstract_params, apply, parse
-from affinage.model.analysis import analyse, parameters
+from affinage.model.analysis import analyze, parameters
 from affinage.planning.estimate import activations
 
 LIMIT = 2.0  # seconds
@@ -34,7 +34,7 @@ def analysis(recipe: str) -> tuple[float, int]:
     loaded = load_recipe(recipe)
     graph = parse(loaded.recipe.model, loaded.locate)
     count = parameters(graph).total
-    analyse(graph, 1, SEQ_LEN)
+    analyze(graph, 1, SEQ_LEN)
     for policy in ("none", "dots", "block", "full"):
         activations(graph, 1, SEQ_LEN, policy)
     return time.process_time() - start, count

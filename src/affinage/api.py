@@ -117,11 +117,11 @@ def run(
     """
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.plan import check
-    from affinage.pipeline.runner import PipelineRunner, Runs
+    from affinage.pipeline.runner import PipelineRunner
 
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
-    runner = PipelineRunner(loaded, Runs(Path(runs)), build_steps(loaded, write_report), until=wanted)
+    runner = PipelineRunner(loaded, Path(runs), build_steps(loaded, write_report), until=wanted)
     with Processes.current.all_at_work():
         check(loaded, runner.plan())
     runner.run(_Lines(on_metrics or (lambda row: None)))

@@ -11,7 +11,7 @@ import pytest
 
 import tiny_graphs
 from affinage.model import ApplyConfig, abstract_params, apply, init_cache, parse
-from affinage.model.analysis import analyse, cache_bytes, parameters
+from affinage.model.analysis import analyze, cache_bytes, parameters
 from affinage.model.products import Logits
 
 GRAPHS = {
@@ -78,7 +78,7 @@ def program(graph, until=None, *, gradient=False):
 def test_operations_of_every_node_and_of_a_training_step_are_what_xla_counts(name):
     # A vocabulary that accelerators need not fill up: what is filled up is no operation of the model.
     graph = parse(json.loads(json.dumps(GRAPHS[name]).replace('"vocab": 97', '"vocab": 128')))
-    analysis = analyse(graph, ROWS, CONTEXT)
+    analysis = analyze(graph, ROWS, CONTEXT)
     for node in graph.nodes:
         needed = graph.needed_for(node.name)
         expected = sum(one.flops_all_pairs for one in analysis.nodes if one.name in needed)

@@ -54,7 +54,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize(("length", "settings"), [(7, {}), (602, {"in_blocks": True}), (7, {"softcap": 2.0})], ids=str)
-def test_plain_products_and_their_gradient_by_hand_are_the_formula(length, settings):
+def test_plain_products_and_their_gradient_are_the_formula(length, settings):
     segments = jnp.repeat(jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]), length // 7, axis=1)
     arrays = heads(2, length=length)
     expected = value_and_gradient(partial(plain, segments=segments, softcap=settings.get("softcap")), *arrays)
@@ -148,7 +148,7 @@ def test_auto_takes_what_can(change, wanted):
     ],
     ids=str,
 )
-def test_a_named_one_refuses_what_it_cannot_honour(name, change, what):
+def test_a_named_one_refuses_what_it_cannot_honor(name, change, what):
     with pytest.raises(UserError, match=what) as refused:
         choose(name, dataclasses.replace(WORK, **change))
     assert "xla" in refused.value.fix

@@ -11,7 +11,7 @@ import pytest
 import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, parse
-from affinage.model.analysis import analyse
+from affinage.model.analysis import analyze
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "byol"))
 
@@ -57,7 +57,7 @@ def test_the_target_has_no_gradient_and_no_operations_of_a_backward_pass():
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["encoder"]["conv_0"]["kernel"]))
     apart = jax.grad(lambda params: values_of(PARAMS, params)["loss"].sum)(AVERAGE)
     assert set(apart) == set(PARAMS) and np.isfinite(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(apart)))
-    (target,) = (node for node in analyse(GRAPH, 4, 1).nodes if node.name == "target")
+    (target,) = (node for node in analyze(GRAPH, 4, 1).nodes if node.name == "target")
     assert target.flops > 0 and target.training_flops == target.flops
 
 

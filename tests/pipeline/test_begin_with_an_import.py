@@ -15,7 +15,7 @@ from affinage.hub.export import export
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat, open_model
-from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.runner import PipelineRunner
 from tiny_models import CONTEXT, tiny_llama
 
 _STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
@@ -83,7 +83,7 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
 
 def requests(recipe: Path, runs: Path) -> dict[str, str]:
     loaded = load_recipe(recipe, [*PRETRAIN, POCKET])
-    return {step.name: step.request.key for step in PipelineRunner(loaded, Runs(runs), build_steps(loaded)).plan()}
+    return {step.name: step.request.key for step in PipelineRunner(loaded, runs, build_steps(loaded)).plan()}
 
 
 def test_other_weights_make_other_results(imported, tmp_path):

@@ -9,7 +9,7 @@ from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.lineage import table_beside
-from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.runner import PipelineRunner
 from choice_task import write_items, write_task
 
 RECIPE = """\
@@ -80,7 +80,7 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
 
     def runner():
         loaded = load(*asked)
-        return PipelineRunner(loaded, Runs(tmp_path / "runs"), build_steps(loaded), until=["decontaminate"])
+        return PipelineRunner(loaded, tmp_path / "runs", build_steps(loaded), until=["decontaminate"])
 
     runner().run(Quiet())
     folder = tmp_path / "runs" / "small" / "decontaminate"

@@ -20,7 +20,7 @@ from affinage.model.layers.dense import GATED
 from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import load_trained
-from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.runner import PipelineRunner
 from affinage.pipeline.steps_train import with_vocabulary
 from affinage.plugins import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning_rate, make_optimizer
@@ -51,10 +51,7 @@ def check(loaded, name: str) -> None:
 
 def keys(folder: Path) -> dict[str, str]:
     loaded = load_recipe(folder / "my_recipe.yaml", ["export={}"])
-    return {
-        step.name: step.request.key
-        for step in PipelineRunner(loaded, Runs(folder / "runs"), build_steps(loaded)).plan()
-    }
+    return {step.name: step.request.key for step in PipelineRunner(loaded, folder / "runs", build_steps(loaded)).plan()}
 
 
 def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
@@ -138,7 +135,7 @@ def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(writt
 
 def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
     monkeypatch.chdir(written)
-    runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Runs(Path("runs")), build_steps(loaded))
+    runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Path("runs"), build_steps(loaded))
     assert dict(places(runner, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
     Path("with_my_nodes").mkdir()
     assert dict(places(runner, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
@@ -150,10 +147,10 @@ sys.path.insert(0, "site")
 from pathlib import Path
 from affinage.config.load import load_recipe
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.runner import PipelineRunner
 for settings in (["export={}", "plugins=[]"], ["model.nodes.mixed=null", "plugins=[]", "export={}"]):
     loaded = load_recipe(sys.argv[1], settings)
-    plan = PipelineRunner(loaded, Runs(Path("runs")), build_steps(loaded)).plan()
+    plan = PipelineRunner(loaded, Path("runs"), build_steps(loaded)).plan()
     print(json.dumps({step.name: step.request.key for step in plan}))
 """
 

@@ -14,7 +14,7 @@ from quiet import Quiet
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.runner import PipelineRunner
 from affinage.pipeline.step import Step, StepContext
 
 # A road of two stages: what the first makes is the same for all names, and the second is each recipe's own.
@@ -52,7 +52,7 @@ def _made(context: StepContext) -> dict:
 def runner(name: str, held_in: str = "", force: tuple[str, ...] = ()) -> PipelineRunner:
     os.environ["HELD_IN"] = held_in
     road = [Step("shared", shared, {}), Step("own", own, {"name": name}, ("shared",))]
-    return PipelineRunner(load_recipe("r.yaml", [f"name={name}"]), Runs(Path("runs")), road, force=force)
+    return PipelineRunner(load_recipe("r.yaml", [f"name={name}"]), Path("runs"), road, force=force)
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from quiet import Quiet
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.plan import plan
-from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.runner import PipelineRunner
 from affinage.pipeline.step import Step, StepContext
 from affinage.results import read_json
 
@@ -70,7 +69,7 @@ def toy(settings: dict | None = None) -> list[Step]:
 
 def toy_run(load, tmp_path, road: list[Step], **options) -> tuple[dict[str, str], list[str]]:
     """({stage: reason} before, stages that ran)."""
-    runner = PipelineRunner(load(), Runs(tmp_path / "runs"), road, **options)
+    runner = PipelineRunner(load(), tmp_path / "runs", road, **options)
     reasons = {step.name: step.reason for step in runner.plan()}
     return reasons, [step.name for step in runner.run(Quiet())]
 
@@ -147,7 +146,7 @@ def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, t
     if not resumable:
         with pytest.raises(KeyboardInterrupt):
             toy_run(load, tmp_path, road)
-        assert PipelineRunner(load(), Runs(tmp_path / "runs"), road).plan()[0].reason == "not finished; starts again"
+        assert PipelineRunner(load(), tmp_path / "runs", road).plan()[0].reason == "not finished; starts again"
         return
     assert toy_run(load, tmp_path, road) == ({"train": "not finished; resumes"}, ["train"])
     made = tmp_path / "runs/small/train"
@@ -162,7 +161,7 @@ def test_a_training_resumes_only_if_it_has_a_checkpoint(load, tmp_path):
     road = [Step("train", fail_once, {}, resumable=True, has_progress=True)]
     with pytest.raises(KeyboardInterrupt):
         toy_run(load, tmp_path, road)
-    runner = PipelineRunner(load(), Runs(tmp_path / "runs"), road)
+    runner = PipelineRunner(load(), tmp_path / "runs", road)
     save = next((tmp_path / "runs/store").glob("train-*")) / "checkpoints/20"
     save.mkdir(parents=True)  # one that was cut off
     assert runner.plan()[0].reason == "not finished; without a checkpoint to resume from"
@@ -184,10 +183,8 @@ def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_w
 
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
     """Keys of the real road."""
-    runs = Runs(Path("runs"))
-    return {
-        step.name: step.request.key for step in plan(build_steps(loaded, write_text), runs.store, runs.folder / "small")
-    }
+    runner = PipelineRunner(loaded, Path("runs"), build_steps(loaded, write_text))
+    return {step.name: step.request.key for step in runner.plan()}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from affinage.data.dataloader import DataLoader
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.runner import PipelineRunner
 from tiny_models import tokenizer
 
 COUNTS = {
@@ -77,6 +77,6 @@ def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: 
     found = []
     for recipe in ("julian-sft", "julian-sft-100k"):
         loaded = load_recipe(recipe, [f"sft.mirror={mirror}"])
-        steps_of = PipelineRunner(loaded, Runs(tmp_path), build_steps(loaded), until=["sft"]).plan()
+        steps_of = PipelineRunner(loaded, tmp_path, build_steps(loaded), until=["sft"]).plan()
         found.append({step.name: step.request.key for step in steps_of})
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}

@@ -140,7 +140,7 @@ def run_pipeline(
         from affinage.cluster.processes import init_distributed
         from affinage.pipeline.build import build_steps
         from affinage.pipeline.plan import check
-        from affinage.pipeline.runner import PipelineRunner, Runs
+        from affinage.pipeline.runner import PipelineRunner
 
         steps = build_steps(loaded, write_report)
         if not steps:
@@ -148,7 +148,7 @@ def run_pipeline(
             raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
-        runner = PipelineRunner(loaded, Runs(runs), steps, until=until, force=how.force or ())
+        runner = PipelineRunner(loaded, runs, steps, until=until, force=how.force or ())
         prepare_process(loaded)
         if how.dry_run:
             plan = runner.plan()

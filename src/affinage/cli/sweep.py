@@ -11,7 +11,7 @@ from affinage.cli.output import Table, emit, only_data_on_stdout, screen, table
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
 
 if TYPE_CHECKING:
-    from affinage.pipeline.runner import PipelineRunner, Point, Runs
+    from affinage.pipeline.runner import PipelineRunner, Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 
@@ -37,13 +37,13 @@ def sweep(
     from affinage.data.atomic import write_json
     from affinage.pipeline.models import RECIPE, resolve
     from affinage.pipeline.plan import check
-    from affinage.pipeline.runner import Runs, points
+    from affinage.pipeline.runner import points
     from affinage.stopping import StopSignals, without_readers
 
     made = resolve(recipe, runs).run
     found = points(recipe if made is None else str(made / RECIPE), overrides or ())
     if dry_run:
-        planned = _planned(found, Runs(runs))
+        planned = _planned(found, runs)
         emit(planned, as_json)
         return
     prepare_process(base)
@@ -51,7 +51,7 @@ def sweep(
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found after days of the others
             try:
-                check(point.loaded, _runner(point, Runs(runs)).plan())
+                check(point.loaded, _runner(point, runs).plan())
             except UserError as error:
                 place = f"{point.number} of {len(found)}, {_settings(point)}"
                 error.where = f"{place}: {error.where}" if error.where else place
@@ -61,7 +61,7 @@ def sweep(
             screen().print(f"--- {point.number} of {len(found)}: {_settings(point)}", markup=False)
             failure = {}
             try:
-                runner = _runner(point, Runs(runs))
+                runner = _runner(point, runs)
                 with Watch() as watch:
                     runner.run(watch)
             except TransientError:
@@ -76,7 +76,7 @@ def sweep(
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def _runner(point: "Point", runs: "Runs") -> "PipelineRunner":
+def _runner(point: "Point", runs: Path) -> "PipelineRunner":
     from affinage.api import write_report
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.runner import PipelineRunner
@@ -84,7 +84,7 @@ def _runner(point: "Point", runs: "Runs") -> "PipelineRunner":
     return PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
 
 
-def _planned(found: "list[Point]", runs: "Runs") -> list[dict[str, Any]]:
+def _planned(found: "list[Point]", runs: Path) -> list[dict[str, Any]]:
     """For every point the steps that would run for it, and those that a point before it runs."""
     seen: set[tuple[str, str]] = set()
     planned: list[dict[str, Any]] = []

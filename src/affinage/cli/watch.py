@@ -131,7 +131,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
     prompt = next(iter(recipe.report.prompts), "Once upon a time")
     words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
-    yield "next", before + command(*words, runs=runner.runs.folder)
+    yield "next", before + command(*words, runs=runner.runs)
 
 
 def headline(result: results.Result) -> Iterator[str]:

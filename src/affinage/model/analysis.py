@@ -82,7 +82,7 @@ def parameters(graph: Graph) -> ParameterCount:
     return ParameterCount(sum(p.size for p in declared), sum(p.active for p in declared), embedding)
 
 
-def analyse(graph: Graph, batch: int, context: int) -> Analysis:
+def analyze(graph: Graph, batch: int, context: int) -> Analysis:
     """The cost of every node at this batch (rows) and context (tokens of a row)."""
     rows = []
     for node in graph.nodes:
@@ -110,7 +110,7 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
 
 def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
     """One JSON-able row per node and a last one, named `total`: what `affinage graph` prints."""
-    table = [asdict(node) | {"inputs": list(node.inputs)} for node in analyse(graph, batch, context).nodes]
+    table = [asdict(node) | {"inputs": list(node.inputs)} for node in analyze(graph, batch, context).nodes]
     summed = ("parameters", "active_parameters", "flops", "training_flops", "training_flops_all_pairs")
     total = {key: sum(row[key] for row in table) for key in summed}
     return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]

@@ -19,7 +19,7 @@ from affinage.paths import from_home
 from affinage.pipeline import steps_data, steps_eval, steps_train
 from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_fingerprint
 from affinage.pipeline.models import EVALUATIONS
-from affinage.pipeline.sources import forget_downloads, task_files
+from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary
 from affinage.plugins import load_plugins, plugin_sources
 
@@ -44,17 +44,7 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     if steps and report is not None:
         config = _part(recipe, "name", "description", "report")
         steps.append(Step("report", report, config, tuple(step.name for step in steps), artifact="report.html"))
-    return [replace(step, setup=_setup(step)) for step in steps]
-
-
-def _setup(step: Step) -> Callable[[StepContext, bool], None]:
-    def setup(context: StepContext, forced: bool) -> None:
-        if forced:
-            forget_downloads(step.files)
-        if step.has_progress:
-            steps_train.bring_from_remote(context, forced)
-
-    return setup
+    return steps
 
 
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
@@ -192,6 +182,7 @@ def _training_step(
         files=tuple(files),
         sources=(begun or {}) | extension_fingerprint(loaded, name),
         check=partial(steps_train.check_training, name=name),
+        setup=steps_train.bring_from_remote,
         distributed=True,
         has_progress=True,
         resumable=True,

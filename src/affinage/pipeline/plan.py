@@ -1,9 +1,8 @@
 """What a run would do: which steps are complete, which must run, and why."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from affinage.config.load import LoadedRecipe
 from affinage.differing import differing
@@ -53,46 +52,7 @@ def select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
     return [step for step in steps if step.name in wanted]
 
 
-def plan(
-    steps: Sequence[Step],
-    store: Store,
-    run_folder: Path,
-    *,
-    force: Sequence[str] = (),
-    elsewhere: Callable[[Request], bool] = lambda _: False,
-    taken: dict[str, Sources] | None = None,
-) -> list[PlannedStep]:
-    """Compare what the steps, each after those that it reads, would make with what is in the store.
-
-    The reasons compare with the previous run, to whose results the links in `run_folder` lead. Steps of `force`, and
-    all that read them, are not complete. `elsewhere` says whether a result can be copied from somewhere. `taken` has
-    the fingerprints of sources that were taken before, by step; those that are taken now are added.
-    """
-    planned: dict[str, PlannedStep] = {}
-    taken = {} if taken is None else taken
-    for step in steps:
-        before = read_request(run_folder / step.name)
-        if step.name not in taken:
-            taken[step.name] = _sources(step, before[0] if before else None)
-        sources, unchecked = taken[step.name]
-        inputs = {name: planned[name].request.key for name in step.inputs}
-        request = Request(step.name, step.version, step.config, inputs, sources)
-        complete, reason = False, ""
-        if step.name in force:
-            reason = "forced"
-        elif forced_inputs := [name for name in step.inputs if planned[name].forced]:
-            reason = f"forced by {forced_inputs[0]}"
-        elif store.is_complete(request):
-            complete, reason = True, "complete"
-        elif elsewhere(request):
-            complete, reason = True, ELSEWHERE
-        planned[step.name] = PlannedStep(
-            step, request, complete, reason or _reason(step, store, request, before), unchecked
-        )
-    return list(planned.values())
-
-
-def _sources(step: Step, before: Request | None) -> Sources:
+def sources_of(step: Step, before: Request | None) -> Sources:
     """The fingerprints, and the URLs that could not be checked.
 
     Where the user's files are gone, the former fingerprints stay, as their result is still good.
@@ -104,7 +64,8 @@ def _sources(step: Step, before: Request | None) -> Sources:
     return before.sources, unchecked
 
 
-def _reason(step: Step, store: Store, request: Request, before: tuple[Request, str] | None) -> str:
+def reason_to_run(step: Step, store: Store, request: Request, before: tuple[Request, str] | None) -> str:
+    """Why a step must run: how it differs from the request `before`, of the previous run."""
     folder = store.path(request)
     if damage := store.damage(request):
         return f"damaged: {damage}"

@@ -19,9 +19,10 @@ import rich
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, plan, select
+from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, reason_to_run, select, sources_of
+from affinage.pipeline.sources import forget_downloads
 from affinage.pipeline.step import Step, StepContext
-from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, versions, write_json
+from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
 from affinage.results import RESULTS, Result, read_result
 from affinage.stopping import StopSignals
 
@@ -51,32 +52,23 @@ class ProgressListener(Protocol):
         """A step is complete."""
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The folder of all runs: `<name>/` with links to results for each recipe, and the results in `store/`."""
-
-    folder: Path
-
-    @property
-    def store(self) -> Store:
-        """The results, which all recipes share."""
-        return Store(self.folder / "store")
-
-
 class PipelineRunner:
-    """Plans and runs the steps of one recipe in one folder of runs."""
+    """Plans and runs the steps of one recipe.
+
+    The folder `runs` has one folder `<name>/` for each recipe, with links to its results, and all results in `store/`.
+    """
 
     def __init__(
         self,
         loaded: LoadedRecipe,
-        runs: Runs,
+        runs: Path,
         steps: Sequence[Step],
         *,
         until: Sequence[str] = (),
         force: Sequence[str] = (),
     ) -> None:
-        self.loaded, self.runs, self.store = loaded, runs, runs.store
-        self.folder = runs.folder / loaded.recipe.name
+        self.loaded, self.runs, self.store = loaded, runs, Store(runs / "store")
+        self.folder = runs / loaded.recipe.name
         if self.folder == self.store.folder:
             where = loaded.locate(("name",))
             raise UserError("results are kept in `store`", where=where, fix="Give the recipe another name.")
@@ -86,9 +78,27 @@ class PipelineRunner:
         self._remote = _remote_of(loaded, self.store)
 
     def plan(self) -> list[PlannedStep]:
-        """Returns every step with whether it must run and why."""
-        elsewhere = self._remote.has if self._remote is not None else lambda _: False
-        return plan(self._steps, self.store, self.folder, force=self._force, elsewhere=elsewhere, taken=self._taken)
+        """Returns every step with whether it must run and why; nothing is run."""
+        planned: dict[str, PlannedStep] = {}
+        for step in self._steps:
+            before = read_request(self.folder / step.name)
+            if step.name not in self._taken:
+                self._taken[step.name] = sources_of(step, before[0] if before else None)
+            sources, unchecked = self._taken[step.name]
+            inputs = {name: planned[name].request.key for name in step.inputs}
+            request = Request(step.name, step.version, step.config, inputs, sources)
+            complete, reason = False, ""
+            if step.name in self._force:
+                reason = "forced"
+            elif forced := [name for name in step.inputs if planned[name].forced]:
+                reason = f"forced by {forced[0]}"
+            elif self.store.is_complete(request):
+                complete, reason = True, "complete"
+            elif self._remote is not None and self._remote.has(request):
+                complete, reason = True, ELSEWHERE
+            reason = reason or reason_to_run(step, self.store, request, before)
+            planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
+        return list(planned.values())
 
     def run(self, listener: ProgressListener) -> list[PlannedStep]:
         """Run what is not complete, and return the steps that ran. The other processes of a run call `follow`.
@@ -186,6 +196,8 @@ class PipelineRunner:
         inputs = self._inputs(request.inputs)
         context = StepContext(self.loaded, folder, inputs, self.folder, listener.on_progress, on_metrics)
         with self._errors_with_lines(), contextlib.ExitStack() as together:
+            if planned.forced:
+                forget_downloads(step.files)
             if step.setup is not None:
                 step.setup(context, planned.forced)
             if step.distributed:
@@ -250,7 +262,7 @@ class PipelineRunner:
         """Remove results that are forced to be made again. Raises UserError where another running run uses one."""
         for planned in steps:
             result = self.store.path(planned.request).resolve()
-            for linked in self.runs.folder.glob(f"*/{planned.name}"):
+            for linked in self.runs.glob(f"*/{planned.name}"):
                 if linked.parent != self.folder and linked.resolve() == result:
                     with self._locked(f"{linked.parent.name}.run", f"uses the result of {planned.name}"):
                         pass

@@ -13,7 +13,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.config.training import TrainSettings
 from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.model import Adapters, ApplyConfig, Declared, Graph, Node, apply
-from affinage.model.analysis import analyse
+from affinage.model.analysis import analyze
 from affinage.model.layer import BATCH, SEQUENCE
 from affinage.model.layers.losses import REFERENCE
 from affinage.model.parameter import parameters_in
@@ -60,7 +60,7 @@ class ParamSplit:
 
         Frozen matrices have no gradient, which is one product of three; a reference model is one forward pass more.
         """
-        cost = analyse(self.graph, rows, context)
+        cost = analyze(self.graph, rows, context)
         total = cost.training_flops + (cost.flops if self.reference else 0)
         return total + sum(self.adapted_flops(node, rows, context) for node in self.graph.nodes)
 
