@@ -108,19 +108,6 @@ ITEMS = {
     "french_bench_xnli": ({"premise": "Il pleut.", "hypothesis": "Il fait beau.", "label": 2}, None),
     "french_bench_fquadv2_bool": (FQUAD_IMPOSSIBLE, None),
     "french_bench_fquadv2": (FQUAD_IMPOSSIBLE, None),
-    "french_bench_fquadv2_hasAns": (FQUAD, None),
-    "french_bench_fquadv2_genq": (FQUAD, None),
-    "french_bench_multifquad": (
-        {
-            "context": "Le pont, vieux et long, a trois arches.",
-            "question": "Comment est le pont ?",
-            "answers": {"text": ["vieux", "long"], "answer_start": [9, 18]},
-        },
-        None,
-    ),
-    "french_bench_orangesum_abstract": ({"text": "Le pont, long, est vieux.", "summary": "Un vieux pont."}, None),
-    "french_bench_orangesum_title": ({"text": "Le pont, long, est vieux.", "summary": "Le pont"}, None),
-    "french_bench_trivia": ({"Question": "Quelle est la capitale de la France ?", "Answer": "Paris"}, None),
     "french_bench_opus_perplexity": ({"text": "Le pont est vieux, mais il tient."}, None),
     "french_bench_wikitext_fr": ({"paragraph": "Le pont , long de 3 @,@ 5 km , est vieux . \n"}, None),
 }

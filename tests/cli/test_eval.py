@@ -38,7 +38,7 @@ def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(here: P
     assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
 
 
-def test_cut_items_and_items_in_the_text_are_told_of_and_published_results_stand_beside(here: Path, affinage):
+def test_cut_items_and_items_in_the_text_are_reported(here: Path, affinage):
     items = sums(3)
     items[1]["question"] *= 40
     shown = json.loads(affinage("data", "head", "tiny", "--part", "train", "--json", "--limit", "1")[1])
@@ -48,12 +48,6 @@ def test_cut_items_and_items_in_the_text_are_told_of_and_published_results_stand
     assert status == 0, said
     assert "Longer than the context of 64 tokens" in flat(out) and "2 of plain's 3 items" in flat(out)
     assert "plain: 1 of 3 found: 2" in flat(out) and "without them" in out
-    rows = [line.split() for line in out.splitlines()]
-    assert ["Pythia-410M", "(published)", "300B", "66.8"] in rows
-    assert ["GPT-2", "Small", "(published)", "100B+", "–"] in rows, "nothing was stated of it"
-    (ours,) = (row for row in rows if row[:2] == ["this", "model"])
-    assert ours[2] in ("0.0", "100.0"), "two copies of one item"
-    assert "piqa 2 items (published 1,838)" in flat(out)
 
 
 @pytest.mark.full

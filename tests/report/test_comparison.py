@@ -8,14 +8,7 @@ from html_page import Page
 from synthetic_run import build_run, write_json
 
 from affinage.config.yaml import brief
-from affinage.report.comparison import (
-    Comparison,
-    comparison,
-    differing_settings,
-    entrant,
-    render_comparison,
-    setting_lines,
-)
+from affinage.report.comparison import comparison, differing_settings, entrant, render_comparison
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +38,14 @@ def test_only_what_differs_is_listed_by_its_key_and_in_short():
     theirs = {"name": "b", "x": {"y": 2, "z": [1, 2]}, "report": {"language": "fr"}, "more": {}, "none": None}
     assert differing_settings([ours, theirs]) == {"x.y": (1, 2), "more": (None, {})}
     ours, theirs = {"data": [{"path": "a"}], "sft": {"steps": 9, "root": ""}}, {"data": [{"path": "c"}], "sft": None}
-    found = setting_lines(Comparison([], differing_settings([ours, theirs]), []))
-    assert found == [["data.0.path", "a", "c"], ["sft", "{steps: 9}", "–"]]
+    assert differing_settings([ours, theirs]) == {"data.0.path": ("a", "c"), "sft": ({"steps": 9, "root": ""}, None)}
     assert len(brief({"tasks": ["a long name of a task"] * 9})) == 60
 
 
 def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
     found = compared(runs, "small", "wide")
     page = Page(render_comparison(found))
-    for expected in ("pretrain.steps", "60", "120", "quiz", "25.0%", "75.0%", "+50.0 pts", "1,443,968", "Loss in"):
+    for expected in ("pretrain.steps", "60", "120", "quiz", "25.0%", "75.0%", "+50.0 pts", "1,443,968", "Loss: Pre"):
         assert expected in page.shown, expected
     assert "this is wide" not in page.shown, "a description is no setting that matters"
     sections = {"#runs", "#differing", "#losses", "#judged", "#differences"}

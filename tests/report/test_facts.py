@@ -38,22 +38,10 @@ def of_one_stage(folder: Path, stage: str, result: dict, recipe: dict | None = N
     return folder
 
 
-def test_a_whole_run_is_read(facts):
-    assert list(facts.documents) == ["ingest", "filter", "dedup", "decontaminate", "split"]
-    assert facts.documents["filter"].reasons[0] == ("too short", 412)
+def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
-    assert facts.near_duplicates[1].kept_text.startswith("Japan is")
-    assert facts.thresholds == [0.5, 0.8] and facts.threshold_costs[0].documents_kept == [799, 640]
-    decontaminated = facts.results["decontaminate"]
-    assert decontaminated.benchmarks["quiz"].found == 1 and decontaminated.boilerplate.in_items == 40
-    assert facts.results["train-tokenizer"].sources["pocket-world"].bytes_per_token == 4.26
-    published = facts.results["compare-tokenizers"].tokenizers[1:]
-    assert [(each.name, each.round_trip.exact) for each in published] == [("gpt2_vocab.bpe", 10_689)]
     pretrain = facts.training("pretrain")
-    assert pretrain.result.parameters.total == 1_443_968 and pretrain.nonfinite_steps == [300]
-    assert [point[0] for point in pretrain.curves["loss"]] == sorted(point[0] for point in pretrain.curves["loss"])
-    assert {name for name, _, _ in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
-    assert [evaluation.model for evaluation in facts.evaluations] == ["base", "sft"]
+    assert pretrain.nonfinite_steps == [300] and len(pretrain.curves["loss"]) > 290 and pretrain.analysis is not None
     assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
 
@@ -91,7 +79,7 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
         manifest["seconds"] = 5.0  # of the last start
     stopped = collect_facts(run)
     assert stopped.training("pretrain").result.worked == pytest.approx(94.2) == facts.training("pretrain").result.worked
-    assert stopped.step("pretrain").seconds == pytest.approx(94.2)
+    assert {step.name: step.seconds for step in stopped.steps}["pretrain"] == pytest.approx(94.2)
     assert summary(stopped, "en") == summary(facts, "en") and "in 3 min 08 s" in plain(summary(facts, "en"))
     found = comparison([Entrant(each.name, each) for each in (facts, stopped)])
     assert [one.quantities["training_seconds"] for one in found.entrants] == pytest.approx([188.4, 188.4])

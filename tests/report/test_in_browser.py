@@ -46,7 +46,7 @@ def test_shown_without_trouble_at_every_width(chromium: Browser, report: Path, w
 def test_pointing_at_a_curve_shows_its_values(chromium: Browser, report: Path):
     chromium.open(report, 1280)
     pointed = """(() => {
-      const svg = document.querySelector('#pretrain svg[data-frame]'), box = svg.getBoundingClientRect();
+      const svg = document.querySelector('#pretrain figure svg.chart'), box = svg.getBoundingClientRect();
       const at = {clientX: box.left + box.width / 2, clientY: box.top + 50, bubbles: true};
       svg.dispatchEvent(new PointerEvent('pointermove', at));
       const tip = svg.closest('figure').querySelector('.tip'), shown = tip.hidden ? '' : tip.innerText;

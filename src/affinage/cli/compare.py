@@ -88,7 +88,8 @@ def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
 
 
 def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
-    from affinage.report.comparison import notes, setting_lines
+    from affinage.config.yaml import brief
+    from affinage.report.comparison import notes
     from affinage.report.language import Language
 
     differences = [
@@ -98,9 +99,11 @@ def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]"
     ]
     runs = [{key: value for key, value in one.items() if key not in ("summary", "scores")} for one in facts["runs"]]
     yield from described(facts | {"runs": runs, "settings": [], "differences": differences, "asked_otherwise": []})
-    if lines := setting_lines(found):
+    if found.settings:
+        settings = found.settings.items()
+        rows = [[key, *(None if one is None else brief(one) for one in values)] for key, values in settings]
         yield ""
-        yield Table(["setting", *(one.name for one in found.entrants)], lines)
+        yield Table(["setting", *(one.name for one in found.entrants)], rows)
     yield from dict.fromkeys(note for pair in found.paired for note in notes(pair, Language("en")))
     for one in found.entrants:
         if one.again:

@@ -26,12 +26,8 @@ Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language
 Component = tuple[str, ...]  # names of the groups that are shuffled together
 
 
-class Draws(NamedTuple):
-    """What one component gives: its lines of the batch, and their positions in its endless sequence of epochs."""
-
-    component: Component
-    lines: Integer[np.ndarray, " n"]
-    positions: Integer[np.ndarray, " n"]
+# A component, the lines of the batch that it gives, int64 [n], and their positions in its endless sequence of epochs.
+Draws = tuple[Component, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +49,7 @@ class Stage:
         for number in np.unique(chosen).tolist():
             lines = np.flatnonzero(chosen == number)
             positions = self.begun[number] + turns[lines] * self.counts[number] + self.ranks[slots[lines]]
-            found.append(Draws(self.components[number], lines, positions))
+            found.append((self.components[number], lines, positions))
         return found
 
     def positions_at(self, draw: int) -> Integer[np.ndarray, " components"]:

@@ -34,7 +34,6 @@ from affinage.errors import UserError, UserWarned
 
 UNDETERMINED = "und"  # ISO 639 for a language that is not known
 SHARD_BYTES = 256_000_000  # of text: the most that a shard holds, whatever `packing.num_shards` says
-_BATCH = 4_000_000  # characters encoded at once
 _COUNTS = ("rows", "tokens", "documents", "bytes")
 
 
@@ -192,21 +191,19 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
     for path, number in task.row_groups:
         batch = row_groups(path)[number].read(["id", "source", "language", "url", "text"])
         batch = batch.take(pa.array(_rows_by_group(batch)[task.source, task.language]))
-        keys = iter(document_keys(batch, task.seed, "rows").tolist())
-        names = iter(zip(*(batch.column(name).to_pylist() for name in ("id", "source", "url")), strict=True))
-        for texts in _batches(batch.column("text").to_pylist()):
-            flat, ends = tokenizer.encode_flat(texts, of=task.bytes)
-            for text, ids in zip(texts, np.split(flat, ends[:-1]), strict=True):
-                lengths = None
-                if task.held_out:
-                    of_text = tokenizer.byte_lengths(text, ids)
-                    if not len(before):  # nothing comes before the first token that could predict it
-                        of_text[:1] = 0
-                    lengths = np.pad(of_text.astype(np.uint32), (len(before), len(after)))
-                (id, source, url), tokens = next(names), np.concatenate([before, ids, after])
-                documents.append(Document(id, source, url or "", next(keys), tokens, lengths))
-                counts["bytes"] += len(text.encode())
-                counts["unspelled"] += tokenizer.unspelled(text)
+        keys, texts = document_keys(batch, task.seed, "rows").tolist(), batch.column("text").to_pylist()
+        names = zip(*(batch.column(name).to_pylist() for name in ("id", "source", "url")), strict=True)
+        flat, ends = tokenizer.encode_flat(texts, of=task.bytes)
+        for (id, source, url), key, text, ids in zip(names, keys, texts, np.split(flat, ends[:-1]), strict=True):
+            lengths = None
+            if task.held_out:
+                of_text = tokenizer.byte_lengths(text, ids)
+                if not len(before):  # nothing comes before the first token that could predict it
+                    of_text[:1] = 0
+                lengths = np.pad(of_text.astype(np.uint32), (len(before), len(after)))
+            documents.append(Document(id, source, url or "", key, np.concatenate([before, ids, after]), lengths))
+            counts["bytes"] += len(text.encode())
+            counts["unspelled"] += tokenizer.unspelled(text)
     documents.sort(key=lambda document: document.key)
     lengths = np.array([len(document.tokens) for document in documents])
     if task.held_out or task.settings.strategy == "concat":
@@ -220,20 +217,6 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
     counts["cut"] = int(np.count_nonzero(layout.cut[lengths <= task.settings.seq_len]))
     counts["tokens"] = int(lengths.sum())  # the token that a held-out row repeats counts once
     return found | {"documents": len(documents), "unspelled": counts["unspelled"], **counts}
-
-
-def _batches(texts: Sequence[str]) -> Iterable[Sequence[str]]:
-    """Return the texts in batches of a bounded number of characters."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _finish(

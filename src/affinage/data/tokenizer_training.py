@@ -220,18 +220,12 @@ def measure(tokenizer: Tokenizer, split_folder: Path) -> dict[str, Any]:
             for key, name in (("sources", source), ("languages", language)):
                 count = {"tokens": len(ids), "words": len(text.split()), "bytes": len(text.encode())}
                 counts[key].setdefault(name, Counter()).update(count)
-    ratios = {
-        key: {
-            name: {
-                "bytes_per_token": count["bytes"] / max(count["tokens"], 1),
-                "tokens_per_word": count["tokens"] / max(count["words"], 1),
-                **count,
-            }
-            for name, count in sorted(of.items())
-        }
-        for key, of in counts.items()
-    }
-    return {"measured_on": part, **ratios, "round_trip": round_trip}
+    found: dict[str, dict[str, dict[str, float]]] = {key: {} for key in counts}
+    for key, of in counts.items():
+        for name, count in sorted(of.items()):
+            per_token, per_word = count["bytes"] / max(count["tokens"], 1), count["tokens"] / max(count["words"], 1)
+            found[key][name] = {"bytes_per_token": per_token, "tokens_per_word": per_word, **count}
+    return {"measured_on": part, **found, "round_trip": round_trip}
 
 
 def compare(

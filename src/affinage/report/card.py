@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from affinage.config.sources import SourceSettings
 from affinage.data.places import unique
 from affinage.hub.card import CardFacts
-from affinage.report.evaluations import Evaluation
 from affinage.report.facts import Facts, by_size
+from affinage.report.figures import TITLES
 from affinage.report.language import language_of
-from affinage.report.page import TITLES, summary
+from affinage.report.page import summary
 from affinage.results import DocumentsResult, Size
 
 _CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages that are only guessed are written otherwise
@@ -24,44 +24,44 @@ def card_facts(facts: Facts, license: str) -> CardFacts:
 
     It holds no times: the same model has the same card.
     """
-    t, data = language_of(facts.settings.report.language), facts.settings.data
+    t, data = language_of(facts.settings.report.get("language")), facts.settings.data
     documents = list(facts.documents.values())
+    licenses = _licenses(data.get("sources") or [])
     training = {}
     for one in facts.trainings:
         for what, count in ((t("steps"), one.result.steps), (t("tokens"), one.result.tokens)):
             if count is not None:
                 training[t("{step}: {what}", step=t(TITLES[one.name]), what=what)] = count
+    results = {
+        one.model: {"tasks": {task: {"metrics": metrics} for task, metrics in one.by_task.items()}}
+        for one in facts.evaluations
+    }
     return CardFacts(
         license=license,
         language=t.code,
         summary=summary(facts, t.code, timed=False) if facts.trainings else "",
         description=facts.settings.description,
         command=facts.command,
-        languages=_languages(documents) or tuple(data.languages),
-        sources=_sources(documents[-1].by_source, data.sources) if documents else (),
+        languages=_languages(documents) or tuple(data.get("languages") or ()),
+        sources=[
+            {"name": name, "licence": licenses.get(name, ""), "documents": size.documents, "bytes": size.bytes}
+            for name, size in (by_size(documents[-1].by_source) if documents else ())
+        ],
         training=training,
-        results={evaluation.model: _results(evaluation) for evaluation in facts.evaluations},
+        results=results,
     )
 
 
-def _languages(flows: Sequence[DocumentsResult]) -> tuple[str, ...]:
-    """The languages that were found in the text which is trained on; none if nobody looked."""
-    found: Mapping[str, Size] = next((flow.by_language for flow in reversed(flows) if flow.by_language), {})
+def _languages(steps: Sequence[DocumentsResult]) -> tuple[str, ...]:
+    """The languages that were found in the training text; none if no step identified them."""
+    found: Mapping[str, Size] = next((step.by_language for step in reversed(steps) if step.by_language), {})
     least = _LEAST * sum(size.bytes or 0 for size in found.values())
     large = (name for name, size in found.items() if (size.bytes or 0) >= least)
     return tuple(sorted(name for name in large if _CODE.fullmatch(name) and name != "und"))
 
 
-def _sources(found: Mapping[str, Size], sources: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    licences = _licences(sources)
-    return [
-        {"name": name, "licence": licences.get(name, ""), "documents": size.documents, "bytes": size.bytes}
-        for name, size in by_size(found)
-    ]
-
-
-def _licences(sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The licence that a recipe states of each of its sources, by the names that documents have for them."""
+def _licenses(sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The license that a recipe states of each of its sources, by the names that documents have for them."""
     found: dict[str, str] = {}
     for one in sources:
         try:
@@ -70,11 +70,3 @@ def _licences(sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             title = str(one.get("name") or "")
         found[unique(title, found)] = str(one.get("license") or "")
     return found
-
-
-def _results(evaluation: Evaluation) -> dict[str, Any]:
-    tasks: dict[str, dict[str, Any]] = {}
-    for score in evaluation.scores:
-        metrics = tasks.setdefault(score.task, {"metrics": {}})["metrics"]
-        metrics[score.metric] = {"value": score.value, "stderr": score.stderr, "in_chat": score.chat_template}
-    return {"tasks": tasks}

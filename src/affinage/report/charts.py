@@ -7,26 +7,21 @@ too, so that color is never the only difference.
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import jinja2
 import numpy as np
 from markupsafe import Markup
 
-WIDE, HALF, THIRD, NARROW = 920, 452, 296, 350  # the page's column and parts of it, and a phone's; pixels
+from affinage.report.language import Language
+
+WIDE, HALF, NARROW = 920, 452, 350  # the page's column and parts of it, and a phone's; pixels
 COLORS = 6  # series beyond them repeat the first colors
-LOG_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to show its end
-POINTS = 500  # per series; more than a screen is wide shows nothing more
 Point = tuple[float, float]
 Spec = dict[str, Any]
-
 _SHAPES = ("circle", "square", "triangle-up", "diamond")
-_LINES: dict[str, Spec] = {
-    "faint": {"strokeWidth": 1, "opacity": 0.42},
-    "line": {"strokeWidth": 2},
-    "points": {"strokeWidth": 1, "strokeDash": [4, 3]},
-}
 
 
 @dataclass(frozen=True)
@@ -42,21 +37,21 @@ class Axis:
 class Series:
     """One line or set of points of a chart.
 
-    `style`: "faint" for raw values behind a line, "line", "points" for few values joined by a thin line, or "dots" for
-    values that nothing joins. `errors` are half-lengths of vertical bars, one per point; `ringed` points stand out.
+    `style`: "faint" for raw values behind a line, "line", or "points" for few values joined by a thin line. `errors`
+    are half-lengths of vertical bars, one per point; `ringed` points stand out.
     """
 
     label: str
     points: Sequence[Point]
     color: int = 0
-    style: Literal["faint", "line", "points", "dots"] = "line"
+    style: Literal["faint", "line", "points"] = "line"
     errors: Sequence[float] = ()
     ringed: Sequence[bool] = ()
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with its standard error, of series `color`; `text` is what a bar chart writes at its end."""
+    """A value with its standard error, of series `color`; `text` stands beside it."""
 
     value: float
     error: float
@@ -66,221 +61,133 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of an interval or bar chart. `chance` is the score of guessing, where it is known."""
+    """One line of a chart of rows. `chance` is the score of guessing, where it is known."""
 
     label: str
     intervals: Sequence[Interval]
     chance: float | None = None
 
 
-def line_chart(
+class Key(NamedTuple):
+    """One entry of a legend."""
+
+    label: str
+    color: int
+    style: str  # that of a series, hollow, or chance
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its title, its legend, and the values a reader can point at (JSON, "" for none)."""
+
+    title: str
+    drawing: Markup
+    legend: Sequence[Key] = ()
+    note: str = ""
+    values: str = ""
+
+
+def line_figure(
+    title: str,
     series: Sequence[Series],
-    x: Axis,
+    x: str,
     y: Axis,
-    label: str,
-    language: str,
+    t: Language,
     *,
     wide: int = WIDE,
     height: int = 340,
-    marks: Sequence[float] = (),
-) -> Markup:
-    """Lines over a common x axis; values that a logarithmic axis cannot show are left out.
+    marks: Sequence[int] = (),
+    note: str = "",
+) -> Figure:
+    """Lines over a common x axis, later ones on top; values that a logarithmic axis cannot show are left out.
 
-    Args:
-        series: drawn in order, later ones on top.
-        x, y: labels and formats of the axes.
-        label: what the picture shows, for screen readers.
-        language: "en" or "fr", for the numbers of the axes.
-        wide, height: pixels on a wide page.
-        marks: x positions of vertical dashed lines (steps at which the run was resumed).
+    `wide` and `height` are pixels on a wide page, `marks` the steps at which the run was resumed.
     """
-    rows = [row for number, one in enumerate(series) for row in _points(one, number, x, y)]
-    xs = [row["x"] for row in rows] or [1.0]
-    low = min(xs) if x.log or min(xs) < 0 else 0.0
-    domain = [low, max(xs)] if max(xs) > low else [low * 0.9, max(xs) * 1.1 or 1.0]
-    across = {"field": "x", "type": "quantitative", "scale": _scale(x) | {"domain": domain, "nice": False}}
-    up = {"field": "y", "type": "quantitative", "scale": _scale(y) | {"zero": False}}
-    if y.log and rows:
-        ends = [row[end] for row in rows for end in ("low", "high")]
-        up["scale"] = _scale(y) | {"domain": [min(ends) * 0.95, max(ends) * 1.05], "nice": False}
-    up["axis"] = {"title": None, "format": y.form, "domain": False, "ticks": False, "labelOverlap": True}
-    points = {"type": "point", "opacity": 1, "strokeWidth": 1.3, "stroke": "var(--paper)"}
-    ring = {"type": "point", "shape": "circle", "opacity": 1, "size": 200, "fill": "transparent"}
-    look = {"fill": _as_is("color"), "shape": _as_is("shape"), "size": _as_is("size")}
-    bars = {"y": up | {"field": "low"}, "y2": {"field": "high"}, "stroke": _as_is("color")}
-    line = {"detail": {"field": "series", "type": "nominal"}, "stroke": _as_is("color")}
-    layers: list[Spec] = [
-        {"data": {"values": [{"x": mark} for mark in marks]}, "mark": _rule("muted", dash=[2, 4])},
-        _layer("datum.low < datum.high", {"type": "rule", "strokeWidth": 2}, **bars),
-        *(_layer(f"datum.style == '{style}'", {"type": "line", **_LINES[style]}, y=up, **line) for style in _LINES),
-        _layer("datum.size > 0", points, y=up, **look),
-        _layer("datum.ringed", ring, y=up, stroke=_as_is("color")),
+    rows = [row for number, one in enumerate(series) for row in _points(one, number, y.log)]
+    xs, ends = [row["x"] for row in rows] or [1.0], [row[end] for row in rows for end in ("low", "high")]
+    low = min(0.0, *xs)
+    domain = [low, max(xs)] if max(xs) > low else [0.0, 1.0]
+    scale: Spec = {"type": "log", "nice": False} if y.log else {"zero": False}
+    scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if y.log and ends else {}
+    spec = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x": x, "y_axis": y}
+    drawing = _drawn("line", wide, title, t, domain=domain, y_scale=scale, **spec)
+    if marks and wide == WIDE and not note:
+        note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks))
+    legend = [Key(one.label, one.color, one.style) for one in series]
+    values = [
+        {"label": one.label, "color": one.color, "points": [[at, float(f"{value:.5g}")] for at, value in one.points]}
+        for one in series
+        if one.style != "faint"
     ]
-    title = {"text": y.label, "anchor": "start", "frame": "bounds", "fontSize": 12, "fontWeight": "normal"}
-    axis = {"title": x.label, "titleAnchor": "end", "format": x.form, "grid": False, "labelOverlap": True}
-
-    def spec(width: int) -> Spec:
-        encoding = {"x": across | {"axis": axis | {"tickCount": 8 if width > 600 else 4}}}
-        return {
-            **{"width": width, "height": min(height, 260) if width < wide else height},
-            "autosize": {"type": "fit", "contains": "padding"},
-            "title": title | {"color": "var(--muted)"},
-            **{"data": {"values": rows}, "encoding": encoding, "layer": layers},
-        }
-
-    return _drawn(spec, wide, label, language, frame=json.dumps({"x": domain, "log": x.log}))
+    packed = json.dumps({"x": x, "domain": domain, "series": values}, separators=(",", ":"), ensure_ascii=False)
+    return Figure(title, drawing, legend if len(series) > 1 or series[0].label != title else (), note, packed)
 
 
-def _points(series: Series, number: int, x: Axis, y: Axis) -> list[Spec]:
+def _points(series: Series, number: int, log: bool) -> list[Spec]:
     """The points of a series that can be drawn, with the ends of their error bars, and how they look."""
-    with_points = series.style in ("points", "dots") or len(series.points) == 1
+    with_points = series.style == "points" or len(series.points) == 1
     look = _look(series.color) | {"style": series.style, "series": number}
     look["size"] = (80 if len(series.points) <= 40 else 24) if with_points else 0
     errors = series.errors or [0.0] * len(series.points)
     ringed = series.ringed or [False] * len(series.points)
     rows = []
-    for (px, py), error, ring in zip(series.points, errors, ringed, strict=True):
-        if all(math.isfinite(value) and (value > 0 or not axis.log) for value, axis in ((px, x), (py, y))):
-            low = py - error if py - error > 0 or not y.log else py  # a logarithmic axis has no place for the rest
-            rows.append(look | {"x": px, "y": py, "low": low, "high": py + error, "ringed": ring})
+    for (x, y), error, ring in zip(series.points, errors, ringed, strict=True):
+        if math.isfinite(x) and math.isfinite(y) and (y > 0 or not log):
+            low = y - error if y - error > 0 or not log else y  # a logarithmic axis has no place for the rest
+            rows.append(look | {"x": x, "y": y, "low": low, "high": y + error, "ringed": ring})
     return rows
 
 
 def row_chart(
-    rows: Sequence[Row],
-    x: Axis,
-    label: str,
-    language: str,
-    *,
-    bars: bool = False,
-    low: float = 0.0,
-    hollow: bool = False,
+    rows: Sequence[Row], x: Axis, label: str, t: Language, *, shares: bool = True, hollow: bool = False
 ) -> Markup:
-    """One row per task: values under each other, with lines of one standard error each way.
+    """One row per task: values under each other, with lines of one standard error each way and their texts.
 
-    Args:
-        rows: their labels are unique.
-        x: label and format of the axis.
-        label: what the picture shows, for screen readers.
-        language: "en" or "fr", for the numbers of the axis.
-        bars: values are bars from zero with their texts at their ends, else points between `low` and 1.
-        low: where the axis of points begins.
-        hollow: points of the first color are hollow.
+    Labels are unique; `shares` are on an axis from 0 to 1, other values on one from 0 to the largest. The points of the
+    first color can be `hollow`. On a narrow page labels stand above their rows.
     """
     values: list[Spec] = []
     for row in rows:
         for place, one in enumerate(row.intervals):
-            high = one.value + one.error
-            ends = {"low": max(low, one.value - one.error), "high": high if bars else min(1.0, high)}
+            high = min(1.0, one.value + one.error) if shares else one.value + one.error
+            ends = {"low": max(0.0, one.value - one.error), "high": high}
             values.append({"row": row.label, "place": str(place), "value": one.value, "text": one.text} | ends)
-            values[-1] |= _look(one.color) | {"first": hollow and one.color == 0, "zero": 0}
+            values[-1] |= _look(one.color) | {"first": hollow and one.color == 0}
     guesses = [{"row": row.label, "value": row.chance} for row in rows if row.chance is not None]
-    # A bar's text takes up to a fifth of the page.
-    domain = [0.0, 1.25 * max((value["high"] for value in values), default=1.0) or 1.0] if bars else [low, 1.0]
-    bare = {"domain": False, "ticks": False}
-    axis: Spec = {"title": x.label or None, "titleAnchor": "end", "format": x.form, "tickCount": 5, **bare}
-    axis |= {"labels": False, "grid": False} if bars else {}
-    across = {"type": "quantitative", "scale": {"domain": domain, "nice": False}, "axis": axis}
-    place = {"field": "place", "type": "nominal", "scale": {"type": "band", "paddingInner": 0, "paddingOuter": 0}}
-    text = {"type": "text", "align": "left", "fontSize": 13, "fill": "var(--ink)"}
-    group = (17 if bars else 12) * max((len(row.intervals) for row in rows), default=1)
-
-    def spec(width: int) -> Spec:
-        beside = width > 600  # labels stand above their rows on a narrow page
-        gap = 14 if beside else 26
-        share = gap / (group + gap)  # of a step of the scale
-        labels = {"title": None, "labelLimit": 330, "labelPadding": 10, "labelFontSize": 13, "grid": False, **bare}
-        up: Spec = {"field": "row", "type": "nominal", "sort": None}
-        up["scale"] = {"type": "band", "paddingInner": share, "paddingOuter": share * (0.3 if beside else 0.8)}
-        up["axis"] = labels | {"labelColor": "var(--ink)"} if beside else None
-        spread = {"x": across | {"field": "low"}, "x2": {"field": "high"}, "yOffset": place}
-        if bars:
-            from_zero = {"x": across | {"field": "zero"}, "x2": {"field": "value"}, "fill": _as_is("color")}
-            written = {"x": across | {"field": "high"}, "text": {"field": "text"}, "yOffset": place}
-            layers = [
-                _layer("true", {"type": "bar"}, yOffset=place, **from_zero),
-                _layer("datum.low < datum.high", _rule("ink"), **spread),
-                _layer("true", text | {"dx": 7}, **written),
-            ]
-        else:
-            fill = _as_is("color") | {"condition": {"test": "datum.first", "value": "var(--paper)"}}
-            look = {"stroke": _as_is("color"), "fill": fill, "shape": _as_is("shape")}
-            guess = {"x": across | {"field": "value"}, "y": up | {"bandPosition": 0}}
-            guess["y2"] = {"field": "row", "bandPosition": 1}
-            points = {"type": "point", "size": 80, "opacity": 1}
-            layers = [
-                {"data": {"values": guesses}, "mark": _rule("ink", dash=[3, 3]), "encoding": guess},
-                _layer("true", {"type": "rule", "strokeWidth": 2}, stroke=_as_is("color"), **spread),
-                _layer("true", points, x=across | {"field": "value"}, yOffset=place, **look),
-            ]
-        if not beside:
-            above = text | {"baseline": "bottom", "dy": -2, "limit": 330}
-            names = {"x": {"datum": domain[0]}, "y": up | {"bandPosition": 0}, "text": {"field": "row"}}
-            layers.append(_layer("datum.place == '0'", above, **names))
-        return {
-            **{"width": width, "height": {"step": group + gap, "for": "position"}},
-            "autosize": {"type": "fit-x", "contains": "padding"},
-            **{"data": {"values": values}, "encoding": {"y": up}, "layer": layers},
-        }
-
-    return _drawn(spec, WIDE, label, language)
-
-
-def _scale(axis: Axis) -> Spec:
-    return {"type": "log"} if axis.log else {}
+    most = 1.0 if shares else 1.3 * max((value["high"] for value in values), default=1.0) or 1.0  # with room for texts
+    group = (12 if shares else 17) * max((len(row.intervals) for row in rows), default=1)  # pixels
+    return _drawn("rows", WIDE, label, t, values=values, guesses=guesses, most=most, group=group, x_axis=x)
 
 
 def _look(color: int) -> Spec:
     return {"color": f"var(--s{color % COLORS})", "shape": _SHAPES[color % len(_SHAPES)]}
 
 
-def _as_is(field: str) -> Spec:
-    """An encoding by values that are colors, shapes or sizes themselves."""
-    return {"field": field, "type": "nominal", "scale": None, "legend": None}
-
-
-def _layer(test: str, mark: Spec, **encoding: Spec) -> Spec:
-    return {"transform": [{"filter": test}], "mark": mark, "encoding": encoding}
-
-
-def _rule(color: str, dash: Sequence[int] = ()) -> Spec:
-    return {"type": "rule", "stroke": f"var(--{color})", "strokeWidth": 1.5, "strokeDash": list(dash)}
-
-
-def _drawn(spec: Callable[[int], Spec], wide: int, label: str, language: str, frame: str = "") -> Markup:
+def _drawn(template: str, wide: int, label: str, t: Language, **values: Any) -> Markup:
     """The drawing for a wide and for a narrow page, of which the style sheet shows one, as SVG that scales."""
     import vl_convert  # loads a JavaScript engine
 
-    colors = {"label": "muted", "title": "muted", "grid": "grid", "domain": "line", "tick": "line"}
-    axis = {f"{part}Color": f"var(--{color})" for part, color in colors.items()}
-    sizes = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
-    shared = {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "background": None,
-        "padding": {"left": 2, "right": 16, "top": 4, "bottom": 4},
-        "config": {"aria": False, "view": {"stroke": None}, "axis": axis | sizes},
-    }
-    head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" data-frame="{}" ').format(label, frame), []
+    loader = jinja2.PackageLoader("affinage.report", "templates/charts")
+    templates = jinja2.Environment(loader=loader, autoescape=False)  # noqa: S701 - of JSON
+    shared = json.loads(templates.get_template("shared.json.j2").render())
+    head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" ').format(label), []
     for width in (wide, NARROW):
-        drawn = vl_convert.vegalite_to_svg(shared | spec(width), format_locale="fr-FR" if language == "fr" else None)
+        spec = json.loads(templates.get_template(f"{template}.json.j2").render(values | {"width": width, "wide": wide}))
+        drawn = vl_convert.vegalite_to_svg(shared | spec, format_locale="fr-FR" if t.code == "fr" else None)
         body = re.sub(r'font-family="[^"]*"', "", drawn[drawn.index("viewBox=") :])
         drawings.append(head + Markup(body))  # noqa: S704 - Vega escapes the texts
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(*drawings)
 
 
-def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` (4 or more) of the points: the ends, and of each stretch between the lowest and the highest."""
+def thinned(points: Sequence[Point], limit: int = 500) -> list[Point]:
+    """At most `limit` (4 or more) of the points, as on a screen: the ends, and the extremes of each stretch between."""
     if len(points) <= limit:
         return list(points)
-    stretches = (limit - 2) // 2
-    inner = points[1:-1]
-    kept = [points[0]]
-    for i in range(stretches):
-        stretch = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
-        low = min(range(len(stretch)), key=lambda j: stretch[j][1])
-        high = max(range(len(stretch)), key=lambda j: stretch[j][1])
-        kept += [stretch[j] for j in sorted({low, high})]
-    return [*kept, points[-1]]
+    kept = {0, len(points) - 1}
+    for stretch in np.array_split(np.arange(1, len(points) - 1), (limit - 2) // 2):
+        values = [points[at][1] for at in stretch]
+        kept |= {int(stretch[np.argmin(values)]), int(stretch[np.argmax(values)])}
+    return [points[at] for at in sorted(kept)]
 
 
 def smoothed(points: Sequence[Point], span: float = 0.04) -> list[Point]:

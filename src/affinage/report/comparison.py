@@ -1,7 +1,7 @@
 """Several runs, or models of runs, side by side: which settings differ, what each cost, and what each gave."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,37 +11,19 @@ from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
-from affinage.report.charts import Axis, Series, line_chart, smoothed, thinned
-from affinage.report.evaluations import Evaluation, is_share, read_evaluation
+from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
+from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts
-from affinage.report.figures import Figure, keys_of, loss_axis, score_figure, values_of
-from affinage.report.language import ABSENT, N_, Language, language_of
+from affinage.report.figures import TITLES, loss_axis, score_figure
+from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary
 
 _NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
-_HOUR = 3600.0
-_LABELS = {
-    "parameters": N_("Parameters"),
-    "tokens": N_("Tokens, all trainings"),
-    "flops": N_("Computation, all trainings"),
-    "devices": N_("Devices"),
-    "training_seconds": N_("Time, all trainings"),
-    "device_hours": N_("Device hours"),
-    "seconds": N_("Time of the whole run"),
-    "tokens_per_second": N_("Tokens per second, first training"),
-    "mfu": N_("Share of the peak (MFU), first training"),
-    "final_loss": N_("Loss at the end of the first training"),
-}
 _METRICS = {  # what metrics of texts mean
     LOG_LIKELIHOOD: N_(
         "log_likelihood: of the expected text, in nats per item, higher is better; perplexity is exp(−log_likelihood)."
     ),
     BITS_PER_BYTE: N_("bits_per_byte: of the texts, lower is better."),
-}
-_TITLES = {
-    "pretrain": N_("Loss in pretraining"),
-    "sft": N_("Loss in fine-tuning"),
-    "dpo": N_("Loss in preference optimization"),
 }
 
 
@@ -72,20 +54,20 @@ class Entrant:
         results = [training.result for training in self.facts.trainings]
         if not results:
             return {}
-        first, seconds = results[0], sum(result.worked or 0.0 for result in results) or None
+        first, seconds = results[0], sum(result.worked or 0.0 for result in results)
         found = {
             "parameters": first.parameters.total,
-            "tokens": sum(result.tokens or 0 for result in results) or None,
-            "flops": sum((result.flops_per_step or 0.0) * (result.steps or 0) for result in results) or None,
-            "devices": str(first.devices) or None,
+            "tokens": sum(result.tokens or 0 for result in results),
+            "flops": sum((result.flops_per_step or 0.0) * (result.steps or 0) for result in results),
+            "devices": str(first.devices),
             "training_seconds": seconds,
-            "device_hours": seconds * first.devices.count / _HOUR if seconds and first.devices.count else None,
+            "device_hours": seconds * (first.devices.count or 0) / 3600,
             "seconds": self.facts.seconds,
             "tokens_per_second": first.tokens_per_second,
             "mfu": first.mfu,
             "final_loss": first.final_loss,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in found.items() if value}
 
 
 @dataclass(frozen=True)
@@ -106,17 +88,16 @@ class Comparison:
     paired: list[Paired]
 
     @property
-    def quantities(self) -> list[str]:
-        """Names of all quantities that any of them knows."""
-        return list(dict.fromkeys(name for one in self.entrants for name in one.quantities))
+    def quantities(self) -> dict[str, list[Any]]:
+        """All quantities that any of them knows, of each; None where it does not."""
+        names = dict.fromkeys(name for one in self.entrants for name in one.quantities)
+        return {name: [one.quantities.get(name) for one in self.entrants] for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         runs = []
         for one in self.entrants:
-            scores: dict[str, dict[str, Any]] = {}
-            for score in one.evaluation.scores if one.evaluation else ():
-                scores.setdefault(score.task, {})[score.metric] = {"value": score.value, "stderr": score.stderr}
+            scores = one.evaluation.by_task if one.evaluation else {}
             text = summary(one.facts, "en") if one.is_run else ""
             known = {"bits_per_byte": one.bits_per_byte, "scores": scores}
             again = {"judged_before": True, "evaluate_again": one.again} if one.again else {}
@@ -134,13 +115,10 @@ class Comparison:
 def entrant(
     name: str, run: Path | None, results: Path | None, *, again: str = "", parts: Mapping[str, Path] | None = None
 ) -> Entrant:
-    """One to compare: its run's folder, the folder of its results, or both; `again` as `Entrant` has it.
-
-    `parts` are the folders of the run's steps that count, all of them by default.
-    """
+    """One to compare: its run's folder, or those of its `parts` that count, the folder of its results, or both."""
     facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
-    judged = facts.evaluations[-1] if facts.evaluations else None
-    return Entrant(name, facts, results, read_evaluation(name, results) if results is not None else judged, again)
+    evaluation = read_evaluation(name, results) if results is not None else next(reversed(facts.evaluations), None)
+    return Entrant(name, facts, results, evaluation, again)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
@@ -153,7 +131,7 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     settings = differing_settings([one.facts.recipe for one in entrants]) if runs else {}
     found = Comparison(list(entrants), settings, list(_paired(entrants)))
     if not (found.quantities or settings or any(pair.differences for pair in found.paired)):
-        tasks = [[] if one.facts.settings.evaluate.tasks else ["--tasks", "TASK"] for one in entrants]
+        tasks = [[] if one.facts.settings.evaluate.get("tasks") else ["--tasks", "TASK"] for one in entrants]
         commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
         raise UserError(
             "there is nothing to compare: no training, no results, the same settings",
@@ -188,66 +166,25 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
     losses = [figure for name in TRAININGS if (figure := _loss_figure(found, name, t))]
     evaluations = {one.name: one.evaluation for one in found.entrants if one.evaluation}
     scores = score_figure(evaluations, t, t("Scores side by side"))
-    shown = {
-        "runs": True,
-        "differing": all(one.is_run for one in found.entrants),
-        "losses": bool(losses),
-        "judged": scores is not None,
-        "differences": bool(found.paired),
-    }
     return render_template(
         "comparison.html.j2",
         t,
         found=found,
-        sections=[name for name, there in shown.items() if there],
         summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in found.entrants},
-        quantities=quantity_lines(found, t),
-        settings=setting_lines(found),
+        brief=brief,
         losses=losses,
         scores=scores,
         notes=notes,
-        is_share=is_share,
     )
-
-
-def quantity_lines(found: Comparison, t: Language) -> list[list[str]]:
-    """What each took and gave: a label and the values, for each quantity that any of them knows."""
-    write: dict[str, Callable[[Any], str]] = {
-        "flops": t.flops,
-        "devices": str,
-        "training_seconds": t.duration,
-        "seconds": t.duration,
-        "device_hours": t.number,
-        "mfu": t.percent,
-        "final_loss": lambda loss: t.decimal(loss, 3),
-    }
-    lines = []
-    for name in found.quantities:
-        values = [one.quantities.get(name) for one in found.entrants]
-        written = [ABSENT if value is None else write.get(name, t.count)(value) for value in values]
-        lines.append([t(_LABELS[name]), *written])
-    for name in dict.fromkeys(name for one in found.entrants for name in one.bits_per_byte):
-        bits = [t.decimal(one.bits_per_byte.get(name), 3) for one in found.entrants]
-        lines.append([t("Bits per byte, {name}", name=name), *bits])
-    return lines
-
-
-def setting_lines(found: Comparison) -> list[list[str]]:
-    """The settings that differ: the key and the value in each run."""
-    written = {key: [ABSENT if one is None else brief(one) for one in values] for key, values in found.settings.items()}
-    return [[key, *values] for key, values in written.items()]
 
 
 def notes(pair: Paired, t: Language) -> list[str]:
     """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
     found, tasks = [], []
     for one in pair.unlike:
-        reasons = []
-        if one.questions:
-            reasons.append(t("items with another prompt or right answer: {count}", count=one.questions))
-        if one.versions:
-            reasons.append(t("versions {a} and {b}", a=one.versions[0], b=one.versions[1]))
-        tasks.append(f"{one.task} ({'; '.join(reasons)})")
+        items = t("items with another prompt or right answer: {count}", count=one.questions) if one.questions else ""
+        versions = t("versions {a} and {b}", a=one.versions[0], b=one.versions[1]) if one.versions else ""
+        tasks.append(f"{one.task} ({'; '.join(filter(None, (items, versions)))})")
     if tasks:
         found.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=", ".join(tasks)))
     metrics = {one.metric.partition(",")[0] for one in pair.differences}
@@ -256,24 +193,20 @@ def notes(pair: Paired, t: Language) -> list[str]:
 
 def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
     """The losses of one training in all runs that have it, against tokens."""
-    trained = [
-        (place, one, training) for place, one in enumerate(found.entrants) if (training := one.facts.training(name))
-    ]
-    if len(trained) < 2:
-        return None
-    in_tokens = all(training.result.tokens and training.result.steps for _, _, training in trained)
     series = []
-    for place, one, training in trained:
-        scale = (training.result.tokens or 1) / (training.result.steps or 1) if in_tokens else 1.0
-        curve = [(step * scale, loss) for step, loss in smoothed(training.curves.get("loss", []))]
+    for place, one in enumerate(found.entrants):
+        training = one.facts.training(name)
+        if training is None or not training.result.tokens or not training.result.steps:
+            continue
+        tokens = training.result.tokens / training.result.steps
+        curve = [(step * tokens, loss) for step, loss in smoothed(training.curves.get("loss", []))]
         sets = [dict(points) for points in training.validation.values()]
-        steps = sorted(set.intersection(*(set(one) for one in sets))) if sets else []
-        means = [(step * scale, sum(losses[step] for losses in sets) / len(sets)) for step in steps]
+        steps = sorted(set.intersection(*map(set, sets))) if sets else []
+        means = [(step * tokens, sum(losses[step] for losses in sets) / len(sets)) for step in steps]
         series.append(Series(one.name, thinned(curve), place, "line"))
         series.append(Series(t("validation: {name}", name=one.name), thinned(means, 60), place, "points"))
     series = [one for one in series if one.points]
-    if not series:
+    if len({one.color for one in series}) < 2:
         return None
-    x, y = Axis(t("training tokens") if in_tokens else t("step")), loss_axis(series, trained[0][2].loss_unit, t)
-    title = t(_TITLES[name])
-    return Figure(title, line_chart(series, x, y, title, t.code), keys_of(series), "", values_of(x.label, series))
+    title = t("Loss: {training}", training=t(TITLES[name]))
+    return line_figure(title, series, t("training tokens"), loss_axis(series, name, t), t)

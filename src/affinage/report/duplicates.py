@@ -1,6 +1,7 @@
 """Removed near-duplicates beside the documents that were kept, with what differs marked."""
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,40 +31,38 @@ class NearDuplicate:
     @property
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
         """The parts of both texts, kept and removed, around their first difference."""
-        pairs = enumerate(zip(self.kept_text, self.removed_text))
-        shorter = min(len(self.kept_text), len(self.removed_text))
-        start = max(0, next((at for at, (one, other) in pairs if one != other), shorter) - BEFORE)
-        if start:
-            start = self.kept_text.rfind(" ", 0, start) + 1 or start
+        start = max(0, len(os.path.commonprefix([self.kept_text, self.removed_text])) - BEFORE)  # noqa: RUF071
+        start = self.kept_text.rfind(" ", 0, start) + 1 or start
         return differences(*(_cut(text, start) for text in (self.kept_text, self.removed_text)))
 
 
 def near_duplicates(dedup: Path, documents: Path) -> tuple[NearDuplicate, ...]:
-    """The pairs least alike, which are those to judge a threshold by.
+    """The pairs that are least alike, by which to judge a threshold.
 
-    Args:
-        dedup: folder of that step, with `removed.parquet`.
-        documents: folder of the step that it read.
+    `dedup` is the folder of that step, with `removed.parquet`, and `documents` that of the step that it read.
     """
-    files, found = document_files(documents), []
+    files = document_files(documents)
     if not (dedup / "removed.parquet").is_file() or sum(file.stat().st_size for file in files) > SEARCHED_BYTES:
         return ()
     try:
         removed = pq.read_table(dedup / "removed.parquet", filters=[("exact", "==", False)])
-        pairs = removed.sort_by([(name, "ascending") for name in ("jaccard", "source", "id")]).slice(0, SHOWN)
-        ids = {pair[key] for pair in pairs.to_pylist() for key in ("id", "duplicate_of")}
-        if not files or not ids:
-            return ()
-        rows = ds.dataset(files).to_table(columns=["source", "id", "text"], filter=ds.field("id").isin(sorted(ids)))
-        texts = {(row["source"], row["id"]): row["text"] for row in rows.to_pylist()}
-        for pair in pairs.to_pylist():
-            kept = texts.get((pair["duplicate_of_source"], pair["duplicate_of"]))
-            text = texts.get((pair["source"], pair["id"]))
-            if kept is not None and text is not None:
-                found.append(NearDuplicate(pair["id"], text, pair["duplicate_of"], kept, pair["jaccard"]))
+        table = removed.sort_by([(name, "ascending") for name in ("jaccard", "source", "id")]).slice(0, SHOWN)
+        pairs = table.to_pylist()
+        wanted = ds.field("id").isin(sorted({pair[key] for pair in pairs for key in ("id", "duplicate_of")}))
+        rows = ds.dataset(files).to_table(columns=["source", "id", "text"], filter=wanted).to_pylist() if pairs else []
+        texts = {(row["source"], row["id"]): row["text"] for row in rows}
+        return tuple(
+            NearDuplicate(
+                pair["id"],
+                texts[pair["source"], pair["id"]],
+                pair["duplicate_of"],
+                texts[pair["duplicate_of_source"], pair["duplicate_of"]],
+                pair["jaccard"],
+            )
+            for pair in pairs
+        )
     except (pa.ArrowException, OSError, KeyError):
         return ()  # another version's columns, or a file that is gone: the report has no such section then
-    return tuple(found)
 
 
 def _cut(text: str, start: int) -> str:

@@ -1,9 +1,10 @@
 """What an evaluation left behind: scores with standard errors, bits per byte, samples."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, compare
@@ -42,14 +43,9 @@ class Score:
     stderr: float | None
     items: int | None
     shots: int | None
-    chat_template: bool = False
-    chance: float | None = None
-    headline: bool = False
-
-    @property
-    def is_share(self) -> bool:
-        """Whether the value lies between 0 and 1 with 1 the best."""
-        return is_share(self.metric)
+    chat_template: bool
+    chance: float | None
+    headline: bool
 
 
 @dataclass(frozen=True)
@@ -64,45 +60,47 @@ class Evaluation:
     @cached_property
     def scores(self) -> tuple[Score, ...]:
         """All metrics of all tasks."""
-        return tuple(
-            Score(
-                task=task,
-                metric=name,
-                value=metric.value,
-                stderr=metric.stderr,
-                items=result.items,
-                shots=result.num_fewshot,
-                chat_template=result.chat_template,
-                chance=(CHANCE.get(task) if result.chance is None else result.chance) if is_share(name) else None,
-                headline=name
-                == headline(task, [name for name, one in result.metrics.items() if one.value is not None]),
-            )
-            for task, result in self.result.tasks.items()
-            for name, metric in result.metrics.items()
-            if metric.value is not None
-        )
+        found = []
+        for task, result in self.result.tasks.items():
+            known = {name: metric for name, metric in result.metrics.items() if metric.value is not None}
+            guessed = CHANCE.get(task) if result.chance is None else result.chance
+            for name, one in known.items():
+                chance, shown = guessed if is_share(name) else None, name == headline(task, known)
+                about = (one.value or 0.0, one.stderr, result.items, result.num_fewshot, result.chat_template)
+                found.append(Score(task, name, *about, chance, shown))
+        return tuple(found)
 
     @property
     def headlines(self) -> list[Score]:
         """The score of each task that charts and sentences show."""
-        return [score for score in self.scores if score.headline and score.is_share]
+        return [score for score in self.scores if score.headline and is_share(score.metric)]
 
     @property
     def compression(self) -> dict[str, dict[str, float]]:
         """Bits per byte of validation sets, by the model ("model") and by compressors."""
         return {name: bits for name, bits in self.result.bits_per_byte.items() if "model" in bits}
 
+    @property
+    def prompts(self) -> list[tuple[bool, str, str]]:
+        """Whether it was in a conversation, a prompt or question, and what the model wrote."""
+        found = ((name, one) for name in ("prompts", "questions") for one in self.result.samples.get(name, ()))
+        return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
+
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""
         return next((s for s in self.scores if (s.task, s.metric) == (task, metric)), None)
 
-    def completed(self, other: "Evaluation") -> "Evaluation":
-        """With another's scores of the same model for the metrics that this one does not have."""
-        tasks = dict(other.result.tasks)
-        for task, result in self.result.tasks.items():
-            before = other.result.tasks[task].metrics if task in other.result.tasks else {}
-            tasks[task] = result.model_copy(update={"metrics": {**before, **result.metrics}})
-        return replace(self, result=self.result.model_copy(update={"tasks": tasks}))
+    @property
+    def by_task(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """As JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
+        return {
+            task: {
+                name: {"value": one.value, "stderr": one.stderr, "in_chat": result.chat_template}
+                for name, one in result.metrics.items()
+                if one.value is not None
+            }
+            for task, result in self.result.tasks.items()
+        }
 
 
 def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Difference]:
@@ -121,19 +119,18 @@ def read_evaluation(model: str, folder: Path, step: int | None = None) -> Evalua
 
 
 def read_by_hand(runs: Path, trainings: Mapping[str, tuple[str, int | None]]) -> list[Evaluation]:
-    """The results of `affinage eval` for the models of some trainings, apart from their recipe.
+    """The results of `affinage eval` in the folder of runs, for the models of some trainings.
 
-    Args:
-        runs: where these results are.
-        trainings: by their keys the names of their models, and their steps.
+    `trainings` has the names of the models and their steps, by the keys of the trainings.
     """
     found: dict[tuple[str, int | None], Evaluation] = {}
     for file in sorted((runs / "evaluations").glob("*/results.json"), key=lambda file: file.stat().st_mtime):
-        new = read_evaluation("", file.parent)
-        model, steps = trainings.get(new.result.training.key, ("", None))
+        new = read_evaluation("", file.parent).result
+        model, steps = trainings.get(new.training.key, ("", None))
         if model:
-            step = None if new.result.training.step == steps else new.result.training.step
-            before, new = found.get((model, step)), replace(new, model=model, step=step)
-            found[model, step] = new if before is None else new.completed(before)
+            step = None if new.training.step == steps else new.training.step
+            before = found[model, step].result.tasks if (model, step) in found else {}
+            result = new.model_copy(update={"tasks": before | new.tasks})
+            found[model, step] = Evaluation(model, result, file.parent, step)
     order = [model for model, _ in trainings.values()]
     return sorted(found.values(), key=lambda one: (order.index(one.model), one.step is None, one.step or 0))

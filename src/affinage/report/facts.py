@@ -4,9 +4,8 @@ import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from affinage.report.duplicates import NearDuplicate, near_duplicates
 from affinage.report.evaluations import Evaluation, read_by_hand, read_evaluation
@@ -14,46 +13,23 @@ from affinage.report.trainings import Training, read_training
 from affinage.results import (
     DOCUMENT_STEPS,
     RESULTS,
-    AnyResult,
     DocumentsResult,
-    FilterResult,
     Manifest,
     Result,
-    Sample,
     Size,
-    ThresholdCost,
-    TokenizeResult,
     TrainingResult,
     read_json,
     read_result,
 )
 
-if TYPE_CHECKING:
-    from affinage.model.analysis import Analysis
-
 TRAININGS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # step -> model
 EVALUATIONS = {"evaluate-base": "base", "evaluate-sft": "sft", "evaluate-dpo": "dpo"}  # step -> model
-ORDER = (
-    "synthesize",
-    *DOCUMENT_STEPS,
-    "train-tokenizer",
-    "compare-tokenizers",
-    "tokenize",
-    "pretrain",
-    "sft-data",
-    "preference-data",
-    "sft",
-    "ref-logprobs",
-    "dpo",
-    *EVALUATIONS,
-    "export",
-)
-_GROUPS = {  # kinds of work: 0 is on the data
-    **dict.fromkeys(("pretrain", "sft-data", "sft", "preference-data", "ref-logprobs", "dpo"), 1),
+ORDER = {  # all steps but the report -> the kind of their work: 0 data, 1 training, 2 evaluation, 3 release
+    **dict.fromkeys(("synthesize", *DOCUMENT_STEPS, "train-tokenizer", "compare-tokenizers", "tokenize"), 0),
+    **dict.fromkeys(("pretrain", "sft-data", "preference-data", "sft", "ref-logprobs", "dpo"), 1),
     **dict.fromkeys(EVALUATIONS, 2),
     "export": 3,
 }
-THRESHOLDS = 5  # of language id, shown beside each other
 
 
 @dataclass(frozen=True)
@@ -71,23 +47,8 @@ class Step:
 
     @property
     def group(self) -> int:
-        """The kind of its work: 0 data, 1 training, 2 evaluation, 3 release."""
-        return _GROUPS.get(self.name, 0)
-
-
-class _Report(Result):
-    language: str = "en"
-
-
-class _Data(Result):
-    languages: list[str] = []
-    sources: list[dict[str, Any]] = []
-    filters: dict[str, Any] = {}
-    decontaminate: dict[str, Any] = {}
-
-
-class _Evaluate(Result):
-    tasks: list[str] = []
+        """The kind of its work, as in `ORDER`."""
+        return ORDER.get(self.name, 0)
 
 
 class Settings(Result):
@@ -95,9 +56,9 @@ class Settings(Result):
 
     name: str = ""
     description: str = ""
-    report: _Report = _Report()
-    data: _Data = _Data()
-    evaluate: _Evaluate = _Evaluate()
+    report: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    evaluate: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -122,70 +83,9 @@ class Facts:
         return {name: one for name, one in self.results.items() if isinstance(one, DocumentsResult)}
 
     @property
-    def finished(self) -> datetime | None:
-        """When the last step began; None for a run without dates."""
-        return max((step.manifest.started for step in self.steps if step.manifest.started), default=None)
-
-    @property
     def seconds(self) -> float | None:
         """Time spent in all steps together."""
-        known = [step.seconds for step in self.steps if step.seconds is not None]
-        return sum(known) if known else None
-
-    @property
-    def analysis(self) -> "tuple[Analysis, int | None] | None":
-        """The cost of the nodes of the model of its first training, and the tokens of its sequences."""
-        return next(((one.analysis, one.context) for one in self.trainings if one.analysis), None)
-
-    @property
-    def samples(self) -> tuple[list[Sample], list[Sample]]:
-        """Prompts, and questions in conversations, with what the models wrote, each once."""
-        found = ([], [])  # type: tuple[list[Sample], list[Sample]]
-        for evaluation in self.evaluations:
-            for samples, name in zip(found, ("prompts", "questions")):
-                samples += [one for one in evaluation.result.samples.get(name, ()) if one not in samples]
-        return found
-
-    @property
-    def epochs(self) -> float | None:
-        """How often pretraining read the training set: in sequences, as the tokens it read include padding."""
-        pretrain, packed = self.training("pretrain"), self.result("tokenize", TokenizeResult)
-        slots = (packed.train.rows or 0) * (packed.context or 0) if packed else 0
-        tokens = slots or (packed.train.tokens if packed else None)
-        return pretrain.result.tokens / tokens if pretrain and pretrain.result.tokens and tokens else None
-
-    @property
-    def thresholds(self) -> list[float]:
-        """The thresholds of language id that are shown: those that are nearest to the thresholds of the recipe."""
-        found = self.result("filter", FilterResult) or FilterResult()
-        centers = {used for cost in self.threshold_costs if (used := self.threshold_of(cost)) is not None} or {0.8}
-        near = sorted(found.thresholds.grid, key=lambda at: (min(abs(at - one) for one in centers), at))
-        return sorted(near[:THRESHOLDS])
-
-    @property
-    def threshold_costs(self) -> list[ThresholdCost]:
-        """What each threshold of language id would keep of each source in a language."""
-        found = (self.result("filter", FilterResult) or FilterResult()).thresholds
-        size = len(found.grid)
-        costs = found.costs if size else []
-        return [one for one in costs if one.documents > 0 and len(one.documents_kept) == len(one.bytes_kept) == size]
-
-    def threshold_of(self, cost: ThresholdCost) -> float | None:
-        """The threshold that the recipe sets for a source in a language."""
-        used: Any = self.settings.data.filters.get("language_threshold")
-        if isinstance(used, Mapping):
-            name = next((name for name in (cost.source, cost.language, "default") if name in used), "")
-            used = used.get(name)
-        return used if isinstance(used, int | float) else None
-
-    def result(self, step: str, kind: type[AnyResult]) -> AnyResult | None:
-        """The result of a step, if it ran."""
-        found = self.results.get(step)
-        return found if isinstance(found, kind) else None
-
-    def step(self, name: str) -> Step | None:
-        """The step with this name, if it ran."""
-        return next((step for step in self.steps if step.name == name), None)
+        return sum(step.seconds or 0.0 for step in self.steps) or None
 
     def training(self, name: str) -> Training | None:
         """The training of that step, if it ran."""
@@ -200,65 +100,52 @@ def by_size(sizes: Mapping[str, Size]) -> list[tuple[str, Size]]:
 def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -> Facts:
     """Read a run folder (`runs/<name>`, one folder per step, each with its manifest.json) but for its report.
 
-    Args:
-        run_folder: of the run.
-        results: the steps that count, with their folders; None for all that the run has.
-
-    Raises nothing for steps or fields that are missing; a step without a manifest did not finish and is left out.
+    `results` are the folders of the steps that count; None for all that the run has. Raises nothing for steps or fields
+    that are missing; a step without a manifest did not finish and is left out.
     """
     recipe = read_json(run_folder / "recipe.json")
     settings = Settings.model_validate(recipe)
     folders = dict(results) if results is not None else {}
     if results is None and run_folder.is_dir():
         folders = {folder.name: folder for folder in run_folder.iterdir()}
-    found = {name: read_result(folders[name], RESULTS[name]) for name in ORDER if name in folders and name in RESULTS}
-    known = {name: result for name, result in found.items() if result is not None}
-    steps = _steps(folders)
+    kinds = {name: kind for name, kind in RESULTS.items() if name in folders and name in ORDER}
+    read = {name: found for name, kind in kinds.items() if (found := read_result(folders[name], kind)) is not None}
+    trained = {name: result for name, result in read.items() if isinstance(result, TrainingResult)}
+    steps = _steps(folders, trained)
     done = {step.name for step in steps}
     command = read_json(run_folder / "run.json").get("command")
+    models = {}  # by the keys of their trainings, also of trainings that have not ended: names and steps
+    for name, model in TRAININGS.items():
+        key = read_json(folders[name] / "request.json").get("key") if name in folders else None
+        if isinstance(key, str):
+            models[key] = (model, trained[name].steps if name in trained else None)
+    pairs = near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter")) if "dedup" in done else ()
     return Facts(
         name=settings.name or run_folder.name,
         recipe=recipe,
         settings=settings,
         command=command if isinstance(command, str) else shlex.join(["affinage", "run", run_folder.name]),
         steps=tuple(steps),
-        results=known,
-        near_duplicates=near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter"))
-        if "dedup" in done
-        else (),
-        trainings=tuple(
-            read_training(name, folders[name], result, recipe)
-            for name, result in known.items()
-            if isinstance(result, TrainingResult)
-        ),
+        results=read,
+        near_duplicates=pairs,
+        trainings=tuple(read_training(name, folders[name], result, recipe) for name, result in trained.items()),
         evaluations=tuple(read_evaluation(EVALUATIONS[n], folders[n]) for n in EVALUATIONS if n in done),
-        by_hand=tuple(read_by_hand(run_folder.parent, _models(folders, known))) if results is None else (),
+        by_hand=tuple(read_by_hand(run_folder.parent, models)) if results is None else (),
         versions={name: version for step in steps for name, version in step.manifest.versions.items()},
     )
 
 
-def _models(folders: Mapping[str, Path], results: Mapping[str, Result]) -> dict[str, tuple[str, int | None]]:
-    """The models of a run and their steps, by the keys of their trainings, also of trainings that have not ended."""
-    models = {}
-    for name, model in TRAININGS.items():
-        key = read_json(folders[name] / "request.json").get("key") if name in folders else None
-        if isinstance(key, str):
-            result = results.get(name)
-            models[key] = (model, result.steps if isinstance(result, TrainingResult) else None)
-    return models
-
-
-def _steps(folders: Mapping[str, Path]) -> list[Step]:
+def _steps(folders: Mapping[str, Path], trained: Mapping[str, TrainingResult]) -> list[Step]:
     found = []
     for folder_name, folder in folders.items():
         value = read_json(folder / "manifest.json")
         if not value or folder_name == "report":  # written before its own time is known
             continue
         manifest = Manifest.model_validate(value)
-        name, seconds = manifest.step or folder_name, manifest.seconds
-        if name in TRAININGS and (training := read_result(folder, TrainingResult)) is not None:
-            seconds = max((each for each in (seconds, training.worked) if each is not None), default=None)
+        name, seconds = manifest.step or folder_name, [manifest.seconds]
+        seconds += [trained[name].worked] if name in trained else []
         lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(manifest.files.items()))
-        found.append(Step(name, manifest, seconds, hashlib.sha256(lines.encode()).hexdigest() if lines else ""))
+        checksum = hashlib.sha256(lines.encode()).hexdigest() if lines else ""
+        found.append(Step(name, manifest, max((each for each in seconds if each is not None), default=None), checksum))
     rank = {name: i for i, name in enumerate(ORDER)}
     return sorted(found, key=lambda step: (rank.get(step.name, len(rank)), step.name))

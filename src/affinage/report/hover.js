@@ -1,6 +1,6 @@
 // Shows the values of a chart under the pointer, the finger, or the arrow keys.
 for (const figure of document.querySelectorAll("figure[data-values]")) {
-  const { x: xLabel, series } = JSON.parse(figure.dataset.values);
+  const { x: xLabel, domain: [low, high], series } = JSON.parse(figure.dataset.values);
   const steps = [...new Set(series.flatMap((one) => one.points.map((point) => point[0])))].sort((a, b) => a - b);
   const language = document.documentElement.lang;
   const write = (value) => value.toLocaleString(language, { maximumSignificantDigits: 5 });
@@ -11,9 +11,7 @@ for (const figure of document.querySelectorAll("figure[data-values]")) {
   const nearest = (list, wanted, at) =>
     list.reduce((best, item) => (Math.abs(at(item) - wanted) < Math.abs(at(best) - wanted) ? item : best));
 
-  for (const svg of steps.length ? figure.querySelectorAll("svg[data-frame]") : []) {
-    const frame = JSON.parse(svg.dataset.frame);
-    const [low, high] = frame.log ? frame.x.map(Math.log) : frame.x;
+  for (const svg of steps.length ? figure.querySelectorAll("svg.chart") : []) {
     const plot = svg.querySelector(".background");
     let left = 0, right = 1, top = 0, bottom = 1, scale = 1;
     const measure = () => {
@@ -22,7 +20,7 @@ for (const figure of document.querySelectorAll("figure[data-values]")) {
       [left, right] = [inner.left, inner.right].map((x) => (x - whole.left) / scale);
       [top, bottom] = [inner.top, inner.bottom].map((y) => (y - whole.top) / scale);
     };
-    const place = (step) => left + (((frame.log ? Math.log(step) : step) - low) / (high - low)) * (right - left);
+    const place = (step) => left + ((step - low) / (high - low)) * (right - left);
     const cursor = document.createElementNS("http://www.w3.org/2000/svg", "line");
     cursor.setAttribute("class", "cursor");
     let shown = 0;

@@ -83,14 +83,14 @@ class Language:
         text = f"{value:,.{places}f}"
         return text.replace(",", _NARROW).replace(".", ",") if self.code == "fr" else text
 
-    def number(self, value: float | None, digits: int = 3) -> str:
-        """A number to `digits` significant digits; a power of ten where it is very small or very large."""
+    def number(self, value: float | None) -> str:
+        """A number to three significant digits; a power of ten where it is very small or very large."""
         if value is None or not math.isfinite(value) or value == 0:
             return self.decimal(value, 0)
         magnitude = math.floor(math.log10(abs(value)))
         if -3 <= magnitude <= 6:
-            return self.decimal(value, max(0, digits - 1 - magnitude))
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+            return self.decimal(value, max(0, 2 - magnitude))
+        mantissa, exponent = f"{value:.2e}".split("e")
         written = self.decimal(float(mantissa), len(mantissa.rstrip("0").partition(".")[2]))
         power = f"10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
         return power if written == "1" else f"{written}{_NARROW}×{_NARROW}{power}"
@@ -120,9 +120,7 @@ class Language:
         """A short time with three digits: 1.25 s, 84.3 ms."""
         if seconds is None or not math.isfinite(seconds):
             return ABSENT
-        value, unit = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
-        places = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
-        return f"{self.decimal(value, places)}{_NARROW}{unit}"
+        return f"{self.number(seconds)}{_NARROW}s" if seconds >= 1 else f"{self.number(1000 * seconds)}{_NARROW}ms"
 
     def duration(self, seconds: float | None) -> str:
         """Seconds in the two largest units that matter: 2 h 05 min in English, 3 j 4 h in French."""
@@ -142,12 +140,11 @@ class Language:
         if value is None or not math.isfinite(value):
             return ABSENT
         scale = 100.0 if is_share else 1.0
-        shown = value * scale
-        places = 1 if is_share else max(0, 2 - math.floor(math.log10(abs(shown)))) if shown else 2
-        text = self.decimal(shown, places)
-        if error is not None and math.isfinite(error) and error > 0:
+        places = 1 if is_share or not value else max(0, 2 - math.floor(math.log10(abs(value))))
+        text = self.decimal(value * scale, places)
+        if error and math.isfinite(error):
             text += f"{_NARROW}±{_NARROW}{self.decimal(error * scale, places)}"
-        return text + ({"en": "%", "fr": f"{_NARROW}%"}[self.code] if is_share else "")
+        return text + self.percent(0, 0)[1:] * is_share
 
     def change(self, value: float, *, is_share: bool) -> str:
         """A signed difference of scores, of shares in points."""
@@ -161,4 +158,4 @@ class Language:
 
 def language_of(code: str | None) -> Language:
     """The language of a page for readers of `code`: English where there is no catalogue."""
-    return Language(code if code in LANGUAGES else "en")  # type: ignore[arg-type]
+    return Language(code if code in LANGUAGES else "en")

@@ -1,5 +1,6 @@
 """What a training left behind: its result, its curves, its benchmarks, and what the planner predicts for it."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,10 @@ class EvalPoint(Result):
         return self.scores.get(task, Metric()).value
 
 
+class _Monitor(Result):
+    points: list[EvalPoint] = []
+
+
 class _Evaluated(Result):
     tasks: dict[str, dict[str, Metric]] = {}
     bits_per_byte: dict[str, float] = {}
@@ -60,35 +65,21 @@ class _Line(Result):
     evaluation: _Evaluated = _Evaluated()
 
 
-class _Monitor(Result):
-    points: list[EvalPoint] = []
-
-
 @dataclass(frozen=True)
 class Training:
     """One training. Curves are points (step, value): by metric, validation set, and language of the validation text."""
 
     name: str
     result: TrainingResult
+    points: list[EvalPoint]  # benchmarks during the training
+    monitored: bool  # whether regressions of the benchmarks can end it
+    predicted: dict[str, float]
+    analysis: "Analysis | None"  # of the model
+    context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)
     bits_per_byte: dict[str, list[Point]] = field(default_factory=dict)
     nonfinite_steps: list[int] = field(default_factory=list)  # whose loss was not a finite number
-    points: list[EvalPoint] = field(default_factory=list)  # benchmarks during the training
-    monitored: bool = False  # whether regressions of the benchmarks can end it
-    predicted: dict[str, float] = field(default_factory=dict)
-    analysis: "Analysis | None" = None  # of the model
-    context: int | None = None  # tokens of a sequence
-
-    @property
-    def loss_unit(self) -> str:
-        """What the loss is of: a token, or a pair of answers."""
-        return "pair" if self.name == "dpo" else "token"
-
-    @property
-    def ended_by_regression(self) -> bool:
-        """Whether a benchmark ended it before its last step; otherwise that was `num_epochs`."""
-        return bool(self.result.ended and self.points and self.points[-1].worse)
 
     @property
     def regressions(self) -> list[tuple[EvalPoint, EvalPoint, Regression]]:
@@ -100,45 +91,21 @@ class Training:
                 last[one.task] = (point, by_step.get(one.than, EvalPoint(step=one.than)), one)
         return list(last.values())
 
-    @property
-    def measured(self) -> dict[str, float | None]:
-        """What the time of the steps says about what was predicted."""
-        result, spent = self.result, self.result.seconds
-        seconds = spent.get("compute", 0.0) + spent.get("data", 0.0) or None
-        flops = result.flops_per_step * result.steps if result.flops_per_step and result.steps else None
-        return {
-            "step_seconds": seconds / result.steps if seconds and result.steps else None,
-            "memory": result.memory.peak_bytes,
-            "parameters": result.parameters.total,
-            "seconds": seconds,
-            "flops_per_second": flops / seconds if flops and seconds else None,
-            "tokens_per_second": result.tokens_per_second,
-            "mfu": result.mfu,
-        }
-
-    @property
-    def compared(self) -> list[tuple[str, float | None, float | None]]:
-        """Each quantity as it was predicted and as it was measured."""
-        measured = self.measured
-        names = dict.fromkeys((*self.predicted, *measured))
-        rows = [(name, self.predicted.get(name), measured.get(name)) for name in names]
-        return [row for row in rows if row[1:] != (None, None)]
-
 
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
     """Read the curves and benchmarks of a training, and predict it now, from the recipe of the run."""
+    from affinage.model import parse
+    from affinage.model.analysis import analyze
+
     model = TrainedModel.model_validate(read_json(folder / "model.json"))
-    graph = _graph(model)
     monitored = _Monitor.model_validate(read_json(folder / "monitor.json")).points
-    training = Training(
-        name,
-        result,
-        points=monitored,
-        monitored=bool(monitored),
-        predicted=result.predicted | (_forecast(name, folder, result, recipe, graph, model.context) if graph else {}),
-        analysis=_analysis(graph, model.context) if graph else None,
-        context=model.context,
-    )
+    analysis, predicted = None, result.predicted
+    if model.graph and model.context:
+        with contextlib.suppress(UserError):  # another version may have stored it
+            graph = parse(model.graph)
+            analysis = analyze(graph, 1, model.context)
+            predicted = predicted | _forecast(name, folder, result, recipe, graph, model.context)
+    training = Training(name, result, monitored, bool(monitored), predicted, analysis, model.context)
     for values in read_json_lines(folder / "metrics.jsonl"):
         line = _Line.model_validate(values)
         if (step := line.step) is None:
@@ -160,31 +127,10 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
     return training
 
 
-def _graph(model: TrainedModel) -> "Graph | None":
-    """The graph of a trained model; None if it is not stored, or only another version can read it."""
-    from affinage.model import parse
-
-    try:
-        graph = parse(model.graph) if model.graph else None
-    except UserError:
-        return None
-    needs_context = graph is not None and any(name == "tokens" for name, _ in graph.inputs)
-    return None if needs_context and not model.context else graph
-
-
-def _analysis(graph: "Graph", context: int | None) -> "Analysis | None":
-    from affinage.model.analysis import analyze
-
-    try:
-        return analyze(graph, 1, context or 1)
-    except UserError:
-        return None
-
-
 def _forecast(
-    name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any], graph: "Graph", context: int | None
+    name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any], graph: "Graph", context: int
 ) -> dict[str, float]:
-    """What the planner says of the training on the devices that it ran on.
+    """What the planner estimates for the training on the devices that it ran on.
 
     Nothing for trainings that the planner does not know (other chips), or recipes of other versions.
     """
@@ -192,31 +138,22 @@ def _forecast(
     from affinage.data.tuning_data import documents_in_a_row
     from affinage.planning.plan import forecast, preferring
 
-    steps, tokens = result.steps, result.tokens
-    if not (steps and tokens and context):
-        return {}
+    steps, tokens, devices = result.steps or 0, result.tokens or 0, result.devices
     try:
         loaded = Recipe.model_validate(dict(recipe))
-        if (settings := getattr(loaded, name)) is None:
-            return {}
-        if name == "dpo":  # the stored graph is that of the model in use, without the loss of preferences
+        settings = getattr(loaded, name)
+        if name == "dpo" and settings is not None:  # the stored graph is without the loss of preferences
             data = folder.parent / "preference-data"
             documents = documents_in_a_row(data) if (data / MANIFEST).is_file() else None
             graph = preferring(graph, settings, context, documents)
     except (ValidationError, UserError):
         return {}
-    found = forecast(
-        graph,
-        settings,
-        loaded.parallel,
-        rows=tokens // steps // context,
-        context=context,
-        mesh=result.devices.mesh,
-        device_kind=result.devices.kind,
-        devices=result.devices.count or 1,
-    )
+    if not (settings and steps and tokens):
+        return {}
+    rows, count = tokens // steps // context, devices.count or 1
+    places: dict[str, Any] = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": count}
+    found = forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)
     if found is None:
         return {}
-    memory, step = found[0].total, found[1].seconds
-    per_second = tokens / steps / step
-    return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": per_second, "memory": float(memory)}
+    memory, step = float(found[0].total), found[1].seconds
+    return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": tokens / steps / step, "memory": memory}
