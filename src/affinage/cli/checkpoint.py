@@ -107,9 +107,9 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
         else:
             store, named = _store(checkpoint, runs, quiet=as_json)
             chosen = _chosen(store, named)
-            for place, step in enumerate(chosen):
+            for place, kept in enumerate(chosen):
                 progressed(f"{place} of {len(chosen)}")
-                found[step] = store.verify(step)
+                found[kept] = store.verify(kept)
             incomplete = [step for step, _ in store.entries() if step not in store.steps() and named is None]
     rows = [{"step": step, "corruption": what or None, "why_not": ""} for step, what in found.items()]
     rows += [{"step": step, "corruption": None, "why_not": "incomplete: its save was cut off"} for step in incomplete]
