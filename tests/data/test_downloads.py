@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import threading
+from functools import partial
 
 import fsspec
 import pytest
@@ -150,3 +151,18 @@ def test_a_password_is_taken_from_netrc_and_given_to_no_other_server(tmp_path, m
             server.shutdown()
     assert seen == {(first.server_address[1], "Basic YWRhOmxvdmVsYWNl"), (other.server_address[1], None)}
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and b"lovelace" in path.read_bytes()]
+
+
+def test_a_server_that_sends_whole_files_only_is_read_in_a_stream(tmp_path):
+    class Server(http.server.SimpleHTTPRequestHandler):  # which knows no ranges
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "lines.jsonl").write_bytes(CONTENT)
+    handler = partial(Server, directory=str(tmp_path / "files"))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert cached(f"http://127.0.0.1:{server.server_address[1]}/lines.jsonl", SHA).read_bytes() == CONTENT
+    finally:
+        server.shutdown()

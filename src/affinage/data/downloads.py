@@ -164,18 +164,28 @@ def _download(url: str, part: Path) -> None:
     if not version or _facts(url).get("version") != version:
         part.unlink(missing_ok=True)  # the rest would be of another file
     write_json(_facts_path(url), {"url": url, "version": version})
+    in_blocks = size is not None and entry.get("partial") is not False
     with part.open("ab") as file:
-        while size is None or file.tell() < size:
-            start = file.tell()
-            stop = None if size is None else min(start + BLOCK_BYTES, size)
-            block = with_retries(partial(filesystem.cat_file, place, start, stop), url)
-            if stop is None or len(block) == size:  # some servers send the whole file, whatever part is requested
-                file.truncate(0)
-            elif len(block) != stop - start:
+        while in_blocks and file.tell() < size:
+            start, stop = file.tell(), min(file.tell() + BLOCK_BYTES, size)
+            try:
+                block = with_retries(partial(_range, filesystem, place, start, stop, size), url)
+            except ValueError:
+                in_blocks = False
+                break
+            if len(block) != stop - start:
                 raise UserError(f"cannot download {url}: the server sent {len(block)} bytes for {stop - start}")
             file.write(block)
             file.flush()
-            size = len(block) if size is None else size
+    if not in_blocks:  # streamed from its beginning
+        with_retries(partial(filesystem.get_file, place, str(part)), url)
+
+
+def _range(filesystem: Any, place: str, start: int, stop: int, size: int) -> bytes:
+    """A part of a file. Raises ValueError for a server that sends whole files only."""
+    with filesystem.open(place, size=size, cache_type="none") as remote:
+        remote.seek(start)
+        return bytes(remote.read(stop - start))
 
 
 def _facts_path(url: str) -> Path:
