@@ -183,7 +183,7 @@ def measured(
     loaded = load_recipe(recipe, [*settings, *([f"packing.seq_len={seq_len}"] if seq_len else [])])
     load_plugins(loaded)
     pretrain, length = loaded.recipe.pretrain, loaded.recipe.packing.seq_len
-    if pretrain is None or (loaded.recipe.data is not None and loaded.recipe.data.arrays is not None):
+    if pretrain is None:
         raise SystemExit(f"{recipe}: only the pretraining of a language model is measured")
     graph, mesh = planned_graph(loaded), {str(axis): size for axis, size in loaded.recipe.mesh.items()}
     rows = rows_per_step(pretrain, len(acquire()))
