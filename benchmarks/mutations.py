@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the rejected answer is preferred",
-        f"{MODEL}/preference.py",
+        f"{MODEL}/losses.py",
         "return values[:, 0::2] - values[:, 1::2]",
         "return values[:, 1::2] - values[:, 0::2]",
         "tests/model",

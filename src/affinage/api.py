@@ -170,7 +170,7 @@ class _Lines:
     def on_progress(self, what: str) -> None: ...
 
     def on_end(self, planned: "PlannedStep", result: "Result", seconds: float) -> None:
-        print(f"{planned.name:<14}{duration(seconds)}", flush=True)
+        print(f"{planned.name:<18}{duration(seconds)}", flush=True)
 
 
 def write_report(context: "StepContext") -> "Summary":

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.metadata import COMMIT, METADATA, Metadata
+from affinage.checkpoint.metadata import COMMIT, METADATA
 from affinage.checkpoint.store import remove_incomplete
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
@@ -325,12 +325,3 @@ def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newes
     monkeypatch.setattr(Processes, "current", process)
     with process.all_at_work():
         assert newest(store) == 1
-
-
-def test_the_metadata_of_a_checkpoint_hash_to_its_fingerprint(intact: CheckpointStore, tmp_path: Path):
-    store = CheckpointStore(tmp_path / "other")
-    store.save(2, state(2, ONE), {"by": "another run"})
-    store.wait()
-    found = [each.metadata(step) for each, step in ((intact, 1), (intact, 2), (store, 2))]
-    assert all(isinstance(each, Metadata) for each in found)
-    assert found[0].fingerprint != found[1].fingerprint == found[2].fingerprint

@@ -129,7 +129,9 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
     facts = {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "license": "MIT", "text": "t"}
     assert row == facts | {"chunk": 0, "language_score": None}
     _, (row,) = run(tmp_path, {"path": str(tmp_path / "a.jsonl"), "name": "mine", "language": "fr"})
-    assert (row["source"], row["language"]) == ("mine", "fr")
+    assert (row["source"], row["language"], row["language_score"]) == ("mine", "fr", None)
+    trusted = {"path": str(tmp_path / "a.jsonl"), "language": "fr", "trust_language": True}
+    assert run(tmp_path, trusted)[1][0]["language_score"] == 1.0
 
 
 def test_bad_records_are_counted_with_their_place(tmp_path):
@@ -283,15 +285,6 @@ def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
     assert [(len(parts), sample) for parts, sample in map(sampled, (0.25, 1.0))] == [(25, 1.0), (100, 1.0)]
     assert (len(sampled(0.001)[0]), sampled(0.001)[1]) == (1, pytest.approx(0.1))
     assert sampled(0.1)[0] < sampled(0.2)[0]
-
-
-def test_notes_of_other_work_are_not_believed(folder, tmp_path):
-    (folder / "2.jsonl").write_bytes(b"")
-    (folder / "1.jsonl").rename(folder / "1.jsonl.gz")
-    assert "1.jsonl.gz" in refused(tmp_path, str(folder)).where
-    write_lines(folder / "0.jsonl", numbered(900, 20))
-    (folder / "1.jsonl.gz").unlink()
-    assert [row["id"] for row in run(tmp_path, str(folder))[1]] == [str(i) for i in range(900, 920)]
 
 
 def test_ids_are_the_users_whatever_they_are(folder, tmp_path):

@@ -119,6 +119,7 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == [f"d{k}" for k in range(13)]  # only the item's own words count
     assert summary["boilerplate"]["in_items"] > 0 and summary["boilerplate"]["in_documents"] > 0
+    assert summary["benchmarks"]["b"]["common"] == 1, "the famous one is named"
     assert run(tmp_path / "all", texts, items, boilerplate=100)[1] == []
 
 
@@ -224,12 +225,6 @@ def test_items_are_found_as_they_are_published(tmp_path):
     summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, items)
     assert [row["id"] for row in rows_of(tmp_path / "out")] == ["d2"]
     assert summary["benchmarks"]["tiny"]["too_short"] == 1 and summary["benchmarks"]["arc"]["found"] == 1
-
-
-def test_items_that_many_documents_copy_are_named(tmp_path):
-    write_documents(tmp_path / "in", [{"text": f"{k} times: {HARBOUR}"} for k in range(12)])
-    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, [BenchmarkItem("quiz", "0", (HARBOUR,))])
-    assert summary["removed"] == {} and summary["benchmarks"]["quiz"]["common"] == 1
 
 
 def test_texts_that_hold_an_item_are_named(tmp_path):

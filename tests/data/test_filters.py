@@ -11,7 +11,7 @@ from affinage.data.language import identify_language, known_languages, language_
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
 from affinage.errors import UserError
-from source_forms import collected, prose, rows_of, write_documents, write_lines
+from source_forms import collected, prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
 FRENCH = "Le comité s'est réuni jeudi pour décider comment reconstruire le port avant les tempêtes de l'hiver."
@@ -73,17 +73,6 @@ def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_be
     summary, rows = run(tmp_path / "all", documents, languages=())
     assert [row["language"] for row in sorted(rows, key=lambda row: row["id"])] == ["", "en", "xx"]
     assert summary["removed"] == {} and {row["language_score"] for row in rows} == {None}
-
-
-def test_a_source_is_checked_unless_it_is_trusted(tmp_path):
-    for name, trusted, left in (("checked", False, 1), ("trusted", True, 2)):
-        (tmp_path / name).mkdir()
-        write_lines(tmp_path / name / "a.jsonl", [{"text": GERMAN, "id": "d"}, {"text": ENGLISH, "id": "e"}])
-        source = {"path": str(tmp_path / name / "a.jsonl"), "language": "en", "trust_language": trusted}
-        collected(tmp_path / name / "in", source)
-        summary = filter_documents(tmp_path / name / "in", tmp_path / name / "out", FilterSettings(), ("en", "fr"))
-        assert summary["by_language"]["en"]["documents"] == left
-        assert [path.name for path in (tmp_path / name / "out").iterdir()] == ["a.en"]
 
 
 def test_long_documents_can_be_split_at_paragraphs(tmp_path):

@@ -28,13 +28,9 @@ def test_names(runs: Path):
         folder, found = locate(resolve(spec, runs), runs)
         assert (folder.name.split("-")[0], found) == (stage, step) and folder.parent == runs / "store", spec
         assert is_chat(folder) == (stage != "pretrain")
-
-
-def test_what_a_model_was_made_from(runs: Path):
-    folder, _ = locate(resolve("tiny", runs), runs)
-    assert made_from(folder, "train-tokenizer") == (runs / "tiny/train-tokenizer").resolve()
-    assert made_from(folder, "synthesize") == (runs / "tiny/synthesize").resolve()
-    assert made_from(folder, "export") is None
+        for step_before in ("train-tokenizer", "synthesize"):
+            assert made_from(folder, step_before) == (runs / "tiny" / step_before).resolve()
+        assert made_from(folder, "export") is None
 
 
 def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs: Path):

@@ -9,9 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.build import build_steps
 from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.trackers import metrics_of
 from affinage.training import train
@@ -105,14 +103,6 @@ def test_plugins_have_trackers_too(tmp_path: Path):
         trackers_of({"lisded": {}}, **where)
     with pytest.raises(UserError, match="falls"):
         trackers_of({"listed": {"falls": 1}}, **where)
-
-
-def test_trackers_are_in_no_key_of_a_stage():
-    plain = build_steps(load_recipe("quickstart"))
-    given = ["runtime.trackers.tensorboard=true", "runtime.trackers.mlflow={experiment: x}"]
-    tracked = build_steps(load_recipe("quickstart", given))
-    assert [(stage.name, stage.config) for stage in plain] == [(stage.name, stage.config) for stage in tracked]
-    assert load_recipe("quickstart", ["runtime.trackers=[wandb]"]).recipe.runtime.trackers == {"wandb": {}}
 
 
 def test_scores_have_names_by_what_they_are_of():

@@ -39,8 +39,6 @@ def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:
             }
         case "layer by layer":
             how["optimizer_in_backward"] = True
-        case "moving average":
-            how["ema"] = {"decay": 0.9}
         case "sft with adapters":
             how |= {"settings": tiny.tuning(SftSettings, STEPS, own=LORA)}
         case "dpo with adapters":
@@ -50,7 +48,7 @@ def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:
     return tiny.job(folder, STEPS, hook, graph=graph, **how)
 
 
-FULL = ("bfloat16", "layer by layer", "moving average", "dpo with adapters")
+FULL = ("bfloat16", "layer by layer", "dpo with adapters")
 
 
 @pytest.mark.parametrize("kind", ["sft with adapters", *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL)])

@@ -105,12 +105,12 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
                     with TemporaryDirectory() as folder:
                         found[step] = remote.download(step, Path(folder)) or _new_store(Path(folder)).verify(step)
         else:
-            store, named = _store(checkpoint, runs, quiet=as_json)
-            chosen = _chosen(store, named)
-            for place, step in enumerate(chosen):
+            store, asked = _store(checkpoint, runs, quiet=as_json)
+            chosen = _chosen(store, asked)
+            for place, kept in enumerate(chosen):
                 progressed(f"{place} of {len(chosen)}")
-                found[step] = store.verify(step)
-            incomplete = [step for step, _ in store.entries() if step not in store.steps() and named is None]
+                found[kept] = store.verify(kept)
+            incomplete = [step for step, _ in store.entries() if step not in store.steps() and asked is None]
     rows = [{"step": step, "corruption": what or None, "why_not": ""} for step, what in found.items()]
     rows += [{"step": step, "corruption": None, "why_not": "incomplete: its save was cut off"} for step in incomplete]
     rows.sort(key=lambda row: int(row["step"] or 0))

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,21 +46,16 @@ def recipes(as_json: options.JsonOption = False) -> None:
     from affinage.config.layers import packaged_recipes, read_file
 
     found: list[dict[str, Any]] = []
+    rows = []
     for name, path in packaged_recipes().items():
         about = facts(path)
         texts = {fact.lower(): " ".join(lines) for fact, lines in about.items()} | {"run": about.get("Run", [])}
         description = read_file(path).value.get("description", "")
         found.append({"name": name, "description": description, **texts, "head": head(path)})
-    emit(found, as_json, _recipes(found))
-
-
-def _recipes(found: list[dict[str, Any]]) -> "Iterator[str | Table]":
-    rows = []
-    for recipe in found:
-        shorts = (re.split("[:;]", recipe[fact])[0] for fact in ("hardware", "time", "cost"))
-        rows.append((recipe["name"], f"{recipe['description']}\n{', '.join(s for s in shorts if s != 'none')}"))
-    yield Table(("", ""), rows, left=(0, 1))
-    yield "\nRun one: affinage run NAME. Start your own from one: affinage new my-run --like NAME."
+        shorts = (re.split("[:;]", found[-1][fact])[0] for fact in ("hardware", "time", "cost"))
+        rows.append((name, f"{description}\n{', '.join(short for short in shorts if short != 'none')}"))
+    more = "\nRun one: affinage run NAME. Start your own from one: affinage new my-run --like NAME."
+    emit(found, as_json, [Table(("", ""), rows, left=(0, 1)), more])
 
 
 def head(path: Path) -> str:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.config.parallel import Remat
     from affinage.config.recipe import Recipe
-    from affinage.config.training import TrainSettings
     from affinage.model.graph import Graph
 
 _UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
@@ -115,29 +114,24 @@ def _vocabulary(recipe: "Recipe", run: Path) -> int:
 
 def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
     """For every training: steps (counted from 0, the first and the last among them) with their learning rates."""
-    from affinage.training.optimizer import check_choices
+    import jax.numpy as jnp
+
+    from affinage.training.optimizer import check_choices, learning_rate
 
     rates = {}
     for name in loaded.recipe.trainings:
-        check_choices(getattr(loaded.recipe, name), partial(_located, loaded, name))
-        rates[name] = _rates(getattr(loaded.recipe, name))
+        settings = getattr(loaded.recipe, name)
+        check_choices(settings, partial(_located, loaded, name))
+        rate, last = learning_rate(settings.schedule, settings.steps), settings.steps - 1
+        warmup = max(settings.schedule.warmup(settings.steps) - 1, 0)
+        even = {round(last * i / (_LINES - 2)) for i in range(_LINES - 1)}
+        steps = sorted(even | {0, min(warmup, last), last})
+        rates[name] = [{"step": step, "learning_rate": float(rate(jnp.int32(step)))} for step in steps]
     return rates
 
 
 def _located(loaded: "LoadedRecipe", section: str, path: Sequence[str | int]) -> str:
     return loaded.locate((section, *path))
-
-
-def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:
-    import jax.numpy as jnp
-
-    from affinage.training.optimizer import learning_rate
-
-    rate, last = learning_rate(settings.schedule, settings.steps), settings.steps - 1
-    warmup = max(settings.schedule.warmup(settings.steps) - 1, 0)
-    even = {round(last * i / (_LINES - 2)) for i in range(_LINES - 1)}
-    steps = sorted(even | {0, min(warmup, last), last})
-    return [{"step": step, "learning_rate": float(rate(jnp.int32(step)))} for step in steps]
 
 
 def _with_bars(rates: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -96,7 +96,12 @@ def export(
     if base is not None:
         raise UserError("--base goes with --adapter", where="--base", fix="Leave it out for a whole model.")
     offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
-    settings = {"dtype": dtype, "license": license, "max_shard_size": max_shard_size, "trim_vocabulary": trim}
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "license": license,
+        "max_shard_size": max_shard_size,
+        "trim_vocabulary": trim,
+    }
     if to is None:
         chosen = [f"export.{key}={json.dumps(value)}" for key, value in settings.items() if value != _USUAL[key]]
         folder = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *chosen], runs, force))
@@ -105,7 +110,13 @@ def export(
         raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)
     else:
         folder = to
-        _write(model, runs, to, settings)
+        _must_be_new(to)
+        target, state = model_of(model, runs)
+        from affinage.hub.export import export as write
+        from affinage.pipeline.models import is_chat, open_target
+
+        facts = _card(target, state, settings.pop("license"))
+        write(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **settings)
     if check or check_gguf:
         _compare(model, runs, folder, check, check_gguf)
     typer.echo(f"The model is in {folder}.")
@@ -135,16 +146,6 @@ def _export_of_run(name: str, how: options.PipelineOptions) -> Path:
             return found
     instead = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
     return run_own_steps(name, how, "export", ("export",), instead) / "export" / "model"
-
-
-def _write(name: str, runs: Path, to: Path, settings: dict[str, Any]) -> None:
-    _must_be_new(to)
-    target, state = model_of(name, runs)
-    from affinage.hub.export import export
-    from affinage.pipeline.models import is_chat, open_target
-
-    facts = _card(target, state, settings.pop("license"))
-    export(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **settings)
 
 
 def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFacts":

@@ -138,7 +138,7 @@ def put_override(layers: Layers, override: str) -> None:
             target[key] = {}
         target = target[place]
     if isinstance(target, dict):
-        _lay(target, {path[-1]: value})
+        _lay(target, {str(path[-1]): value})
     else:
         target[path[-1]] = value
     layers.origins |= dict.fromkeys(_inside(value, tuple(path)), shown)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write the whole of `content` to `path`, or nothing."""
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """Write the whole of the parts to `path`, one after the other, or nothing."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
+    with partial.open("wb") as file:
+        file.writelines(parts)
     os.replace(partial, path)
 
 

@@ -170,7 +170,7 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message
     Tags of an assistant such as <think> are structure, but not in ChatML, which has none.
     """
 
-    found = []
+    found: list[Message] = []
     for message in messages:
         tags = message["role"] == "assistant" and tokenizer.template is not None
         texts = {key: tokenizer.guard(message[key], tags=tags) for key in ("content", REASONING) if key in message}

@@ -299,7 +299,7 @@ def _gather(corpus: Corpus, number: int) -> None:
 def _compare(corpus: Corpus, task: tuple[int, int]) -> dict[str, int]:
     """Write what is removed of one batch; returns counts. The n-grams of more than `room` are in a mapped file."""
     batch, room = task
-    tables, signatures, sets = [], [], []
+    tables, ranks, signatures, sets = [], [], [], []
     for number, shard in enumerate(corpus.shards):
         batches = corpus.batches(shard)
         if not (batches == batch).any():
@@ -307,19 +307,19 @@ def _compare(corpus: Corpus, task: tuple[int, int]) -> dict[str, int]:
         table = feather.read_table(corpus.path("candidates", number), memory_map=True)
         table = table.filter(pa.array(batches[table["document"].to_numpy() - shard.start] == batch))
         rows = table["document"].to_numpy() - shard.start
-        facts = np.vstack([np.full(rows.size, not shard.released), corpus.array("signatures", number)[:, rows]])
         tables.append(table)
-        signatures.append(facts.astype(np.uint64))
+        ranks.append(np.full(rows.size, not shard.released))
+        signatures.append(corpus.array("signatures", number)[:, rows])
         all_sets = corpus.array("sets", number)
         sets += [all_sets[a : a + size] for a, size in zip(table["start"].to_pylist(), table["size"].to_pylist())]
-    table, (rank, *facts) = pa.concat_tables(tables), np.concatenate(signatures, axis=1)
+    table, rank, facts = pa.concat_tables(tables), np.concatenate(ranks), np.concatenate(signatures, axis=1)
     sizes = table["size"].to_numpy()
     names = [table[name].to_numpy(zero_copy_only=False) for name in ("document", "chunk")]
     text = [pc.rank(table[name], tiebreaker="min").to_numpy() for name in ("source", "id")]
     order = np.lexsort([names[0], facts[CONTENT], names[1], *text, facts[BYTES], -sizes, facts[MARKUP], rank])
     n_grams = _end_to_end(sets, int(sizes.sum()) > room, corpus.path("compared", batch))
-    keys = np.ascontiguousarray(np.stack(facts[FIRST_BAND:]).T[order])
-    starts, released = (np.cumsum(sizes) - sizes)[order], int((rank == 0).sum())
+    keys = np.ascontiguousarray(facts[FIRST_BAND:, order].T)
+    starts, released = (np.cumsum(sizes) - sizes)[order], int((~rank).sum())
     match, near, compared, capped = _match(
         *_buckets(keys), n_grams, starts, sizes[order], corpus.settings.threshold, MAX_COMPARED, released
     )
@@ -339,7 +339,7 @@ def _end_to_end(sets: Sequence[np.ndarray], large: bool, place: Path) -> np.ndar
         return np.concatenate(sets)
     with place.open("wb") as file:
         for one in sets:
-            file.write(np.ascontiguousarray(one))
+            file.write(one.tobytes())
     return np.memmap(place, np.uint64, "r")
 
 

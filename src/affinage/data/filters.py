@@ -101,7 +101,14 @@ def filter_documents(
         total.merge(result)
     clear_completions(folder)
     if total.stats.documents_in and not total.stats.documents_out:
-        _refuse_nothing_left(total.stats)
+        reason, count = total.stats.removed.most_common(1)[0]
+        sample = total.stats.samples[reason][0]
+        example = f"{sample['id']} of {sample['source']}: {sample['detail']}".removesuffix(": ")
+        raise UserError(
+            f"filtering left none of {total.stats.documents_in} documents; {count} are {reason}, such as {example}",
+            where="data.filters",
+            fix="See data.filters and data.languages; data.filters.long_documents=split keeps long texts in parts.",
+        )
     return total.stats.summary(time.perf_counter() - start) | {
         "repaired": total.counts["repaired"],
         "formatted": total.counts["formatted"],
@@ -248,14 +255,3 @@ def split_text(text: str, limit: int) -> list[str]:
         chunks.append(text[start:cut])
         start = cut
     return [*chunks, text[start:]]
-
-
-def _refuse_nothing_left(stats: Stats) -> None:
-    reason, count = stats.removed.most_common(1)[0]
-    sample = stats.samples[reason][0]
-    example = f"{sample['id']} of {sample['source']}" + (f": {sample['detail']}" if sample["detail"] else "")
-    raise UserError(
-        f"filtering left none of {stats.documents_in} documents; {count} are {reason}, such as {example}",
-        where="data.filters",
-        fix="See data.filters and data.languages; data.filters.long_documents=split keeps long texts in parts.",
-    )

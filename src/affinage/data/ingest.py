@@ -283,8 +283,7 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
     name, sample, settings = task.source.name, task.source.sample, task.source.settings
     for part in task.source.parts:
         try:
-            of_file = isinstance(part, SourceFile)
-            for record in read_records(part, settings) if of_file else as_kind(stream(part, settings), settings):
+            for record in _records(part, settings):
                 if isinstance(record, BadRecord):
                     if task.on_error == "raise" and record.reason in BROKEN:
                         fix = "Mend it, or count and skip such records: data.on_error=skip."
@@ -302,6 +301,12 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
                 raise UserError(str(damage), where=where, fix=fix) from None
             stats.enter(1, 0)
             stats.remove("damaged file", id=part.name, source=name, text="", detail=str(damage))
+
+
+def _records(part: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+    if isinstance(part, SourceFile):
+        return read_records(part, settings)
+    return as_kind(stream(part, settings), settings)
 
 
 def _in_file(id: str) -> str:

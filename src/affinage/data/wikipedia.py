@@ -8,7 +8,6 @@ import re
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO
 from xml.sax.saxutils import unescape
 
@@ -30,13 +29,6 @@ _NAMESPACE = re.compile(r'<namespace key="(-?\d+)"[^>]*?(?:/>|>([^<]*)</namespac
 _BASE = re.compile(r"<base>([^<]*)/[^/<]*</base>")
 
 
-@dataclass(frozen=True)
-class _Site:
-    language: str
-    base: str  # what the URLs of its articles begin with
-    dropped: frozenset[str]  # names, in lower case, of the namespaces whose links are no text
-
-
 def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     """The articles (namespace 0, no redirects) of a dump, or of the streams that begin in the file's part of it.
 
@@ -48,11 +40,10 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
     if "<mediawiki" not in head or base is None:
         raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
     names = {name.lower() for key, name in _NAMESPACE.findall(head) if key in _DROPPED_NAMESPACES}
-    dropped = frozenset({"file", "image", "category", *names})
-    site = _Site(language[1] if language else "", unescape(base[1]), dropped)
+    site = (language[1] if language else "", unescape(base[1]), frozenset({"file", "image", "category", *names}))
     content = _streams(file) if compression_of(file.name) == ".bz2" else _whole(file)
     for page in _pages(content, file):
-        found = page if isinstance(page, BadRecord) else _article(page, site, file.name)
+        found = page if isinstance(page, BadRecord) else _article(page, file.name, *site)
         if found is not None:
             yield found
 
@@ -116,7 +107,8 @@ def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes | BadRe
         raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
 
 
-def _article(page: bytes, site: _Site, name: str) -> Record | BadRecord | None:
+def _article(page: bytes, name: str, language: str, base: str, dropped: frozenset[str]) -> Record | BadRecord | None:
+    """The article in a `<page>`; URLs of the wiki begin with `base`, links to the namespaces `dropped` are no text."""
     try:
         element = ElementTree.fromstring(page)
     except ElementTree.ParseError as error:
@@ -125,10 +117,10 @@ def _article(page: bytes, site: _Site, name: str) -> Record | BadRecord | None:
         return None
     id, title = element.findtext("id") or "", element.findtext("title") or ""
     try:
-        text = wikitext_to_text(element.findtext("revision/text") or "", site.dropped)
+        text = wikitext_to_text(element.findtext("revision/text") or "", dropped)
     except (ParserError, RecursionError) as error:
         return BadRecord(id, "wikitext cannot be parsed", str(error), title)
     if not text:
         return BadRecord(id, "empty", f"no text in the article {title!r}")
-    url = f"{site.base}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
-    return Record(id, f"{title}\n\n{text}", language=site.language, url=url, license=LICENSE)
+    url = f"{base}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
+    return Record(id, f"{title}\n\n{text}", language=language, url=url, license=LICENSE)

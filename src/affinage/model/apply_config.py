@@ -16,8 +16,10 @@ from affinage.model.parameter import Axes, PyTree
 
 HOPPER = (9, 0)  # compute capability from which cuDNN's attention knows documents by their offsets
 STATISTICS = "attention_statistics"  # a kernel's log-sum-exp of scores, by name for policies of `jax.checkpoint`
-# What else a layer keeps by default, beside the names that a recipe may use.
-_KEPT = (STATISTICS, "attention_weights", "residual", "dropout_mask", "experts_out")
+# The policy that keeps all that a layer has a name for: what a recipe may name, and more.
+NAMED = policies.save_only_these_names(
+    *get_args(ActivationName), STATISTICS, "attention_weights", "residual", "dropout_mask", "experts_out"
+)
 
 
 class Layout:
@@ -52,12 +54,7 @@ class Layout:
         return True
 
     def mapped(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[Any],
-        outputs: Any,
-        *,
-        over: Collection[str] | None = None,
+        self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
     ) -> Callable[..., Any]:
         """`function` as every device runs it on the parts that lie there, with collectives of its own.
 
@@ -118,8 +115,7 @@ class ApplyConfig:
         if policy is None:
             if self.platform == "cpu":
                 return layer
-            named = policies.save_only_these_names(*get_args(ActivationName), *_KEPT)
-            policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
+            policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, NAMED)
         return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # a loop keeps the passes apart
 
     @property

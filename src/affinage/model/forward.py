@@ -165,12 +165,7 @@ def apply_part(
 
 
 def _apply_in(
-    graph: Graph,
-    node: Node,
-    params: PyTree,
-    values: Mapping[str, Any],
-    batch: Mapping[str, Array],
-    config: ApplyConfig,
+    graph: Graph, node: Node, params: PyTree, values: Mapping[str, Any], batch: Mapping[str, Array], config: ApplyConfig
 ) -> Result:
     context = context_of(node, params, batch, config)
     own, inputs = params.get(node.name, {}), tuple(values[name] for name in node.inputs)

@@ -7,14 +7,13 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
 from affinage.hardware.xla_flags import flags_for
-from affinage.model.apply_config import ApplyConfig
+from affinage.model.apply_config import NAMED, ApplyConfig
 from affinage.model.forward import apply_layers
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import LayerContext, Result
@@ -159,8 +158,10 @@ def _schedule(
             result = stage(own, x, rows, round_ * stages + here, key)
             return result.value, result.losses, result.metrics
 
-        if rounds > 1:  # of one round the weights are the same in every tick, and kept once
-            work_on = jax.checkpoint(work_on, prevent_cse=False, policy=_without_weights(weights, remat))
+        if rounds > 1:
+            # Left to itself, JAX would keep the weights that are cut out for a round in every tick. Of one round they
+            # are the same in every tick, and kept once.
+            work_on = jax.checkpoint(work_on, prevent_cse=False, policy=partial(_with_block_inputs, remat or NAMED))
 
         def tick(carry: tuple[Array, Array], time: Array) -> tuple[tuple[Array, Array], Any]:
             arrived, waiting = carry
@@ -185,21 +186,6 @@ def _schedule(
         return done[None], losses, metrics
 
     return device
-
-
-def _without_weights(weights: PyTree, remat: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Keeps of a tick for the backward pass what its layers keep anyway, but not the weights [R, L, ...] of its round.
-
-    They are cut out, by layers too, and cast: left to itself, JAX would keep that of every tick, which comes to the
-    weights of a stage once for every micro-batch.
-    """
-    if remat is not None:
-        return partial(_with_block_inputs, remat)
-    shapes = [w.shape for w in jax.tree.leaves(weights)]
-    pieces = {piece for of in shapes for piece in (of, (1, *of[1:]), of[1:], (1, *of[2:]), of[2:])}
-    cuts = {lax.dynamic_slice_p, lax.slice_p, lax.split_p, lax.squeeze_p}
-    forms = {lax.reshape_p, lax.broadcast_in_dim_p, lax.transpose_p, lax.convert_element_type_p}
-    return lambda primitive, *inputs, **_: primitive not in cuts | forms or inputs[0].shape not in pieces
 
 
 def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, **parameters: Any) -> Any:

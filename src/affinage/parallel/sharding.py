@@ -139,12 +139,7 @@ class MeshLayout(Layout):
         return not _taken_apart()
 
     def mapped(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[Any],
-        outputs: Any,
-        *,
-        over: Collection[str] | None = None,
+        self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
     ) -> Callable[..., Any]:
         """See `Layout.mapped`; may be used inside another one that takes other mesh axes apart."""
         outer, every = _taken_apart(), set(self.mesh.axis_names)

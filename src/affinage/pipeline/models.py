@@ -487,7 +487,7 @@ def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedMo
     def params(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
         return jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
-    facts = {"name": name, "context": model.architecture.context, "system_prompt": system_prompt or ""}
+    facts: dict[str, Any] = {"name": name, "context": model.architecture.context, "system_prompt": system_prompt or ""}
     return _open(model.graph, params, PrecisionSettings(), mesh, tokenizer=tokenizer, **facts)
 
 

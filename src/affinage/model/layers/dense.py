@@ -22,13 +22,7 @@ Elementwise = Callable[[Array], Array]
 
 
 def dense_parameters(
-    inputs: tuple[int, ...],
-    outputs: tuple[int, ...],
-    axes: Axes,
-    *,
-    bias: bool,
-    std: float,
-    residual: bool = False,
+    inputs: tuple[int, ...], outputs: tuple[int, ...], axes: Axes, *, bias: bool, std: float, residual: bool = False
 ) -> PyTree:
     """Kernel [*inputs, *outputs] with its logical axes and, on request, a bias [*outputs] that starts at zero."""
     contracted = tuple(range(len(inputs)))

@@ -11,17 +11,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from affinage.model.apply_config import ApplyConfig, Layout
-from affinage.model.layer import (
-    BATCH,
-    TOKENS,
-    Layer,
-    LayerContext,
-    Loss,
-    Result,
-    Shape,
-    ShapeMismatch,
-    register_layer,
-)
+from affinage.model.layer import BATCH, TOKENS, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
 from affinage.model.parameter import PyTree
 from affinage.model.products import Logits, cap, multiply_out
 
