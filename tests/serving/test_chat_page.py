@@ -98,5 +98,5 @@ def test_what_goes_wrong_is_shown_and_the_message_is_kept(chromium: Browser, ser
     chromium.evaluate("document.getElementById('message').focus()")
     chromium.type("hello")
     chromium.wait_for("!!document.querySelector('.error')")
-    assert "token" in chromium.evaluate("document.querySelector('.error').textContent")
+    assert "key" in chromium.evaluate("document.querySelector('.error').textContent")
     chromium.wait_for("document.getElementById('message').value === 'hello'")
