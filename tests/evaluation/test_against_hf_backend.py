@@ -24,7 +24,7 @@ ITEMS = [
         "question": sentence(n, 3 + n % 9 if n != 5 else 3 * CONTEXT),  # one that has to be cut from the left
         "choices": [sentence(n + c, 1 + c % 3) for c in range(4)],
         "right": n % 4,
-        "letter": "ABCD"[n % 4],
+        "letter": "aent"[n % 4],  # that the tokenizer can spell: unknown ones have equal probabilities
         "good": sentence(n, 6),
         "bad": sentence(n + 1, 6),
         "text": sentence(n, 5 + 20 * n),
@@ -35,7 +35,7 @@ BOTH = {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
 TASKS = {
     "choice": BOTH | {"doc_to_text": "Question: {{question}}\nAnswer:"},
     "letters": BOTH
-    | {"doc_to_text": "{{question}} ", "doc_to_choice": ["A", "B", "C", "D"], "doc_to_target": "letter"},
+    | {"doc_to_text": "{{question}} ", "doc_to_choice": ["a", "e", "n", "t"], "doc_to_target": "letter"},
     "pairs": BOTH | {"doc_to_text": "", "doc_to_choice": "{{[good, bad]}}", "doc_to_target": 0, "target_delimiter": ""},
     "partial": BOTH
     | {"doc_to_text": "right", "doc_to_choice": "{{[good, bad, good + ' ' + bad, question]}}", "doc_to_target": "bad"},
