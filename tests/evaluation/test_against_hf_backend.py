@@ -95,7 +95,7 @@ def test_every_log_likelihood_equals_the_hf_backend_s(results, task):
     for mine, his in zip(ours["samples"][task], expected["samples"][task], strict=True):
         assert mine["arguments"] == his["arguments"]
         found, wanted = mine["filtered_resps"], his["filtered_resps"]
-        assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], abs=1e-3)
+        assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], abs=2e-4)
         assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
     for metric, value in ours["results"][task].items():
         if isinstance(value, float):
@@ -113,5 +113,5 @@ def test_rolling_log_likelihoods_equal_the_hf_backend_s_but_for_its_second_bos(b
     model, their_backend = backends
     requests = [Instance("loglikelihood_rolling", {}, (item["text"],), 0) for item in ITEMS]
     expected = their_backend().loglikelihood_rolling(requests, disable_tqdm=True)
-    assert JaxLM(model, batch=8).loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
+    assert JaxLM(model, batch=8).loglikelihood_rolling(requests) == pytest.approx(expected, abs=2e-4)
     assert any(len(model.tokenizer.encode(item["text"])) > CONTEXT for item in ITEMS)
