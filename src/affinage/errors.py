@@ -121,8 +121,10 @@ def raise_of_network(error: BaseException) -> None:
 
 
 def plain(text: str) -> str:
-    """Foreign text without characters that control a terminal."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    """Foreign text without characters that control a terminal; spaces that do not break are none."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\u00a0\u202f" else repr(letter)[1:-1] for letter in text
+    )
 
 
 def first_line(error: BaseException) -> str:

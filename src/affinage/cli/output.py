@@ -82,7 +82,7 @@ def _title(key: str) -> str:
 def _in_words(key: str, value: Any) -> str:
     unit = next((form for ending, form in _UNITS.items() if key.endswith(ending)), None)
     if isinstance(value, Mapping):
-        return ", ".join(f"{_title(name)} {_in_words(key if unit else name, each)}" for name, each in value.items())
+        return ", ".join(f"{plain(str(name))} {_in_words(key if unit else name, each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(_in_words(key, each) for each in value)
     if unit and isinstance(value, int | float) and not isinstance(value, bool):

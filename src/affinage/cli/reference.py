@@ -197,7 +197,9 @@ def effective(loaded: LoadedRecipe) -> list[Value]:
         setting = known.get(re.sub(r"\.\d+(?=\.|$)", "[]", ".".join(map(str, path))))
         if value in _EMPTY and (setting is None or setting.default in _NOTHING):
             continue
-        origin = loaded.locate(path) if _is_written(loaded.raw, path) else "default"
+        origin = loaded.locate(path) if _is_written(loaded.raw, path, value) else "default"
+        if path == ("pretrain", "steps") and _is_written(loaded.raw, ("pretrain", "tokens")):
+            origin = f"{loaded.locate(('pretrain', 'tokens'))}, from tokens"
         before = value if base is None else base.get(path)
         found.append(Value(path, value, origin, setting.meaning if setting else "", before))
     return found
@@ -215,8 +217,11 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _is_written(raw: Any, path: Path) -> bool:
+def _is_written(raw: Any, path: Path, value: Any = None) -> bool:
+    """Whether a recipe sets a path; one value may stand for a mapping of it, as a source's path does."""
     for key in path:
+        if isinstance(raw, str):
+            return bool(raw == value)
         try:
             raw = raw[key]
         except (KeyError, IndexError, TypeError):

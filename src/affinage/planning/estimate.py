@@ -19,6 +19,7 @@ from affinage.hardware.slices import Slice
 from affinage.model import ApplyConfig, Graph, abstract_params, apply
 from affinage.model.apply_config import with_remat
 from affinage.model.forward import batch_shapes
+from affinage.model.layers.attention_ops import only_planned
 from affinage.parallel.mesh import AXES
 from affinage.planning.comms import collectives, links_of
 from affinage.planning.per_device import PerDevice
@@ -105,7 +106,8 @@ def activations(graph: Graph, rows: int, seq_len: int, remat: Remat) -> tuple[in
         return jax.grad(lambda params: apply(graph, params, batch, averaged).values[graph.loss].sum)(params)
 
     arguments = abstract_params(graph), batch_shapes(graph, rows, seq_len)
-    traced = walk(jax.make_jaxpr(gradient)(*arguments).jaxpr, "tpu")
+    with only_planned():
+        traced = walk(jax.make_jaxpr(gradient)(*arguments).jaxpr, "tpu")
     return int(max((op.live.get("activations", 0.0) for op in traced.ops), default=0.0)), int(traced.offloaded)
 
 

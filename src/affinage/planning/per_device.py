@@ -23,6 +23,7 @@ from affinage.hardware.slices import Slice
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
+from affinage.model.layers.attention_ops import only_planned
 from affinage.model.layers.moe import MoeSettings
 from affinage.model.layers.splash import queries_are_split
 from affinage.model.parameter import Axes, ParamSpec, PyTree, map_parameters, parameters_in
@@ -428,7 +429,8 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
         return step(rest._replace(params=params, frozen=frozen), batch)
 
     weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
-    traced = jax.make_jaxpr(of_weights, axis_env=layout.named_axes)(weights, rest, batch)
+    with only_planned():
+        traced = jax.make_jaxpr(of_weights, axis_env=layout.named_axes)(weights, rest, batch)
     return traced.jaxpr, len(jax.tree.leaves(weights))
 
 

@@ -36,6 +36,7 @@ class Entrant:
     results: Path | None = None  # the folder of its answers to benchmarks
     evaluation: Evaluation | None = None  # what is in it
     again: str = ""  # the command that evaluates it again, where the answers are not of the model as it is now
+    last: bool = False  # whether it is its run's last training, not the whole run, whose first one has the loss
 
     @property
     def is_run(self) -> bool:
@@ -44,8 +45,8 @@ class Entrant:
 
     @property
     def bits_per_byte(self) -> dict[str, float]:
-        """Of each validation set, after the first training."""
-        sets = self.facts.trainings[0].result.validation if self.facts.trainings else {}
+        """Of each validation set, after the run's first training, or the one that is compared."""
+        sets = self.facts.trainings[-self.last].result.validation if self.facts.trainings else {}
         return {name: one.bits_per_byte for name, one in sets.items() if one.bits_per_byte is not None}
 
     @property
@@ -54,7 +55,7 @@ class Entrant:
         results = [training.result for training in self.facts.trainings]
         if not results:
             return {}
-        first, seconds = results[0], sum(result.worked or 0.0 for result in results)
+        first, seconds = results[-self.last], sum(result.worked or 0.0 for result in results)
         found = {
             "parameters": first.parameters.total,
             "tokens": sum(result.tokens or 0 for result in results),
@@ -118,7 +119,7 @@ def entrant(
     """One to compare: its run's folder, or those of its `parts` that count, the folder of its results, or both."""
     facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
     evaluation = read_evaluation(name, results) if results is not None else next(reversed(facts.evaluations), None)
-    return Entrant(name, facts, results, evaluation, again)
+    return Entrant(name, facts, results, evaluation, again, parts is not None)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:

@@ -1,7 +1,9 @@
 """Causal attention within documents: one function over four implementations, and the choice between them."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, get_args
@@ -22,6 +24,8 @@ from affinage.model.products import Keys, Queries, Segments, product32
 IMPLEMENTATIONS: tuple[str, ...] = get_args(AttentionImplementation)
 _KERNELS = {"tpu": "splash", "gpu": "cudnn"}
 _SMALLEST_BLOCK, _MOST_BLOCKS = 64, 4  # queries at once on a CPU; each block is compiled by itself
+
+_planning = ContextVar("planning", default=False)
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +61,8 @@ def choose(requested: str, workload: Workload) -> str:
         return "xla"
     missing = obstacles(kernel, workload)
     if requested == "auto":
-        _log_choice(kernel, tuple(missing))
+        if not _planning.get():
+            _log_choice(kernel, tuple(missing))
         return "xla" if missing else kernel
     if missing:
         others = [name for name in IMPLEMENTATIONS if name != "auto" and not obstacles(name, workload)]
@@ -69,6 +74,16 @@ def choose(requested: str, workload: Workload) -> str:
             else f"{_listed(others)} can; `attention: auto` takes one that can.",
         )
     return kernel
+
+
+@contextmanager
+def only_planned() -> Iterator[None]:
+    """Inside, choices are not logged: the program is traced, and does not run."""
+    token = _planning.set(True)
+    try:
+        yield
+    finally:
+        _planning.reset(token)
 
 
 @lru_cache(maxsize=64)
