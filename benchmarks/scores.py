@@ -21,7 +21,7 @@ from typing import Any
 
 LIMIT_SECONDS = 300
 SWEEP = (
-    *("dpo=null", "export=null", "report=null", "data.sources=[{path: pocket-world, max_bytes: 1MB}]"),
+    *("dpo=null", "export=null", "data.sources=[{path: pocket-world, max_bytes: 1MB}]"),
     *("pretrain.steps=900", "runtime.checkpoint.keep_every=300"),
     "sweep={sft.from_step: [300, 900], sft.sources: [[{path: pocket-world, max_examples: 300}], [pocket-world]],"
     " sft.steps: [100, 300]}",
@@ -134,7 +134,7 @@ def monitor(runs: Path, quick: bool) -> Iterator[Result]:
     shorter = ("pretrain.steps=200", "sft.steps=100", "evaluate.limit=20") if quick else ()
     for action in ("log", "stop"):
         every = f"sft.monitor.every_steps={50 if quick else 100}"
-        settings = ("dpo=null", "export=null", "report=null", f"sft.monitor.on_regression={action}", every, *shorter)
+        settings = ("dpo=null", "export=null", f"sft.monitor.on_regression={action}", every, *shorter)
         folder = run("quickstart", f"monitor-{action}{'-quick' if quick else ''}", settings, runs)
         yield from monitored(folder, "sft")
         yield from differences(folder, "pretrain", "sft")

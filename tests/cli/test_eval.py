@@ -11,7 +11,7 @@ from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 from tiny_run import WORDS
 
-OLD = "has changed since it gave these answers"
+OLD = "has changed since these answers"
 
 
 @pytest.fixture

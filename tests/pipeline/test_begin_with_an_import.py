@@ -62,7 +62,7 @@ def assert_begun_with(imported: Path, spec: str, runs: Path) -> None:
 
 @pytest.mark.full
 def test_pretraining_goes_on_from_it(imported, tmp_path):
-    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "export=null", "report=null")
+    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "export=null")
     assert_begun_with(imported, "tiny/pretrain", tmp_path)
 
 

@@ -40,7 +40,9 @@ class Run:
         return self.log.read_text()
 
     def steps(self) -> list[int]:
-        return [int(line.split()[1]) for line in self.said().splitlines() if line.startswith("step ")]
+        """Those made; `step done` is a phase's line."""
+        words = (line.split() for line in self.said().splitlines() if line.startswith("step "))
+        return [int(number) for _, number, *_ in words if number.isdigit()]
 
     def wait(self) -> int:
         """Its exit status, negative if a signal ended it."""

@@ -96,7 +96,7 @@ def test_accumulation_over_uneven_masks_changes_nothing():
 def test_any_optimizer_moves_the_same_on_a_mesh(name: str):
     settings = {"adafactor": {"smallest_factored": 8}}.get(name, {})
     changes = {"optimizer": {"name": name, "settings": settings}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
-    changes["schedule"]["floor"] = 0.0
+    changes["schedule"]["min_lr"] = 0.0
     (_, one), (_, split) = (tiny.steps_of(job(mesh, **changes), 6) for mesh in (ONE, {"fsdp": 2, "tensor": 2}))
     losses = [[step["loss"] for step in run] for run in (one, split)]
     assert losses[0][-1] < losses[0][0]

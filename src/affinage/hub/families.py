@@ -129,7 +129,10 @@ _SPECS = (
     FamilySpec(
         "llama",
         "LlamaForCausalLM",
-        (*_llama_keys(kv_heads=None), Key("attention_bias", "blocks.attention.bias", default=False)),
+        (
+            *_llama_keys(kv_heads=None),
+            Key("attention_bias", "blocks.attention.bias", default=False, values=(False, True)),
+        ),
         _SWIGLU,
         _LLAMA_TENSORS,
         _LLAMA_FIXED | {"mlp_bias": (False,), "pretraining_tp": (1,)},

@@ -116,16 +116,20 @@ class Key:
     """A key of config.json and the settings of the graph that it gives.
 
     `default` is transformers' for a key that is absent or null; without one, the key must be there. With `nullable`,
-    null is a value of its own.
+    null is a value of its own. `values` are all that transformers takes, where the graph's setting has others, too.
     """
 
-    def __init__(self, name: str, *paths: str, default: Any = REQUIRED, nullable: bool = False) -> None:
-        self.name, self.paths, self.default, self.nullable = name, paths, default, nullable
+    def __init__(
+        self, name: str, *paths: str, default: Any = REQUIRED, nullable: bool = False, values: tuple[Any, ...] = ()
+    ) -> None:
+        self.name, self.paths, self.default, self.nullable, self.values = name, paths, default, nullable, values
 
     def read(self, values: Mapping[str, Any], where: str) -> Any:
         """Return the value in a config.json, or the default."""
         value = values.get(self.name)
         if value is not None or (self.nullable and self.name in values):
+            if self.values and value not in self.values:
+                raise _refused(self.name, value, where)
             return value
         if self.default is REQUIRED:
             raise UserError(f"`{self.name}` is missing", where=where, fix="Add it, or export the model again.")
