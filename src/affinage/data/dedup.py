@@ -16,6 +16,7 @@ executor, on `memory`, nor on the order of the files.
 """
 
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ EXACT, NEAR = "exact duplicate", "near duplicate"  # the reasons
 CONTENT, CONTENT_2, MARKUP, BYTES, FIRST_BAND = range(5)  # rows of a signature file, uint64 [4 + bands, documents]
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
 _BYTES_PER_KEY = 100  # that sorting one key takes, at most
+# Python 3.11 may fail to parse the headers of arrays in several threads at once ("AST constructor recursion depth").
+_LOADING = threading.Lock()
 _COPIES = 4  # of a batch's n-grams in memory, while it is read and compared
 _NAMES = {"id": pa.string(), "source": pa.string(), "chunk": pa.int32()}  # released documents may be without them
 _REMOVED = pa.schema(
@@ -90,10 +93,11 @@ class Corpus:
     def array(self, kind: str, *numbers: int) -> np.ndarray:
         """An array in the scratch folder, mapped; an empty one cannot be."""
         path = self.path(kind, *numbers).with_suffix(".npy")
-        try:
-            array: np.ndarray = np.load(path, mmap_mode="r")
-        except ValueError:
-            array = np.load(path)
+        with _LOADING:
+            try:
+                array: np.ndarray = np.load(path, mmap_mode="r")
+            except ValueError:
+                array = np.load(path)
         return array
 
     def batches(self, shard: Shard) -> np.ndarray:
