@@ -81,6 +81,17 @@ def test_a_file_that_changed_in_between_is_fetched_whole(server, content):
     assert cached(url_of(server)).read_bytes() == content
 
 
+def test_a_file_that_changes_while_it_is_fetched_is_refused(server):
+    def replaced(path):
+        if len(ranges(server)) == 2:
+            server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
+
+    server.fails = replaced
+    assert "changed while" in refused(url_of(server)).what
+    del server.fails
+    assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
+
+
 def test_a_wrong_hash_is_refused_and_not_kept(server):
     error = refused(url_of(server), "0" * 64)
     assert SHA in error.what and "0" * 64 in error.what and "sha256" in error.fix

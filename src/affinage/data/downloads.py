@@ -179,6 +179,9 @@ def _download(url: str, part: Path) -> None:
             file.flush()
     if not in_blocks:  # streamed from its beginning
         with_retries(partial(filesystem.get_file, place, str(part)), url)
+    if _version_in(with_retries(partial(filesystem.info, place), url)) != version:
+        part.unlink()  # its blocks may be of two files
+        raise UserError(f"{url} changed while it was downloaded", fix="Run the same command again.")
 
 
 def _range(filesystem: Any, place: str, start: int, stop: int, size: int) -> bytes:
