@@ -163,7 +163,9 @@ def test_a_wrong_override_names_its_place_and_its_cure(write: Write, override: s
 
 def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     path = write(GOOD)
-    loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.max_similarity=0.5"])
+    loaded = load_recipe(
+        path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation_fraction=0.5"]
+    )
     assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch_size) == (7, 8), "the rest of the section stays"
     assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
     assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
@@ -180,7 +182,7 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
 
 def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write: Write):
     path = write(GOOD)
-    where = refused(path, "pretrain.gradient_accumulation_steps=3", "data.split.max_similarity=0.5").where
+    where = refused(path, "pretrain.gradient_accumulation_steps=3", "data.split.validation_fraction=0.5").where
     assert where == "r.yaml:9, with --set pretrain.gradient_accumulation_steps=3"
     loaded = load_recipe(path, ["model.nodes.other.kind=x", "packing.seq_len=64"])
     assert loaded.locate(("packing",)) == "--set packing.seq_len=64"
