@@ -10,8 +10,7 @@ from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
-from affinage.config.training import OF_THE_ROWS
-from affinage.config.tuning import TuningSettings
+from affinage.config.training import OF_THE_ROWS, TuningSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, is_task_file, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
-from affinage.config.data import POCKET_WORLD, DataSettings
+from affinage.config.data import POCKET_BYTES, POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
-from affinage.config.sources import POCKET_BYTES
-from affinage.config.tuning import DpoSettings, SftSettings, TuningSettings
+from affinage.config.training import DpoSettings, SftSettings, TuningSettings
 from affinage.data.places import released_folder
 from affinage.errors import UserError
 from affinage.paths import from_home
