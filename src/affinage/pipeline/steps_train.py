@@ -62,7 +62,7 @@ def sft(context: StepContext) -> Summary:
     assert asked is not None
     if Processes.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
-        for _, example in show_examples(rows, Tokenizer.load(context.inputs["train-tokenizer"]), 1):
+        for _, example in show_examples(rows, Tokenizer(context.inputs["train-tokenizer"]), 1):
             rich.get_console().print(example, markup=False, highlight=False)
     feed, validation = token_rows(context, asked, rows)
     settings = within_epochs(asked, feed, "sft")
@@ -259,7 +259,7 @@ def graph_of(context: StepContext) -> "Graph":
     from affinage.data.tokenizer import Tokenizer
     from affinage.model import parse
 
-    vocabulary, locate = Tokenizer.load(context.inputs["train-tokenizer"]).vocabulary, context.loaded.locate
+    vocabulary, locate = Tokenizer(context.inputs["train-tokenizer"]).vocabulary, context.loaded.locate
     graph = parse(with_vocabulary(context.recipe.model, vocabulary), locate)
     if vocabulary > graph.vocabulary:
         raise _too_few(vocabulary, graph, locate(("model", "nodes")))
@@ -422,10 +422,10 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
 
         with line("init_from"):
             initial_params(folder, graph)
-            given = Tokenizer.load(folder / TOKENIZER)
+            given = Tokenizer(folder / TOKENIZER)
             if recipe.sft is not None or recipe.dpo is not None:
                 given.use_template(chat_template_of(loaded, folder / TOKENIZER))
-                _ = given.chat_ids if given.template is None else given.conversation_marks
+                _ = given.conversation_marks
     elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise _too_few(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))
