@@ -402,7 +402,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     from affinage.model import abstract_params, logical_axes, parse
     from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
-    from affinage.tracking import check_trackers
+    from affinage.tracking import trackers_of
     from affinage.training import rows_per_step
     from affinage.training.frozen import split_params
     from affinage.training.layerwise import check_remat, check_update
@@ -410,7 +410,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
 
     recipe, settings, line = loaded.recipe, getattr(loaded.recipe, name), partial(at, loaded)
     with line("runtime", "trackers"):
-        check_trackers(recipe.runtime.trackers)
+        trackers_of(recipe.runtime.trackers, recipe=recipe.name, training=name, runs=Path())
     _check_monitor(loaded, name, settings.monitor)
     _check_from_step(loaded, name)
     wanted = recipe.tokenizer.vocab_size
