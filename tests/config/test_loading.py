@@ -160,7 +160,9 @@ def test_a_wrong_override_names_its_place_and_its_cure(write: Write, override: s
 
 def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     path = write(GOOD)
-    loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.max_similarity=0.5"])
+    loaded = load_recipe(
+        path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation_fraction=0.5"]
+    )
     assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch_size) == (7, 8), "the rest of the section stays"
     assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
     assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"

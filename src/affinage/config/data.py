@@ -200,8 +200,6 @@ class DecontaminateSettings(Settings):
     """Shorter items are matched whole, down to this many words."""
     boilerplate: int = Field(default=10, ge=1)
     """A run of words in more items of a benchmark, or in more documents, than this is no match (GPT-3: documents)."""
-    action: Literal["remove", "cut"] = "remove"
-    """Remove the document, or the match with 200 characters on both sides of it."""
 
 
 class SplitSettings(Settings):
@@ -211,8 +209,6 @@ class SplitSettings(Settings):
     """Share of documents, per source and language."""
     group_separator: str = ""
     """Documents whose ids agree up to it stay together: "#" keeps the sections of a book together."""
-    max_similarity: float = Field(default=0.8, ge=0, le=1)
-    """Training documents this similar to a validation document (Jaccard of word 5-grams) are left out; 0: none."""
     by: Literal["document", "tail"] = "document"
     """tail: the end of every document (for a single long text)."""
 
@@ -239,13 +235,11 @@ class DataSettings(Settings):
     """null: benchmarks may be trained on."""
     split: SplitSettings = SplitSettings()
     executor: Literal["local", "ray"] = "local"
-    """The cores of this machine, or Ray's (pip install 'affinage[ray]'). Like the next three it changes no result."""
+    """The cores of this machine, or Ray's (pip install 'affinage[ray]'). Like the next two it changes no result."""
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tasks at the same time; auto: one per core."""
     ray_address: str = ""
     """Address of a running cluster (`auto`, `HOST:6379`); by default Ray is started on this machine."""
-    memory_bytes: Bytes = ByteSize(512_000_000)
-    """Memory that the sorting and comparing of deduplication may take."""
 
 
 class TokenizerSettings(Settings):

@@ -75,7 +75,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config, files = _searched(recipe, data)
         add("decontaminate", steps_data.decontaminate, config, steps[-1].name, version=3, files=files, resumable=True)
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    add("split", steps_data.split, config, steps[-1].name, version=3, resumable=True)
+    add("split", steps_data.split, config, steps[-1].name, version=4, resumable=True)
     if begun:
         add("train-tokenizer", steps_data.base_tokenizer, {}, "split", sources=begun, version=2)
     else:

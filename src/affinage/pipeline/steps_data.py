@@ -52,13 +52,11 @@ def dedup(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.dedup import dedup
 
-    data, settings = _data(context), _data(context).dedup
+    settings = _data(context).dedup
     assert settings is not None
     against = released_folder(settings.against, context.run_folder.parent) if settings.against else None
     with _workers(context) as how:
-        return dedup(
-            context.inputs["filter"], context.folder, settings, against=against, memory=data.memory_bytes, **how
-        )
+        return dedup(context.inputs["filter"], context.folder, settings, against=against, **how)
 
 
 def decontaminate(context: StepContext) -> Summary:
