@@ -11,8 +11,7 @@ from rich.markup import escape
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
-from affinage.config.training import MonitorSettings, PretrainSettings, TrainSettings
-from affinage.config.tuning import DpoSettings, TuningSettings
+from affinage.config.training import DpoSettings, MonitorSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
 from affinage.pipeline.models import BEGUN_WITH, MODEL, TOKENIZER, trained_params
@@ -403,7 +402,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     from affinage.model import abstract_params, logical_axes, parse
     from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
-    from affinage.tracking import check_trackers
+    from affinage.tracking import trackers_of
     from affinage.training import rows_per_step
     from affinage.training.frozen import split_params
     from affinage.training.layerwise import check_remat, check_update
@@ -411,7 +410,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
 
     recipe, settings, line = loaded.recipe, getattr(loaded.recipe, name), partial(at, loaded)
     with line("runtime", "trackers"):
-        check_trackers(recipe.runtime.trackers)
+        trackers_of(recipe.runtime.trackers, recipe=recipe.name, training=name, runs=Path())
     _check_monitor(loaded, name, settings.monitor)
     _check_from_step(loaded, name)
     wanted = recipe.tokenizer.vocab_size
