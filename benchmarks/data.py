@@ -270,14 +270,14 @@ def encode(quick: bool, files: list[Path]) -> Iterator[Result]:
                 writer.add(id=str(number), source="text", text=text)
         settings = TokenizerSettings(vocab_size=50_000 if files else 3_000)
         train_tokenizer(folder, folder / "tokenizer", settings, (), seed=0)
-        ours = Tokenizer.load(folder / "tokenizer")
+        ours = Tokenizer(folder / "tokenizer")
         write_hf_tokenizer(ours, folder / "hf", context=2048)
         model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "tokenizer.model"))
         fast = tokenizers.Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
         fast.encode_special_tokens = True
         batches = [texts[start : start + 200] for start in range(0, len(texts), 200)]
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
-        cold = megabytes / cpu_seconds(lambda: [Tokenizer.load(ours.folder).encode_flat(texts)])
+        cold = megabytes / cpu_seconds(lambda: [Tokenizer(ours.folder).encode_flat(texts)])
         found = [ids for batch in batches for ids in ours.encode_batch(batch)]
 
     def by_tokenizers() -> list[list[int]]:
@@ -308,7 +308,7 @@ def chat(quick: bool, _: list[Path]) -> Iterator[Result]:
             theirs = PreTrainedTokenizerFast.from_pretrained(folder)
             theirs.add_tokens([f"<|unused{number}|>" for number in range(added)], special_tokens=True)
             theirs.save_pretrained(folder)
-            ours = Tokenizer.load(folder)
+            ours = Tokenizer(folder)
             for form, turns in itertools.product(("llama3", "qwen2_5_training"), (1, 3, 30)):
                 ours.use_template(SOURCES[form])
                 talks = [
