@@ -15,7 +15,15 @@ EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a
 _FULL = "Make room, then run the same command again: what is complete is kept."
 _OTHER_PLACE = "Name another file or folder, or let this one be read and written."
 _OF_A_NETWORK = (errno.ESTALE, errno.ETIMEDOUT)
-_NETWORK_PACKAGES = ("httpx", "httpx2", "aiohttp", "huggingface_hub", "botocore")  # their errors are of no file
+_NETWORK_PACKAGES = (
+    "httpx",
+    "httpx2",
+    "requests",
+    "urllib3",
+    "aiohttp",
+    "huggingface_hub",
+    "botocore",
+)  # their errors are of no file
 _TRANSIENT = (errno.EIO, *_OF_A_NETWORK)
 _OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
