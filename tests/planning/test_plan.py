@@ -48,8 +48,7 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (("mesh={pipeline: 2, context: 2}", "parallel.context_attention=ring"), "ring attention"),
-        (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=splash"), "splash"),
+        (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn"), "cudnn"),
         (
             ("mesh={fsdp: 4}", "pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"),
             "gradient_accumulation_steps is 2",

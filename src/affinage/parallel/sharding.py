@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
 from affinage.config.training import AttentionImplementation
@@ -40,6 +41,7 @@ TABLE: Table = {
     "vocab": ("tensor",),
     "experts": ("expert",),
     "layers": ("pipeline",),
+    "stages": ("pipeline",),
 }
 STAGES = "pipeline"  # the mesh axis of a pipeline
 REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless a table splits weights over it
@@ -115,14 +117,56 @@ class MeshLayout(Layout):
         table = {line: tuple(axis for axis in axes if axis != REPLICAS) for line, axes in self.table.items()}
         return replace(self, table=table)
 
+    # ---- stages of a pipeline ----
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline, 1 without one."""
+        return self.mesh.shape[STAGES]
+
+    @property
+    def own_stages(self) -> int:
+        """Stages that the arrays of the program show: all; a plan's show one device's."""
+        return self.stages
+
+    @property
+    def beside_stages(self) -> "MeshLayout":
+        """The layout of nodes that are no stages: the devices of the pipeline split their rows, too."""
+        return replace(self, table={**self.table, "batch": (*self.of_a_stage.table["batch"], STAGES)})
+
+    @property
+    def of_a_stage(self) -> "MeshLayout":
+        """The layout within one stage, of which a `jax.vmap` computes all."""
+        return replace(self, table={**self.table, "batch": tuple(a for a in self.table["batch"] if a != STAGES)})
+
+    def gather_rows(self, x: Float[Array, "B ..."]) -> Array:
+        """See `Layout.gather_rows`."""
+        return self.of_a_stage._pin_first(x, "batch") if self.stages > 1 else x
+
+    def own_rows(self, x: Float[Array, "B ..."]) -> Array:
+        """See `Layout.own_rows`."""
+        return self._pin_first(x, "batch") if self.stages > 1 else x
+
+    def at_first_stage(self, x: Float[Array, "M b ..."]) -> Float[Array, "P M b ..."]:
+        """An array on the devices of the first stage, and zeros on the others'."""
+        return self.pin_stages(jnp.pad(x[None], ((0, self.own_stages - 1), *[(0, 0)] * x.ndim)))
+
+    def pin_stages(self, x: Float[Array, "P ..."]) -> Array:
+        """Pins the first axis to the stages."""
+        return self._pin_first(x, "stages") if self.own_stages > 1 else x
+
+    def _pin_first(self, x: Array, axis: str) -> Array:
+        """Pins the first axis alone; XLA splits the others."""
+        (first,) = partition_spec((axis,), self.mesh, self.table) or (None,)
+        spec = PartitionSpec(first, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
     def constrain(self, x: Array, axes: LogicalAxes) -> Array:
         """See `Layout.constrain`."""
         if self.mesh.size == 1:
             return x
-        manual = _taken_apart()
-        mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
         return jax.lax.with_sharding_constraint(
-            x, NamedSharding(mesh, partition_spec(axes, self.mesh, self.table, manual))
+            x, NamedSharding(self.mesh, partition_spec(axes, self.mesh, self.table))
         )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -133,19 +177,13 @@ class MeshLayout(Layout):
         """See `Layout.parts`; a mesh axis splits an array once, however many of its axes claim it."""
         return math.prod(self.mesh.shape[name] for name in {name for axis in axes for name in self.table[axis]})
 
-    @property
-    def may_map(self) -> bool:
-        """See `Layout.may_map`; JAX 0.10 mistakes the residuals of a `shard_map` inside another."""
-        return not _taken_apart()
-
     def mapped(
         self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
     ) -> Callable[..., Any]:
-        """See `Layout.mapped`; may be used inside another one that takes other mesh axes apart."""
-        outer, every = _taken_apart(), set(self.mesh.axis_names)
-        apart = every if over is None else {name for axis in over for name in self.mesh_axes(axis)}
-        apart = apart - outer
-        if self.mesh.size == 1 or not apart:
+        """See `Layout.mapped`."""
+        every = set(self.mesh.axis_names)
+        apart = every if over is None else {STAGES, *(name for axis in over for name in self.mesh_axes(axis))}
+        if self.mesh.size == 1 or all(self.mesh.shape[name] == 1 for name in apart):
             return function
 
         def specs(tree: Any) -> Any:
@@ -155,18 +193,12 @@ class MeshLayout(Layout):
 
         return jax.shard_map(
             function,
-            mesh=None if outer else self.mesh,
+            mesh=self.mesh,
             in_specs=specs(tuple(inputs)),
             out_specs=specs(outputs),
             axis_names=apart,
             check_vma=over is not None,  # a kernel's result does not say over which axes it varies
         )
-
-
-def _taken_apart() -> set[str]:
-    """Mesh axes that an enclosing `jax.shard_map`, such as a pipeline's, has taken apart already."""
-    around = jax.sharding.get_abstract_mesh()
-    return set() if around.empty else set(around.manual_axes)
 
 
 def _is_axes(node: Any) -> bool:
