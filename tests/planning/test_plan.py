@@ -75,8 +75,6 @@ HEADS = "model.nodes.blocks.attention.heads=2"
         ("v6e-4", (HEADS,), "matrix unit", True),  # of 256, and heads have 128
         ("h100x4", (EXPERTS,), "capacity_factor", True),
         rarer("h100x4", (EXPERTS[:-1] + ", capacity_factor: 2.0}",), "capacity_factor", False),
-        ("v4-8", ("mesh={expert: 4}",), "`mesh.data`", True),
-        rarer("v4-8", ("mesh={expert: 4}", "parallel.sharding.embed=[fsdp, expert]"), "`mesh.data`", False),
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),

@@ -18,7 +18,7 @@ from affinage.model.forward import apply_layers
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import LayerContext, Result
 from affinage.parallel.sharding import STAGES, MeshLayout, multiples
-from affinage.parallel.strategy import Spmd, Strategy
+from affinage.parallel.strategy import Strategy
 
 PyTree = Any
 RESIDUAL = ("batch", "residual", "width")
@@ -29,11 +29,11 @@ def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
     options = flags_for(mesh.devices.flat[0].platform, mesh.size, settings.xla_flags)
     if mesh.shape[STAGES] > 1:
         return Pipeline(options, settings.pipeline_micro_batches, settings.pipeline_rounds)
-    return Spmd(options)
+    return Strategy(options)
 
 
 @dataclass(frozen=True)
-class Pipeline(Spmd):
+class Pipeline(Strategy):
     """The layers of a repeated node as P stages along the mesh axis `pipeline` (GPipe: Huang et al., 2019).
 
     All stages are one `jax.vmap` over an axis that the mesh splits, and what a stage has computed goes to the next by a
@@ -72,7 +72,7 @@ class Pipeline(Spmd):
                 raise UserError(
                     f"the {node.layers} layers of `{node.name}` do not divide into {per}",
                     where="mesh",
-                    fix=f"`repeat: {multiples(node.layers, pieces, ' or ')}` works with this mesh.",
+                    fix=f"`repeat: {multiples(node.layers, pieces)}` works with this mesh.",
                 )
         self.parts(rows, layout)
 
@@ -89,7 +89,7 @@ class Pipeline(Spmd):
             return wanted
         near = sorted(fitting, key=lambda number: abs(number - wanted))[:2]
         raise UserError(
-            f"{rows} rows, split {pieces} times, do not divide into {wanted} micro-batches, a multiple of {stages} stages",
+            f"{rows} rows, split {pieces} times, do not divide into {wanted} micro-batches of {stages} stages",
             where="parallel.pipeline_micro_batches",
             fix=f"Set `pipeline_micro_batches` to {' or '.join(map(str, sorted(near)))}."
             if near
