@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.config.data import DecontaminateSettings
-from affinage.evaluation.results import STATE, read_results
 from affinage.pipeline.models import (
     EVALUATIONS,
     ITEMS,
@@ -46,6 +45,8 @@ def eval_results(name: str, runs: Path) -> Path | None:
 
     Of a model, the results of `affinage eval` come before those of its run's own evaluation.
     """
+    from affinage.evaluation.results import STATE, read_results
+
     target = resolve(name, runs)
     if target.kind == "result":
         return target.path if (target.path / ITEMS).is_dir() else None
