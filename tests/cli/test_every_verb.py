@@ -94,7 +94,7 @@ READ = [
     (["dpo", *WORDS, "--show", "1"], "<|im_start|>user"),
     (["data", "search", "tiny", "the", "--limit", "1"], "the"),
     (["checkpoint", "verify", "tiny"], "intact"),
-    (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4", "--arrays"], "lora"),
+    (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], "lora"),
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
     (["chat", "tiny", ASK, "--max-new-tokens", "4"], "\n"),

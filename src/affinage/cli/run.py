@@ -70,7 +70,7 @@ def _show_examples(rows: Path, count: int, documents: int, how: PipelineOptions)
     if tokenizer is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
     with only_data_on_stdout(how.as_json):
-        for name, example in show_examples(rows, Tokenizer.load(tokenizer), count, documents=documents):
+        for name, example in show_examples(rows, Tokenizer(tokenizer), count, documents=documents):
             screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
             screen().print(example, markup=False, highlight=False)
 

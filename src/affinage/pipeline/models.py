@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from affinage.config.layers import find_recipe, packaged_recipes
-from affinage.config.load import LoadedRecipe, load_recipe, load_saved
+from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, load_saved, packaged_recipes
 from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import Store, read_manifest, read_request
@@ -403,7 +402,7 @@ def load_trained(
     from affinage.data.tokenizer import Tokenizer
 
     facts, graph = _facts_and_graph(folder)
-    opened = Tokenizer.load(tokenizer)
+    opened = Tokenizer(tokenizer)
     opened.use_template(facts.get("chat_template"))
     fields = {"name": name, "tokenizer": opened, "context": facts["context"], "system_prompt": facts["system_prompt"]}
     precision = PrecisionSettings(**facts["precision"])
@@ -524,7 +523,7 @@ def _trained_adapters(
     import jax
     import jax.numpy as jnp
 
-    from affinage.config.tuning import LoraSettings
+    from affinage.config.training import LoraSettings
     from affinage.model import Adapters, abstract_params
 
     facts = read_json(training / MODEL)

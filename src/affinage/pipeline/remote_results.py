@@ -8,23 +8,22 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
-from affinage.checkpoint.remote import RemoteError, RemoteFolder, has_hash, is_inside, reached
-from affinage.checkpoint.uploader import CHECKPOINTS
-from affinage.errors import UserError
-from affinage.pipeline.store import Request, Store, read_manifest
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
+from affinage.checkpoint.store import CHECKPOINTS
+from affinage.errors import UserError, first_line
+from affinage.pipeline.store import Request, Store, hash_on_disk, read_manifest
 from affinage.results import MANIFEST, Manifest
 
 # Large results that only the next step reads whole. From others' inputs, a report reads the small files.
 _LARGE = frozenset({"ingest", "filter", "dedup", "decontaminate", "tokenize"})
 _SMALL_FILE = 1_000_000  # bytes
-_FIX = "`--set runtime.remote=null` does without the copy."
 
 
 class RemoteResults:
     """The results at the recipe's `remote`."""
 
     def __init__(self, url: str, store: Store) -> None:
-        self.url, self.failure = url, ""  # why a result was not copied there
+        self.url, self.failure = url.rstrip("/"), ""  # why a result was not copied there
         self._remote, self._store = RemoteFolder(url), store
         self._manifests: dict[str, Manifest | None] = {}
 
@@ -53,7 +52,7 @@ class RemoteResults:
                 wanted.setdefault(other, other not in _LARGE)
             here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))
             if not here and self.has(request):
-                with locked(request) as missing, reached("runtime.remote", _FIX):
+                with locked(request) as missing:
                     if missing:
                         self._fetch(request, whole=wanted[name])
 
@@ -63,14 +62,13 @@ class RemoteResults:
         files = {file: facts for file, facts in manifest.files.items() if whole or facts.bytes <= _SMALL_FILE}
         print(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
         for file, facts in files.items():
-            if not has_hash(part / file, facts.sha256):
-                self._remote.get(f"{name}/{file}", part / file)
-            if not has_hash(part / file, facts.sha256):
-                shutil.rmtree(part)
+            self._remote.get(f"{name}/{file}", part / file)
+            if hash_on_disk(part / file)["sha256"] != facts.sha256:
                 fix = f"Remove its {MANIFEST}, and it is made again."
                 raise UserError(f"{file} is not what was copied there", where=f"{self.url}/{name}", fix=fix)
-        part.mkdir(parents=True, exist_ok=True)
         (part / MANIFEST).write_bytes(self._remote.read(f"{name}/{MANIFEST}") or b"")
         self._store.discard(request)
         part.rename(self._store.path(request))
@@ -79,8 +77,7 @@ class RemoteResults:
         """The manifest of a result that is there; None if there is none, or it is of another result."""
         name = self._store.path(request).name
         if name not in self._manifests:
-            with reached("runtime.remote", _FIX):
-                text = self._remote.read(f"{name}/{MANIFEST}")
+            text = self._remote.read(f"{name}/{MANIFEST}")
             try:
                 manifest = Manifest.model_validate(json.loads(text or b"{}"))
             except (ValueError, RecursionError):
@@ -92,7 +89,7 @@ class RemoteResults:
     def put(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
         folder = self._store.path(request)
-        there, manifest = self._remote / folder.name, Manifest.model_validate(read_manifest(folder))
+        there, manifest = RemoteFolder(f"{self.url}/{folder.name}"), Manifest.model_validate(read_manifest(folder))
         try:
             there.remove([MANIFEST])
             sizes = there.sizes()
@@ -102,6 +99,6 @@ class RemoteResults:
                     there.put(folder / name, name)
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
         except (RemoteError, OSError) as error:
-            self.failure = str(error)
+            self.failure = first_line(error)
             return
         self._manifests[folder.name] = manifest

@@ -120,7 +120,7 @@ class Store:
             "format": FORMAT,
             **asdict(request),
             "key": request.key,
-            "files": {name: _hash_on_disk(path) for name, path in files.items()},
+            "files": {name: hash_on_disk(path) for name, path in files.items()},
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.monotonic() - clock, 3),
             "versions": versions(),
@@ -235,7 +235,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in JSON")
 
 
-def _hash_on_disk(path: Path) -> dict[str, Any]:
+def hash_on_disk(path: Path) -> dict[str, Any]:
     """The size and hash of a file, once it is on the disk."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

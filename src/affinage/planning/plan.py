@@ -12,8 +12,7 @@ import jax
 from affinage.config.load import LoadedRecipe
 from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import Recipe
-from affinage.config.training import TrainSettings
-from affinage.config.tuning import DpoSettings, TuningSettings
+from affinage.config.training import DpoSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, chip_called, compared, find_slice, memory_text, slice_of
