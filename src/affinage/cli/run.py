@@ -139,7 +139,6 @@ def run_pipeline(
         from affinage.cli.watch import Watch, show_plan, show_result, warn_of
         from affinage.cluster.processes import init_distributed
         from affinage.pipeline.build import build_steps
-        from affinage.pipeline.plan import check
         from affinage.pipeline.runner import PipelineRunner
 
         steps = build_steps(loaded, write_report)
@@ -152,7 +151,7 @@ def run_pipeline(
         prepare_process(loaded)
         if how.dry_run:
             plan = runner.plan()
-            check(loaded, plan)
+            runner.check(plan)
             show_plan(plan, how.as_json)
             warn_of(loaded, plan)
             return runner.folder
@@ -168,7 +167,7 @@ def run_pipeline(
                 fix = f"Run them: {command('run', name, *words, runs=runs)}"
                 raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
-                check(loaded, plan)
+                runner.check(plan)
             warn_of(loaded, plan)
             pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
             if pretrain is not None and tokens is not None and "pretrain" in waiting:

@@ -14,8 +14,7 @@ from affinage.durations import duration
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.pipeline.plan import PlannedStep
-    from affinage.pipeline.runner import PipelineRunner
+    from affinage.pipeline.runner import PipelineRunner, PlannedStep
 
 _NAME = 16  # columns for the names of steps
 _SHOWN = 3  # reasons, benchmarks and groups that the line of a step names

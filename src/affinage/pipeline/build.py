@@ -320,11 +320,3 @@ def warnings(loaded: LoadedRecipe) -> Iterator[str]:
         for key, benchmarks in asked:
             if benchmarks is not None and any(map(of_pocket_world, benchmarks.tasks)):
                 yield f"{key}.tasks are benchmarks of the pocket world, whose facts are not in your text"
-    if recipe.mesh.get("expert", 1) != 1:
-        from affinage.model import parse
-        from affinage.parallel import table_with
-        from affinage.parallel.sharding import without_experts
-
-        graph = parse(steps_train.with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
-        if sentence := without_experts(graph, table_with(recipe.parallel.sharding)):
-            yield sentence

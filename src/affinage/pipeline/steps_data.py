@@ -249,7 +249,7 @@ def check_filter(loaded: LoadedRecipe) -> None:
     data = loaded.recipe.data
     assert data is not None
     places: list[tuple[str, tuple[str | int, ...]]] = []
-    if data.filters.identifies_languages:
+    if data.filters.language_threshold:
         places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
     for index, source in enumerate(data.sources):
         if source.language and source.kind != "code" and source.language not in data.languages:

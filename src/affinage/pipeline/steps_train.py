@@ -172,7 +172,7 @@ def _job(
     **fields: Any,
 ) -> "TrainJob":
     """The job of a step, with more of its `fields`; `remat: auto` is chosen for `model`, or else for the graph."""
-    from affinage.checkpoint.uploader import Uploader
+    from affinage.checkpoint.remote import Uploader
     from affinage.hardware.devices import acquire
     from affinage.parallel import MeshLayout, make_mesh, table_with
     from affinage.planning.auto_remat import remat_for_devices
@@ -211,7 +211,6 @@ def _job(
 
 def _train(context: StepContext, job: "TrainJob", graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the step's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
-    from affinage.checkpoint.store import remove_incomplete
     from affinage.training import train
 
     settings = job.settings
@@ -223,10 +222,7 @@ def _train(context: StepContext, job: "TrainJob", graph: "Graph", facts: dict[st
         facts[BEGUN_WITH] = origin
     if Processes.current.first:
         write_json(context.folder / MODEL, facts)
-    summary = train(job)
-    if Processes.current.first:
-        remove_incomplete(context.folder / "checkpoints")  # they are no part of the result
-    return summary
+    return train(job)
 
 
 def _chat_facts(context: StepContext, feed: "DataLoader", system_prompt: str) -> dict[str, Any]:
@@ -337,7 +333,7 @@ def bring_from_remote(context: StepContext, forced: bool) -> None:
     url = remote_of(context)
     if url is None:
         return
-    from affinage.checkpoint.uploader import download_newest, forget
+    from affinage.checkpoint.remote import download_newest, forget
 
     if forced:
         forget(url)

@@ -67,7 +67,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- the newest checkpoint, or the first weights ----
         if job.uploader is not None and processes.first:
-            stack.enter_context(job.uploader)
+            job.uploader.start()
         checkpointer = Checkpointer(trainer, goodput)
         stack.callback(checkpointer.close)
         watchdog.beat("the restore", at_most=checkpointer.seconds_to_restore)
@@ -183,8 +183,5 @@ def _finish_upload(job: TrainJob, watchdog: Watchdog, preemption: PreemptionGuar
         return None if left is None else left - _TO_LEAVE
 
     missing = uploader.settle(seconds_left) if Processes.current.first else ""
-    line = f"copied to {uploader.url}"
-    if missing:
-        newest = "no checkpoint is" if uploader.newest is None else f"checkpoint {uploader.newest:,} is the newest"
-        line = f"NOT everything was copied to {uploader.url}: {missing}; {newest} there"
+    line = f"NOT everything was copied to {uploader.url}: {missing}" if missing else f"copied to {uploader.url}"
     console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))
