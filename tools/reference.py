@@ -15,7 +15,7 @@ import affinage.model.layers  # noqa: F401  the kinds register themselves
 from affinage.cli.config import head
 from affinage.cli.program import app
 from affinage.cli.reference import Section, sections
-from affinage.config.layers import packaged_recipes
+from affinage.config.load import packaged_recipes
 from affinage.config.recipe import Recipe
 from affinage.model.layer import LAYERS
 

@@ -27,7 +27,7 @@ compare nobody no-one                                              `nobody`
 plan quickstart --on v9-8                                          `v9-8`
 sweep TINY                                                         sweep
 graph quickstart --json --mermaid                                  --json, --mermaid
-train quickstart --set model.nodes.blocks.attention.heads=5        model.nodes.blocks.attention.heads=5 | `blocks`
+train quickstart --set model.nodes.blocks.attention.heads=5        `blocks`
 train quickstart --set model.nodes.embed.vocab=99                  3072
 train quickstart --set mesh={data: 3}                              batch 8
 plan quickstart --on ""                                            ``

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cli.config import FACTS, facts
-from affinage.config.layers import packaged_recipes
-from affinage.config.load import load_recipe
+from affinage.config.load import load_recipe, packaged_recipes
 from affinage.durations import duration
 
 RECIPES = packaged_recipes()

@@ -8,8 +8,7 @@ from jsonschema import Draft202012Validator
 
 import affinage.model.layers  # noqa: F401  the kinds register themselves
 from affinage.cli.reference import as_text, effective, json_schema, sections, settings_by_key
-from affinage.config.layers import packaged_recipes
-from affinage.config.load import load_recipe
+from affinage.config.load import load_recipe, packaged_recipes
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
 from affinage.config.yaml import parse

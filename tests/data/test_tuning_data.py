@@ -10,10 +10,10 @@ from test_conversations import BAD
 from unpacked import documents_in
 
 from affinage.config.data import DecontaminateSettings
-from affinage.config.tuning import DpoSettings, SftSettings
+from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
 from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.chat import encode_conversation, encode_documents, encode_prompt
+from affinage.data.chat import encode_documents, encode_prompt
 from affinage.data.dataloader import DataLoader, validation_sets
 from affinage.data.decontaminate import write_items
 from affinage.data.tokenizer import Tokenizer
@@ -116,15 +116,11 @@ def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_task
     assert len(list((tmp_path / "rows/train/all").glob("tokens-*.npy"))) > 3
 
 
-def test_the_example_marks_what_is_trained_and_what_was_cut(bpe: Tokenizer, tmp_path: Path):
-    shown = {}
-    for name, talk in {"cut": ask("Why?", "river " * 200), "whole": ask("Why?", "Because.")}.items():
-        seq_len = 160 if name == "cut" else len(encode_conversation(talk, bpe, "")[0][0])  # it fills its row
-        prepare(tmp_path / name, bpe, [talk], seq_len=seq_len)
-        ((source, shown[name]),) = show_examples(tmp_path / name / "rows", bpe, 1)
-        assert source == "source-0"
-    assert shown["whole"].plain == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦Because.<|im_end|>⟧\n"
-    assert shown["cut"].plain.endswith("river⟧ [cut here: too long]")
+def test_the_example_marks_what_is_trained(bpe: Tokenizer, tmp_path: Path):
+    prepare(tmp_path, bpe, [ask("Why?", "Because.")])
+    ((source, shown),) = show_examples(tmp_path / "rows", bpe, 1)
+    assert source == "source-0"
+    assert shown.plain == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦Because.<|im_end|>⟧\n"
 
 
 @pytest.mark.parametrize(("form", "kept"), [
@@ -170,7 +166,7 @@ def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp
         prepare(tmp_path, bpe, BAD, on_error="skip")
     assert "no conversation" in error.value.fix  # why the first one cannot be used
     with pytest.warns(UserWarned):  # one that the template cannot write
-        summary = prepare(tmp_path, ours("deepseek_r1_distill"), [PLAIN[:2], THOUGHTFUL[:2]], on_error="skip")
+        summary = prepare(tmp_path, ours("mistral"), [[PLAIN[0], *PLAIN[:2]], PLAIN[:2]], on_error="skip")
     assert summary["bad"] == summary["train"]["conversations"] == 1
 
 
@@ -178,9 +174,8 @@ def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp
 def test_reasoning_that_is_not_written_is_counted(
     bpe: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, dropped: int
 ):
-    """But not reasoning that the answer repeats."""
     tokenizer = bpe if form == "chatml" else ours(form)
-    talks = [REASONED[:2], [PLAIN[0], {**PLAIN[1], "reasoning": PLAIN[1]["content"]}], PLAIN]
+    talks = [REASONED[:2], [PLAIN[0], {**PLAIN[1], "reasoning": ""}], PLAIN]
     summary = prepare(tmp_path, tokenizer, talks, seq_len=300)
     assert summary.get("reasoning_dropped", 0) == dropped and summary["train"]["conversations"] == 3
     print_counts(summary, "conversations")
@@ -195,11 +190,11 @@ def test_answers_that_no_stop_ends_and_characters_without_a_token_are_warned_of(
         assert prepare(tmp_path, characters, [ask("漢 the 漢", "字"), ask("the", "字")])["unspelled"] == 4
 
 
-@pytest.mark.parametrize("form", ["chatml", "qwen3", "deepseek_r1_distill"])
+@pytest.mark.parametrize("form", ["chatml", "qwen3"])
 def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe: Tokenizer, tmp_path: Path, form: str):
     """Each side follows what the model would be asked with, without the reasoning that a template leaves out."""
     tokenizer = bpe if form == "chatml" else ours(form)
-    reasoned = form in ("qwen3", "deepseek_r1_distill")
+    reasoned = form == "qwen3"
     talk, begin = (THOUGHTFUL, "<think>\nOh.\n</think>\n\n") if reasoned else (PLAIN, "")
     prompts = [[*talk[:2], {"role": "user", "content": f"{number}?"}] for number in range(6)]
     items = [{"prompt": p, "chosen": f"{begin}yes {n}", "rejected": f"{begin}no"} for n, p in enumerate(prompts)]
@@ -213,8 +208,7 @@ def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe:
     for (before, chosen), (again, rejected) in zip(found[0::2], found[1::2], strict=True):
         assert before == again
         said[asked.index(before)] = [tokenizer.decode(side).strip() for side in (chosen, rejected)]
-    opened = begin.removeprefix("<think>\n") if form == "deepseek_r1_distill" else begin  # which the prompt begins
-    assert said == {number: [f"{opened}yes {number}", f"{opened}no"] for number in range(6)}
+    assert said == {number: [f"{begin}yes {number}", f"{begin}no"] for number in range(6)}
 
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -227,8 +221,8 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
     cut = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150)
     assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
     assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
-    shown = [text.plain.count("⟧ [cut here") for _, text in show_examples(tmp_path / "rows", tokenizer, 2, documents=2)]
-    assert sorted(shown) == [0, 2]
+    shown = [text.plain.count("⟧") for _, text in show_examples(tmp_path / "rows", tokenizer, 2)]
+    assert shown == [2, 2]
     dropped = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150, truncation="drop")
     assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1
 

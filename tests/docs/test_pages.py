@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from affinage.cli.program import app
-from affinage.config.layers import packaged_recipes
+from affinage.config.load import packaged_recipes
 from affinage.model.layer import LAYERS
 
 ROOT = Path(__file__).parents[2]

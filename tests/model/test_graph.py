@@ -41,7 +41,7 @@ def changed(*changes: tuple[str, Any]) -> Any:
         ([("blocks.repaet", 3)], "blocks/repaet", "Did you mean `model.nodes.blocks.repeat`?"),
         ([("blocks.attention.kv_head", 2)], "blocks/attention/kv_head", "model.nodes.blocks.attention.kv_heads"),
         ([("blocks.ffn.kind", "swiglo")], "blocks/ffn/kind", "swiglu"),
-        ([("blocks.ffn.width", "wide")], "blocks/ffn/width", "whole number"),
+        ([("blocks.ffn.width", "wide")], "blocks/ffn/width", "integer"),
         ([("blocks.attention.kv_heads", 3)], "blocks/attention", "3 kv_heads"),
         ([("blocks.repeat", 0)], "blocks/repeat", "positive"),
         ([("norm.in", "block")], "norm/in", "`blocks`"),
@@ -119,7 +119,7 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
         values = jax.jit(lambda params: apply(graph, params, batch, ApplyConfig(until="mixed")).values)(params)
         np.testing.assert_allclose(values["mixed"], 0.25 * values["blocks"] + 0.75 * values["embed"], rtol=1e-6)
         mixed["start"] = 2
-        with pytest.raises(UserError, match="at most 1"):
+        with pytest.raises(UserError, match="less than or equal to 1"):
             parse(model)
         with pytest.raises(ValueError, match="already registered"):
             register_layer("test_gate")(type("Another", (Layer,), {}))

@@ -1,22 +1,18 @@
 """The verb `checkpoint`: what a training saved, and whether it is still what was saved."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-from affinage.cli.options import RUNS, JsonOption, RunsOption, arg, complete_model, find, opt, verb, verbs
+from affinage.cli.options import RUNS, JsonOption, RunsOption, arg, complete_model, find, verb, verbs
 from affinage.cli.output import counted, emit, table, working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
-    from affinage.checkpoint.uploader import RemoteSteps
 
-_HELP = "A run, a training of it (quickstart/pretrain), a checkpoint (...@1000), or the URL of a copy."
+_HELP = "A run, a training of it (quickstart/pretrain), or a checkpoint (...@1000)."
 CheckpointArgument = Annotated[str, arg("MODEL[@STEP]", _HELP, complete_model)]
 group = verbs(
     "checkpoint",
@@ -36,17 +32,13 @@ def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    if "://" in training:
-        with _remote(training) as (steps, _):
-            found = steps.described()
-    else:
-        store, _ = _store(training, runs, quiet=as_json)
-        from affinage.checkpoint.browse import listing
+    store, _ = _store(training, runs, quiet=as_json)
+    from affinage.checkpoint.browse import listing
 
-        found = listing(store)
-    if not found:
+    rows = listing(store)
+    if not rows:
         print("no checkpoint yet", file=sys.stderr)
-    emit(found, as_json)
+    emit(rows, as_json)
 
 
 @verb(within=group)
@@ -57,75 +49,44 @@ def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonO
 
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
-    with working("reading a checkpoint"), _opened(checkpoint, runs) as (store, step):
-        from affinage.checkpoint.browse import arrays
+    store, steps = _chosen(checkpoint, runs)
+    from affinage.checkpoint.browse import arrays
 
-        metadata = store.metadata(step)
-        facts: dict[str, Any] = {"step": step, "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
-        facts = metadata.facts | facts
-    shown = {name: fact for name, fact in facts.items() if name != "settings"}  # those that decide are in `identity`
-    emit(facts if as_json else shown, as_json)
+    metadata = store.metadata(steps[-1])
+    facts: dict[str, Any] = {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
+    emit(metadata.facts | facts, as_json)
 
 
 @verb(within=group)
 def diff(
-    one: CheckpointArgument,
-    other: CheckpointArgument,
-    numbers: Annotated[
-        bool, opt("Read the arrays that differ, to measure how far they are apart.", "--arrays")
-    ] = False,
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
+    one: CheckpointArgument, other: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
 ) -> None:
     """Compare two checkpoints: settings, data, versions, mesh, and arrays by their checksums.
 
-    Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
+    Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200
     """
-    with working("reading checkpoints"), _opened(one, runs) as first, _opened(other, runs) as second:
-        from affinage.checkpoint.browse import compare
+    chosen = [_chosen(name, runs) for name in (one, other)]
+    from affinage.checkpoint.browse import compare
 
-        found = compare(first, second, numbers=numbers)
-    emit(found, as_json)
+    emit(compare(*(store.metadata(steps[-1]) for store, steps in chosen)), as_json)
 
 
 @verb(within=group)
 def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Read every array of one checkpoint, or of all of a training, and compare it with its checksum.
 
-    The exit status is 2 if one is corrupted, or none is complete. One at a URL is copied to this machine for it.
+    The exit status is 2 if one is corrupted, or none is complete.
 
     Example: affinage checkpoint verify quickstart
     """
-    found: dict[int, str] = {}
-    incomplete: list[int] = []
-    with working("reading checkpoints") as progressed:
-        if "://" in checkpoint:
-            with _remote(checkpoint) as (remote, named):
-                for step in [named] if named is not None else remote.listing():
-                    with TemporaryDirectory() as folder:
-                        found[step] = remote.download(step, Path(folder)) or _new_store(Path(folder)).verify(step)
-        else:
-            store, asked = _store(checkpoint, runs, quiet=as_json)
-            chosen = _chosen(store, asked)
-            for place, kept in enumerate(chosen):
-                progressed(f"{place} of {len(chosen)}")
-                found[kept] = store.verify(kept)
-            incomplete = [step for step, _ in store.entries() if step not in store.steps() and asked is None]
-    rows = [{"step": step, "corruption": what or None, "why_not": ""} for step, what in found.items()]
-    rows += [{"step": step, "corruption": None, "why_not": "incomplete: its save was cut off"} for step in incomplete]
-    rows.sort(key=lambda row: int(row["step"] or 0))
-    shown = [{"step": row["step"], "state": row["corruption"] or row["why_not"] or "intact"} for row in rows]
-    emit(rows, as_json, [table(shown)])
-    if corrupted := [step for step, what in found.items() if what]:
-        what = f"corrupted: {len(corrupted)} of {counted(len(found), 'checkpoint')}"
+    store, steps = _chosen(checkpoint, runs, quiet=as_json)
+    with working("reading checkpoints"):
+        rows = [{"step": step, "corruption": store.verify(step) or None} for step in steps]
+    emit(rows, as_json, [table([{"step": row["step"], "state": row["corruption"] or "intact"} for row in rows])])
+    if corrupted := [row for row in rows if row["corruption"]]:
+        what = f"corrupted: {len(corrupted)} of {counted(len(rows), 'checkpoint')}"
         fix = "A training resumes from the newest intact one by itself; copy a corrupted one again if it has a copy."
         raise UserError(what, where=checkpoint, fix=fix)
-
-
-def _new_store(folder: Path) -> "CheckpointStore":
-    from affinage.checkpoint import CheckpointStore
-
-    return CheckpointStore(folder)
 
 
 def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | str | None]":
@@ -140,41 +101,18 @@ def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointSt
         last, *others = (f"{name.partition('@')[0]}/{each}" for each in trainings_of(run_of(target, runs)))
         if others:
             print(f"{last}, the last training; others: {', '.join(others)}", file=sys.stderr)
-    return _new_store(folder / "checkpoints"), step
+    from affinage.checkpoint import CheckpointStore
+
+    return CheckpointStore(folder / "checkpoints"), step
 
 
-def _chosen(store: "CheckpointStore", step: int | str | None) -> list[int]:
-    """The step that was named, or all that are complete, oldest first. Raises UserError if there are none."""
+def _chosen(name: str, runs: Path, *, quiet: bool = True) -> "tuple[CheckpointStore, list[int]]":
+    """A store, and the step that was named or all that are complete, oldest first. Raises UserError without any."""
+    store, step = _store(name, runs, quiet=quiet)
     steps = store.steps()
     if not steps:
         raise UserError("no checkpoint is complete", where=str(store.folder), fix="Train the model, or copy it again.")
     if step is not None and step not in steps:
         fix = f"There are {', '.join(f'@{known}' for known in steps)}."
         raise UserError(f"there is no complete checkpoint of step {step}", where=str(store.folder), fix=fix)
-    return steps if step is None else [step]
-
-
-@contextlib.contextmanager
-def _remote(name: str) -> "Iterator[tuple[RemoteSteps, int | None]]":
-    """The checkpoints at a URL, and the step that it names. Inside, a network that fails is one message."""
-    from affinage.checkpoint.remote import reached
-    from affinage.checkpoint.uploader import find_steps
-
-    url, at, step = name.rpartition("@")
-    with reached(name):
-        yield (find_steps(url), int(step)) if at and step.isdecimal() else (find_steps(name), None)
-
-
-@contextlib.contextmanager
-def _opened(name: str, runs: Path) -> "Iterator[tuple[CheckpointStore, int]]":
-    """The store and the step of a checkpoint; of one at a URL, a temporary copy."""
-    if "://" not in name:
-        store, wanted = _store(name, runs, quiet=True)
-        yield store, _chosen(store, wanted)[-1]
-        return
-    with _remote(name) as (steps, wanted), TemporaryDirectory() as folder:
-        step = max(steps.listing()) if wanted is None else wanted
-        if corruption := steps.download(step, Path(folder)):
-            fix = "Copy it again, or name another step."
-            raise UserError(f"checkpoint {step} cannot be read: {corruption}", where=name, fix=fix)
-        yield _new_store(Path(folder)), step
+    return store, [each for each in steps if step in (None, each)]

@@ -59,7 +59,7 @@ def verbs(name: str, help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typ
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Names of packaged recipes for the shell; where none fits it continues with files."""
-    from affinage.config.layers import packaged_recipes
+    from affinage.config.load import packaged_recipes
 
     return [name for name in packaged_recipes() if name.startswith(incomplete)]
 
@@ -196,8 +196,7 @@ def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: boo
     With `lenient`, settings of a run that no longer exist are left out, with a warning. Another warning is printed for
     a run that has the name of a packaged recipe and other settings.
     """
-    from affinage.config.layers import packaged_recipes
-    from affinage.config.load import load_recipe
+    from affinage.config.load import load_recipe, packaged_recipes
     from affinage.pipeline.models import recipe_of
 
     target = find(name, runs)

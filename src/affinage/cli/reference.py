@@ -13,7 +13,7 @@ from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.config.recipe import TRAININGS, Recipe
 from affinage.config.settings import Settings, classes_in
 from affinage.config.training import TrainSettings
-from affinage.config.yaml import Path, as_yaml, common
+from affinage.config.yaml import Path, as_yaml
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", ByteSize: "bytes", Any: "any value"}
@@ -235,7 +235,8 @@ def as_text(values: Sequence[Value], meanings: bool = False) -> str:
     above: Path = ()
     for value in values:
         *around, last = value.path
-        for depth in range(common(above, value.path), len(around)):
+        same = [one == other for one, other in zip(above, value.path)]
+        for depth in range([*same, False].index(False), len(around)):
             lines.append("  " * depth + ("-" if isinstance(around[depth], int) else f"{around[depth]}:"))
         key = "- " if isinstance(last, int) else f"{last}: "
         note = value.origin

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
-from affinage.config.data import POCKET_WORLD, DataSettings
+from affinage.config.data import POCKET_BYTES, POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
-from affinage.config.sources import POCKET_BYTES
-from affinage.config.tuning import DpoSettings, SftSettings, TuningSettings
+from affinage.config.training import DpoSettings, SftSettings, TuningSettings
 from affinage.data.places import released_folder
 from affinage.errors import UserError
 from affinage.paths import from_home
@@ -53,13 +52,11 @@ def dedup(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.dedup import dedup
 
-    data, settings = _data(context), _data(context).dedup
+    settings = _data(context).dedup
     assert settings is not None
     against = released_folder(settings.against, context.run_folder.parent) if settings.against else None
     with _workers(context) as how:
-        return dedup(
-            context.inputs["filter"], context.folder, settings, against=against, memory=data.memory_bytes, **how
-        )
+        return dedup(context.inputs["filter"], context.folder, settings, against=against, **how)
 
 
 def decontaminate(context: StepContext) -> Summary:
@@ -98,19 +95,10 @@ def base_tokenizer(context: StepContext) -> Summary:
 
     folder = initial_folder(context.loaded)
     assert folder is not None
-    given = Tokenizer.load(folder / TOKENIZER)
+    given = Tokenizer(folder / TOKENIZER)
     given.write(context.folder)
     facts = {"kind": given.kind, "vocabulary": given.vocabulary}
     return facts | (measure(given, context.inputs["split"]) if "split" in context.inputs else {})
-
-
-def compare_tokenizers(context: StepContext) -> Summary:
-    """Measure published tokenizers beside the recipe's own."""
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.data.tokenizer_training import compare
-
-    ours = Tokenizer.load(context.inputs["train-tokenizer"])
-    return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
 def tokenize(context: StepContext) -> Summary:
@@ -118,7 +106,7 @@ def tokenize(context: StepContext) -> Summary:
     from affinage.data.tokenize import tokenize
     from affinage.data.tokenizer import Tokenizer
 
-    recipe, split, trained = context.recipe, context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
+    recipe, split, trained = context.recipe, context.inputs["split"], Tokenizer(context.inputs["train-tokenizer"])
     with _workers(context) as how:
         how["progress"] = context.progress
         return tokenize(split, trained, context.folder, recipe.packing, recipe.seed, **how)
@@ -213,7 +201,7 @@ def chat_tokenizer(context: StepContext) -> "Tokenizer":
     """The step's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
+    tokenizer = Tokenizer(context.inputs["train-tokenizer"])
     tokenizer.use_template(chat_template_of(context.loaded, context.inputs["train-tokenizer"]))
     return tokenizer
 
@@ -261,7 +249,7 @@ def check_filter(loaded: LoadedRecipe) -> None:
     data = loaded.recipe.data
     assert data is not None
     places: list[tuple[str, tuple[str | int, ...]]] = []
-    if data.filters.identifies_languages:
+    if data.filters.language_threshold:
         places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
     for index, source in enumerate(data.sources):
         if source.language and source.kind != "code" and source.language not in data.languages:
@@ -327,12 +315,6 @@ def check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: tuple
         where = loaded.locate(key)
         also = f"{where}, {error.where}" if error.where and error.where not in (task, "evaluate.tasks") else where
         raise UserError(error.what, where=also, fix=error.fix) from error
-
-
-def check_compare_tokenizers(loaded: LoadedRecipe) -> None:
-    """The files of the published tokenizers are there."""
-    for index, path in enumerate(loaded.recipe.tokenizer.compare):
-        check_exists(loaded, path, "tokenizer", "compare", index)
 
 
 def check_tokenize(loaded: LoadedRecipe) -> None:

@@ -12,15 +12,14 @@ import jax
 from affinage.config.load import LoadedRecipe
 from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import Recipe
-from affinage.config.training import TrainSettings
-from affinage.config.tuning import DpoSettings, TuningSettings
+from affinage.config.training import DpoSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, chip_called, compared, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
 from affinage.parallel.mesh import AXES, axis_sizes
-from affinage.parallel.sharding import table_with, without_experts
+from affinage.parallel.sharding import table_with
 from affinage.planning.auto_remat import Choice, choose_remat
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
@@ -416,8 +415,6 @@ def _warnings(plan: Plan) -> Iterator[str]:
         last = max(1, int(plan.data_rows * settings.num_epochs / device.rows))
         if last < settings.steps and settings.mixture is None:
             yield f"num_epochs: {settings.num_epochs:g} ends the training after step {last:,} of {settings.steps:,}"
-    if device.sizes["expert"] > 1 and (unused := without_experts(device.graph, device.table)):
-        yield unused
 
 
 def _attention_warnings(plan: Plan) -> Iterator[str]:
