@@ -119,7 +119,7 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
     assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
     assert "empirent au-delà du hasard" in render(facts, "fr")
     with change(run / "sft" / "result.json") as summary:
-        summary |= {"ended": "winogrande is worse than at step 0 (p = 0.0001)", "steps": 300}
+        summary |= {"ended": "monitor", "steps": 300}
     page = render(collect_facts(run))
     section = page[page.index('id="sft"') :]
     head, told = section.index("Benchmarks during training"), section.index("The training ended at step 300, because")
