@@ -110,30 +110,11 @@ class IngestResult(DocumentsResult):
     lone_surrogates: int = 0  # documents in which they were replaced
 
 
-class ThresholdCost(Result):
-    """Documents of one source in one language, and how many of them each threshold of language id would keep."""
-
-    source: str = ""
-    language: str = ""
-    documents: int = 0
-    bytes: int = 0
-    documents_kept: list[int] = []
-    bytes_kept: list[int] = []
-
-
-class Thresholds(Result):
-    """The thresholds that are compared, and what each of them keeps."""
-
-    grid: list[float] = []
-    costs: list[ThresholdCost] = []
-
-
 class FilterResult(DocumentsResult):
     """Documents that pass the filters of the recipe."""
 
     formatted: int = 0  # texts that a formatter changed, such as one that replaces personal data
     split: Size = Size()  # documents that were too long, and their parts
-    thresholds: Thresholds = Thresholds()
 
 
 class BenchmarkMatches(Result):
@@ -205,12 +186,6 @@ class TokenizerResult(Result):
     languages: dict[str, Fertility] = {}
     sources: dict[str, Fertility] = {}
     round_trip: RoundTrip = RoundTrip()
-
-
-class CompareTokenizersResult(Result):
-    """The tokenizer of the run, and then published ones, measured on the same documents."""
-
-    tokenizers: list[TokenizerResult] = []
 
 
 class _SequencesResult(Result):
@@ -418,7 +393,6 @@ RESULTS: dict[str, type[Result]] = {
     "synthesize": SynthesizeResult,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
-    "compare-tokenizers": CompareTokenizersResult,
     "tokenize": TokenizeResult,
     **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),

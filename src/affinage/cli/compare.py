@@ -36,10 +36,14 @@ def compare(
     """
     if len(names) < 2:
         raise UserError("one alone cannot be compared", where=names[0], fix="Name two or more.")
-    targets = [_target(name, runs) for name in names]  # before JAX is imported
+    from affinage.pipeline.models import check_complete
+
+    targets = [find(name, runs) for name in names]  # before JAX is imported
+    for target in targets:
+        check_complete(target, runs)
     from affinage.report.comparison import comparison
 
-    found = comparison([_entrant(name, target, runs) for name, target in zip(names, targets)])
+    found = comparison([_entrant(target, runs) for target in targets])
     page = {}
     if html is not None:
         from affinage.report.comparison import render_comparison
@@ -51,40 +55,25 @@ def compare(
     emit(facts, as_json, _view(found, facts))
 
 
-def _target(name: str, runs: Path) -> "Target | None":
-    """What a name stands for; None for a model that is gone, whose results may be there. Raises UserError as `find`."""
-    from affinage.pipeline.models import check_complete
-
-    try:
-        target = find(name, runs)
-    except UserError:
-        if any((runs / "evaluations").glob("*")):
-            return None
-        raise
-    check_complete(target, runs)
-    return target
-
-
-def _entrant(name: str, target: "Target | None", runs: Path) -> "Entrant":
-    """What is known of a name. Raises UserError if it is neither a complete run nor a model with results."""
+def _entrant(target: "Target", runs: Path) -> "Entrant":
+    """What is known of a target. Raises UserError if it is neither a complete run nor a model with results."""
     from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.models import command, resolve, results_of, run_of
+    from affinage.pipeline.models import TRAININGS, command, results_of, run_of
     from affinage.report.comparison import entrant
 
-    found, run, parts = eval_results(name, runs), None, None
-    if target is None and found is None:
-        resolve(name, runs)  # raises
-    if target is not None and target.kind in ("recipe", "run"):
+    name, run, parts = target.name, target.run, None
+    if target.kind in ("recipe", "run"):
         run = run_of(target, runs)
-        found = found or eval_results(str(run), runs)
-    elif target is not None and target.run is not None and target.is_training and target.step is None:
-        parts = results_of(target.path.resolve(), target.run)
-        run = target.run if parts else None
-    if run is None and found is None:
+        results = eval_results(name if target.kind == "run" else str(run), runs)
+    else:
+        results = eval_results(name, runs)
+        is_training = run is not None and target.path.name in TRAININGS and target.step is None
+        parts = results_of(target.path.resolve(), run) if run is not None and is_training else None
+        run = run if parts else None
+    if run is None and results is None:
         fix = f"Make them: {command('eval', name, '--tasks', 'TASKS', runs=runs)}, with the tasks of the others."
-        raise UserError(f"there are no results of `{name}`", fix=fix)
-    folder, again = (None, "") if found is None else (found.folder, found.again)
-    return entrant(name, run, folder, again=again, parts=parts)
+        raise UserError(f"there are no results of `{name}` as it is now", fix=fix)
+    return entrant(name, run, results, parts=parts)
 
 
 def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
@@ -105,8 +94,5 @@ def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]"
         yield ""
         yield Table(["setting", *(one.name for one in found.entrants)], rows)
     yield from dict.fromkeys(note for pair in found.paired for note in notes(pair, Language("en")))
-    for one in found.entrants:
-        if one.again:
-            yield f"{one.name} has changed since these answers. To evaluate it again: {one.again}"
     if len({one["task"] for one in differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

@@ -46,7 +46,7 @@ def graph(
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.layer import SEQUENCE
-    from affinage.pipeline.models import resolve, run_folder
+    from affinage.pipeline.models import resolve
     from affinage.pipeline.steps_train import with_vocabulary
     from affinage.plugins import load_plugins
 
@@ -55,7 +55,7 @@ def graph(
         rates = _learning_rates(loaded)
         emit(rates, as_json, described({name: _with_bars(rows) for name, rows in rates.items()}))
         return
-    vocabulary = _vocabulary(loaded.recipe, run_folder(resolve(recipe, runs), loaded, runs))
+    vocabulary = _vocabulary(loaded.recipe, resolve(recipe, runs).run or runs / loaded.recipe.name)
     model = parse(with_vocabulary(loaded.recipe.model, vocabulary), loaded.locate)
     if as_mermaid:
         print(mermaid(model), end="")

@@ -1,7 +1,7 @@
 """How verbs open a model: over which devices, and for how many tokens at once."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -63,7 +63,7 @@ class Opened(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """How far it is trained, for JSON."""
-        return {} if self.state is None else self.state.to_dict()
+        return {} if self.state is None else asdict(self.state)
 
 
 def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, ModelState | None]":
