@@ -288,7 +288,7 @@ def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit
         return tried.look(40, state, stop)[1]
 
     assert look(after_the_first_batch) == "" and len(points_of(tmp_path)) == 1
-    assert look(bool) == json.loads((habit.sft / "summary.json").read_text())["ended"]
+    assert "habit is worse than at step 0" in look(bool)
     assert points_of(tmp_path) == before
 
 

@@ -85,7 +85,7 @@ FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|simila
 not a finite number at step 300|61.0k of 150k tokens are trained|97.0% of 300
 Benchmarks searched for in the text|1,234|· quiz · 17|42 runs of words|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write
-Fullest expert|Dropped choices|Saves: 3; each stopped the loop for 4.18 ms"""
+Fullest expert|Dropped choices"""
 
 
 def test_facts_are_on_the_page(pages: dict[str, str], facts):
