@@ -270,7 +270,7 @@ def drive(address: str, folder: str) -> int:
 
     job = json.dumps({"folder": folder, "steps": STEPS, "hurt": None, "start": 0, "pause": 0.2})
     program = [sys.executable, "-m", "training_process"]
-    launcher = RayLauncher(2, address=address, open_cluster=True, devices=2, program=program)
+    launcher = RayLauncher(2, address=address, devices=2, program=program)
     try:
         return supervise(launcher, [job], FailureConfig(MANY, 20))
     finally:

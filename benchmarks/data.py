@@ -139,14 +139,14 @@ def planted(count: int) -> tuple[list[str], list[tuple[int, int]]]:
 def keepers(documents: Path) -> np.ndarray:
     """The text that is kept for every text: itself, or the one that it is a copy of."""
     from affinage.config.data import DedupSettings
-    from affinage.data.dedup import corpus_of, find_duplicates
-    from affinage.data.documents import document_files
+    from affinage.data.dedup import find_duplicates
+    from affinage.data.documents import document_files, row_groups
     from affinage.data.executor import Executor
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
-        corpus = corpus_of(document_files(documents), DedupSettings(), Path(scratch))
-        removed, _ = find_duplicates(corpus, executor=Executor(1))
-        kept = np.arange(corpus.size)
+        files = document_files(documents)
+        removed, _ = find_duplicates(files, DedupSettings(), Path(scratch), executor=Executor(1))
+        kept = np.arange(sum(group.rows for path in files for group in row_groups(path)))
         kept[removed["document"].to_numpy()] = removed["kept"].to_numpy()
         return kept
 

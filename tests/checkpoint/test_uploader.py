@@ -1,6 +1,5 @@
 """A training that is copied to a URL: what is there is whole or not taken, and a machine without it goes on from it."""
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import COMMIT, METADATA
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
 from affinage.checkpoint.uploader import RemoteSteps, Uploader, download_newest, forget
-from affinage.cli.program import main
 from affinage.errors import UserError
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -200,35 +198,6 @@ def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, m
     with pytest.raises(UserError, match="nobody answers") as refused:
         download_newest(url, tmp_path, print)
     assert refused.value.fix
-
-
-def affinage(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", *words])
-    return int(ended.value.code or 0)
-
-
-def test_the_verbs_about_checkpoints_take_a_url(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with Uploader(url, tmp_path) as uploader:
-        saved(tmp_path, 1, 2, uploader=uploader, settles=True)
-    steps_at(url).folder.write("3/params/d/0", b"a save that was cut off")
-    above = url.rpartition("/")[0]  # where there is one training
-    assert affinage("ls", above, "--json") == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert [(each["step"], each["saved"], bool(each["why_not"])) for each in listed] == [
-        (1, "today", False), (2, "today", False), (3, None, True),
-    ]  # fmt: skip
-    assert affinage("show", f"{url}@1", "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["step"] == 1 and shown["arrays"]["params"]["numbers"] == 16
-    assert shown["fingerprint"] == CheckpointStore(tmp_path / "checkpoints").metadata(1).fingerprint
-    assert affinage("diff", f"{url}@1", f"{url}@2", "--arrays") == 0
-    assert "different" in capsys.readouterr().out
-    assert affinage("verify", url) == 2 and affinage("verify", f"{url}@1") == 0  # 3 is not complete
-    other_contents(steps_at(url), 1)
-    assert affinage("verify", f"{url}@1") == 2 and affinage("verify", f"{url}@2") == 0
-    assert affinage("show", f"{url}@9") == 2
-    assert affinage("ls", f"{above}/nothing") == 2
 
 
 def test_names_that_lead_elsewhere_are_not_followed():

@@ -113,8 +113,7 @@ def test_diff_tells_facts_and_arrays_also_of_numbers_that_are_not_finite(said, r
 
 def test_verify_reads_all_and_names_what_is_corrupted(said, runs: Path):
     status, found, _ = said("verify", "small/pretrain")
-    assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(n, None) for n in (1, 2, 3, 4)]
-    assert [bool(each["why_not"]) for each in found] == [False, False, False, True], "a save was cut off in 4"
+    assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(n, None) for n in (1, 2, 3)]
     second = runs / "small" / "pretrain" / "checkpoints" / "2"
     with rotten(next(path for path in (second / "params").glob("d/*"))):
         status, found, error = said("verify", "small/pretrain")

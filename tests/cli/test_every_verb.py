@@ -101,8 +101,8 @@ READ = [
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
     (["chat", "tiny", ASK, "--max-new-tokens", "4"], "\n"),
-    (["config", "show", "tiny", "pretrain"], "steps: 20 "),
-    (["graph", "tiny", "--mermaid"], "flowchart TD"),
+    (["config", "show", "tiny", "pretrain"], "pretrain.steps"),
+    (["graph", "tiny"], "transformer_block"),
     (["config", "schema"], "json-schema.org"),
     (["world", "text", "--megabytes", "0.05"], "text"),
 ]

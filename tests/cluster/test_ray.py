@@ -5,10 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 from affinage.cluster.launch import FailureConfig, WorkerExit, WorkerGroup, supervise
-from affinage.cluster.ray_cluster import on_loopback
 from affinage.cluster.ray_launch import RayLauncher
 from waiting import until
 
@@ -54,15 +51,3 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         assert fewer.workers == 1 and not fewer.has_room()  # there is one machine
     finally:
         launcher.close()
-
-
-@pytest.mark.parametrize(
-    ("addresses", "alone"),
-    [
-        (["127.0.0.1", "127.0.0.1"], True),
-        (["127.0.0.1", "10.0.0.2"], False),
-        (["head.cluster.local"], False),  # Ray keeps a name that it was given
-    ],
-)
-def test_a_cluster_is_this_machines_alone_where_all_addresses_are_loopback(addresses: list[str], alone: bool):
-    assert on_loopback(addresses) is alone

@@ -10,8 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affinage.config.layers import packaged_recipes
-from affinage.config.load import load_recipe
+from affinage.config.load import load_recipe, packaged_recipes
 from affinage.errors import UserError
 from affinage.model.graph import parse
 from affinage.pipeline.steps_train import with_vocabulary

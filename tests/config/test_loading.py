@@ -8,7 +8,7 @@ import pytest
 
 from affinage.config.load import load_recipe, load_saved
 from affinage.config.recipe import Recipe
-from affinage.config.tuning import SftSettings
+from affinage.config.training import SftSettings
 from affinage.errors import UserError
 from affinage.planning.plan import training_settings
 
@@ -61,31 +61,28 @@ ONE, SCHEDULE = "name: small\n", "  schedule:\n    peak_lr: 1e-3\n    min_lr: 1e
 # What is replaced by what, the line that the message names, and what of the setting and its cure it holds.
 MISTAKES = [
     ("batch_size: 8", "bacth_size: 8", 11, "`pretrain.bacth_size` | `pretrain.batch_size`"),
-    ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | a whole number"),
-    ("peak_lr: 1e-3", "peak_lr: -1", 13, "`pretrain.schedule.peak_lr` | more than 0"),
+    ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | integer"),
+    ("steps: 1_000", "tokens: abc", 10, "`pretrain.tokens` | `abc` | number"),
     ("threshold: 0.9", "threshold: [1]", 8, "`data.dedup.threshold` | a list"),
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
     (ONE, "seed: 1\n", 1, "`name`"),
     ("batch_size: 8", "batch_size: 8\n  gradient_accumulation_steps: 3", 9, "batch_size 8 | 3 gradient"),
     (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
-    (ONE, ONE + "report: {language: de}\n", 2, "report.language | en, fr"),
-    (ONE, ONE + "name: large\n", 2, "`name` | twice"),
+    (ONE, ONE + "report: {language: de}\n", 2, "report.language | 'en' or 'fr'"),
+    (ONE, ONE + "name: large\n", 2, "duplicate key | name"),
     (ONE, ONE + "packing: 3\n", 2, "`packing` | seq_len, num_shards"),
     (ONE, ONE + "base: none.yaml\n", 2, "base: none.yaml | `r.yaml`"),
-    (ONE, ONE + "base: r.yaml\n", 2, "its own base"),
+    (ONE, ONE + "base: r.yaml\n", 2, "r.yaml -> r.yaml"),
     (ONE, "name: !!python/name:os.system x\n", 1, "not allowed"),
     (SCHEDULE, "  schedule: x", 12, "pretrain.schedule | `x` | name, peak_lr"),
-    ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | Indent with spaces"),
+    ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | tabs"),
     ("batch_size: 8", "batch_size: [8", 12, "not valid YAML | brackets"),
-    (ONE, "name: a/b\n", 1, "`name` | `a/b` | slash"),
-    (ONE, ONE + "data2: {}\n", 2, "`data2` | `data`"),
+    (ONE, "name: a/b\n", 1, "`name` | `a/b`"),
     ("peak_lr: 1e-3", "peak_lr: .inf", 13, "peak_lr | finite"),
-    ("peak_lr: 1e-3", "peak_lr: .nan", 13, "peak_lr | finite"),
     ("peak_lr: 1e-3", "peak_lr: 1e-5", 12, "pretrain.schedule | min_lr 0.0001 | peak_lr 1e-05"),
     ("peak_lr: 1e-3", "peak_lr: true", 13, "peak_lr | `true` | a number"),
     ("steps: 1_000", "steps: 1_000\n  monitor: {on_regression: stop}", 9, "pretrain | monitor.on_regression | `log`"),
     ("steps: 1_000", "steps:", 10, "`pretrain.steps` is empty | Leave it out"),
-    (ONE, ONE + "report: null\n", 2, "`report` is empty | Leave it out"),
     ("{kind: embedding", "&a {kind: embedding", 5, "anchors"),
 ]
 
@@ -96,6 +93,7 @@ def test_each_mistake_names_its_line_its_setting_and_its_cure(write: Write, good
     message = str(refused(write(GOOD.replace(good, bad))))
     assert f"r.yaml:{line}: " in message
     assert [each for each in held.split(" | ") if each not in message] == [], message
+    assert "mistakes" not in message, "it is one, not several"
 
 
 def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Path):
@@ -107,7 +105,8 @@ def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Pat
         assert refused(name).what.strip() and len(str(refused(name))) < 12_000, name
     assert refused("none.yaml").fix and "bytes" in refused("4.yaml").what
     write("base: b.yaml\n", "a.yaml")
-    assert "its own base" in str(refused(write("base: a.yaml\n", "b.yaml")))
+    assert "b.yaml -> a.yaml -> b.yaml" in str(refused(write("base: a.yaml\n", "b.yaml")))
+    assert "`quickstart`" in refused("quickstrat").fix
 
 
 def test_clipping_is_switched_off_by_null(write: Write):
@@ -142,15 +141,13 @@ OVERRIDES = [
     ("pretrain.steps=[", "--set pretrain.steps:1:"),
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
     ("data.sources=[{path: jl, langage: en}]", "langage"),
-    # A setting in the wrong place is told by its whole name, and of several kinds of value one mistake is one.
-    ("fdsp=8", "Did you mean `mesh.fsdp`?"),
-    ("eval_every=2", "Did you mean `pretrain.eval_every`?\n"),  # the others are of sections left out
-    ("seq_len=64", "Did you mean `packing.seq_len`? Or `sft.seq_len`, `dpo.seq_len`?"),
+    ("data.sources.5.path=x", "--set data.sources.5.path: | `5`"),
+    ("eval_every=2", "`pretrain.eval_every`"),  # a setting in the wrong place is named in full
+    ("seq_len=64", "`packing.seq_len`"),
     ("xyzzy=1", "name, description"),
-    ("hardware.price=free", "`hardware.price` | `free` | a number, or a mapping"),
-    ("pretrain.mixture={en: -1}", "pretrain.mixture | at least 0"),
+    ("hardware.price=free", "`hardware.price` | `free` | number"),
+    ("pretrain.mixture={en: -1}", "pretrain.mixture | greater than or equal to 0"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
-    ("pretrain.mixture=[{form_step: 0, weights: {en: 1}}]", "`pretrain.mixture.0.from_step`"),
 ]
 
 
@@ -163,7 +160,9 @@ def test_a_wrong_override_names_its_place_and_its_cure(write: Write, override: s
 
 def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     path = write(GOOD)
-    loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.max_similarity=0.5"])
+    loaded = load_recipe(
+        path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation_fraction=0.5"]
+    )
     assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch_size) == (7, 8), "the rest of the section stays"
     assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
     assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
@@ -171,21 +170,10 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     inside = load_recipe(path, ["data.sources.1.language=en"])
     assert inside.recipe.data.sources[1].language == "en"
     assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
-    assert inside.locate(("data", "sources", 1)) == "r.yaml:7, with --set data.sources.1.language=en"
     merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak_lr: 2.0e-3}}"])
     assert (merged.recipe.pretrain.batch_size, merged.recipe.pretrain.schedule.min_lr) == (8, 1e-4), "mappings merge"
     assert merged.locate(("pretrain", "schedule", "peak_lr")) == "--set pretrain"
     assert merged.locate(("pretrain", "schedule", "min_lr")) == "r.yaml:14"
-
-
-def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write: Write):
-    path = write(GOOD)
-    where = refused(path, "pretrain.gradient_accumulation_steps=3", "data.split.max_similarity=0.5").where
-    assert where == "r.yaml:9, with --set pretrain.gradient_accumulation_steps=3"
-    loaded = load_recipe(path, ["model.nodes.other.kind=x", "packing.seq_len=64"])
-    assert loaded.locate(("packing",)) == "--set packing.seq_len=64"
-    node = loaded.locate(("model", "nodes", "embed"))
-    assert node == "r.yaml:5, with --set model.nodes.other.kind=x", "a node takes what others give"
 
 
 def test_a_base_is_merged_and_null_takes_away(write: Write):
@@ -217,7 +205,7 @@ def test_what_training_says_is_said_for_every_training(write: Write):
     assert (sft.optimizer.b2, sft.optimizer.weight_decay) == (0.8, 0.01)
     assert loaded.locate(("pretrain", "batch_size")) == "r.yaml:16"
     wrong = str(refused(path, "training.batchsize=4"))
-    assert "`training.batchsize`" in wrong and "`training.batch_size`" in wrong and "mistakes" not in wrong
+    assert wrong.startswith("--set training.batchsize: ") and "batch_size`" in wrong and "mistakes" not in wrong
 
 
 def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
@@ -238,11 +226,6 @@ def test_a_base_does_not_describe_another_recipe(write: Write):
     assert load_recipe("quickstart", ["data.sources=[mine/]"]).recipe.description
     mine = load_recipe(write("base: quickstart\nname: mine\ndata: {sources: [mine/]}\n")).recipe
     assert not mine.description and mine.report.prompts
-
-
-def test_a_wrong_name_is_corrected(write: Write):
-    write(GOOD)
-    assert "`quickstart`" in refused("quickstrat").fix and "`r.yaml`" in refused("q.yaml").fix
 
 
 def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(write: Write, tmp_path: Path):

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from affinage.config.data import DataSettings
-from affinage.config.sources import SourceSettings
+from affinage.config.data import DataSettings, SourceSettings
 from affinage.data import ingest as ingesting
 from affinage.data import readers
 from affinage.data.ingest import resolve

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from affinage.config.tuning import SftSettings
+from affinage.config.training import SftSettings
 from affinage.data.conversations import open_source, parse_conversation, parse_pair, read_lines
 from affinage.errors import UserError
 from source_forms import write_lines

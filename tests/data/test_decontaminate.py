@@ -123,19 +123,6 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     assert run(tmp_path / "all", texts, items, boilerplate=100)[1] == []
 
 
-def test_matches_can_be_cut_out(tmp_path):
-    items = [BenchmarkItem("b", "1", (QUESTION,))]
-    head, tail = filler(1, 200), filler(2, 200)
-    often = " ".join([filler(k, 120) + QUESTION for k in range(12)])
-    texts = [f"{head} {QUESTION} {tail}", f"short {QUESTION} short", often]
-    summary, rows = run(tmp_path, texts, items, action="cut")
-    assert [row["id"] for row in rows] == ["d0"] and summary["cut"] == 1
-    before, after = rows[0]["text"].split("\n\n")
-    assert head.startswith(before) and tail.endswith(after)
-    assert len(head) - len(before) in (199, 200) and 198 <= len(tail) - len(after) <= 201
-    assert summary["removed"] == {"in a benchmark": 2}
-
-
 def test_items_from_files(tmp_path):
     lines = '{"id": "q1", "question": "Qui ?", "choices": {"text": ["a", "b"], "n": 3}}\n\n{"x": "y"}\n'
     (tmp_path / "quiz.jsonl").write_text(lines)

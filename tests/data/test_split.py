@@ -1,15 +1,12 @@
 """The validation split: the right share of every group, the same for any order, and never a document in both."""
 
 import random
-from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted_copies import lexicon, near_copy, random_text, shingles_of, written
 
-from affinage.config.data import DedupSettings, SplitSettings
-from affinage.data.dedup import dedup
+from affinage.config.data import SplitSettings
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
@@ -96,43 +93,3 @@ def test_sections_of_a_book_stay_together(tmp_path):
     books = [{row["id"].split("#")[0] for row in part} for part in parts]
     assert not books[0] & books[1]
     assert len(books[1]) == 2  # 24 documents of 200 are asked for: a whole book of 20 and the next one whole
-
-
-def planted(seed: int):
-    """Texts of which many are near copies of others, at similarities around 0.8."""
-    rng = random.Random(seed)
-    words = lexicon(2000, rng)
-    planted = []
-    for i in range(60):
-        text = random_text(words, rng.randint(30, 150), rng)
-        for k in range(5):
-            copy = near_copy(text, rng.uniform(0.6, 1.0), words, rng) if k else text
-            planted.append({"id": f"{i}.{k}", "source": f"s{k % 2}", "language": "en", "text": written(copy)})
-    return planted
-
-
-def nearness(shown, row):
-    """The Jaccard similarity to the nearest of some sets of shingles."""
-    mine = shingles_of(row["text"])
-    return max(len(mine & other) / len(mine | other) for other in shown)
-
-
-@pytest.mark.parametrize("deduplicated", [True, False])
-def test_no_near_copy_of_a_validation_document_is_trained_on(tmp_path, deduplicated):
-    write_documents(tmp_path / ("raw" if deduplicated else "in"), planted(1), files=3)
-    if deduplicated:
-        dedup(tmp_path / "raw", tmp_path / "in", DedupSettings())
-    summary, train, validation = halves(tmp_path, None, validation_fraction=0.1)
-    shown = [shingles_of(row["text"]) for row in validation]
-    assert max(map(partial(nearness, shown), train)) < 0.8 and len(validation) > 5
-    left_out = summary["removed"].get("near copy of a validation document", 0)
-    assert summary["documents_in"] == len(train) + len(validation) + left_out
-    _, everything, same = halves(tmp_path, None, name="copies", validation_fraction=0.1, max_similarity=0)
-    lost = [row for row in everything if row["id"] not in {other["id"] for other in train}]
-    assert same == validation and len(lost) == left_out
-    assert all(nearness(shown, row) >= 0.8 for row in lost), "nothing else is left out"
-    if not deduplicated:
-        assert left_out > 10
-        sample = summary["samples"]["near copy of a validation document"][0]
-        original = sample["detail"].split(" to ")[1].split(" of ")[0]
-        assert sample["detail"].startswith("Jaccard ") and original in {row["id"] for row in validation}

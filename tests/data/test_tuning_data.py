@@ -10,7 +10,7 @@ from test_conversations import BAD
 from unpacked import documents_in
 
 from affinage.config.data import DecontaminateSettings
-from affinage.config.tuning import DpoSettings, SftSettings
+from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.chat import encode_conversation, encode_documents, encode_prompt

@@ -7,7 +7,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from affinage.config.tuning import LoraSettings, SftSettings
+from affinage.config.training import LoraSettings, SftSettings
 from affinage.hub.adapter import adapter_tensors, write_adapter
 from affinage.hub.families import family_of
 from affinage.model import Adapters, ApplyConfig, apply, init_params

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
-from affinage.config.tuning import DpoSettings, SftSettings
+from affinage.config.training import DpoSettings, SftSettings
 from affinage.data.dataloader import DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.hub.families import family_of

@@ -1,4 +1,4 @@
-"""What a recipe may say of a model, a mistake with its line, kinds of one's own, and the drawing of a graph."""
+"""What a recipe may say of a model, a mistake with its line, and kinds of one's own."""
 
 import copy
 from typing import Any
@@ -13,7 +13,6 @@ import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, logical_axes, parse
-from affinage.model.analysis import mermaid
 from affinage.model.layer import LAYERS, Layer, expect_sequence, register_layer, sequence_of
 from affinage.model.parameter import ParamSpec
 
@@ -41,7 +40,7 @@ def changed(*changes: tuple[str, Any]) -> Any:
         ([("blocks.repaet", 3)], "blocks/repaet", "Did you mean `model.nodes.blocks.repeat`?"),
         ([("blocks.attention.kv_head", 2)], "blocks/attention/kv_head", "model.nodes.blocks.attention.kv_heads"),
         ([("blocks.ffn.kind", "swiglo")], "blocks/ffn/kind", "swiglu"),
-        ([("blocks.ffn.width", "wide")], "blocks/ffn/width", "whole number"),
+        ([("blocks.ffn.width", "wide")], "blocks/ffn/width", "integer"),
         ([("blocks.attention.kv_heads", 3)], "blocks/attention", "3 kv_heads"),
         ([("blocks.repeat", 0)], "blocks/repeat", "positive"),
         ([("norm.in", "block")], "norm/in", "`blocks`"),
@@ -119,32 +118,9 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
         values = jax.jit(lambda params: apply(graph, params, batch, ApplyConfig(until="mixed")).values)(params)
         np.testing.assert_allclose(values["mixed"], 0.25 * values["blocks"] + 0.75 * values["embed"], rtol=1e-6)
         mixed["start"] = 2
-        with pytest.raises(UserError, match="at most 1"):
+        with pytest.raises(UserError, match="less than or equal to 1"):
             parse(model)
         with pytest.raises(ValueError, match="already registered"):
             register_layer("test_gate")(type("Another", (Layer,), {}))
     finally:
         del LAYERS["test_gate"]
-
-
-NORM = {"kind": "rms_norm"}
-BRANCHED = changed(
-    ("left", NORM | {"in": "embed"}), ("blocks.in", "left"), ("other", NORM | {"in": "norm"}), ("logits.in", "other")
-)
-
-
-@pytest.mark.parametrize(
-    ("model", "dotted"),
-    [(tiny_graphs.llama(), 0), (tiny_graphs.gpt2(), 1), (BRANCHED, 0)],
-    ids=["llama", "gpt2", "branched"],
-)
-def test_a_flowchart_has_every_node_once_and_every_arrow(model, dotted):
-    graph = parse(model)
-    lines = [line.strip() for line in mermaid(graph).splitlines()]
-    for node in graph.nodes:
-        (box,) = [line for line in lines if line.startswith(f'{node.name}["')]
-        assert node.repeat is None or f"× {node.repeat}" in box
-        assert all(f"{source} --> {node.name}" in lines for source in node.inputs)
-    assert sum(" --> " in line for line in lines) == sum(len(node.inputs) for node in graph.nodes)
-    # Weights that are shared, or followed by an average, are dotted.
-    assert sum(" -. " in line for line in lines) == dotted

@@ -30,7 +30,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "filter": (3, "c3a741e49eb85839", 0.8418),
     "dedup": (3, "85ee006b04205b51", 0.84108),
     "decontaminate": (3, "9eb126a4b7688c57", 0.84164),
-    "split": (3, "3024cea202663711", 0.8416),
+    "split": (4, "3024cea202663711", 0.8416),
     "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),
     "compare-tokenizers": (2, "0f74afcee6479bde", 1.615),
     "tokenize": (3, "fbf662bd478d65ba", 0.0),

@@ -221,7 +221,7 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
         "mesh={data: 2}", "runtime.checkpoint.every_steps=3", "pretrain.log_every=1",
         "pretrain.gradient_accumulation_steps=2",
         "pretrain.eval_every=7", "runtime.checkpoint.keep_last=5", "data.executor=ray", "data.ray_address=h:1",
-        "data.workers=3", "data.memory_bytes=9",
+        "data.workers=3",
     ],
 )  # fmt: skip
 def test_how_a_step_is_carried_out_is_in_no_key(load, override):

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from affinage.config.claims import Claims
 from affinage.config.load import load_recipe
+from affinage.config.recipe import Claims
 from affinage.planning.claims import contradictions, facts_of
 from affinage.planning.plan import planned_graph
 

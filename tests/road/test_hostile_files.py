@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from affinage.config.data import default_name, safe_name
 from affinage.config.load import load_recipe
-from affinage.config.sources import default_name, safe_name
 from affinage.config.yaml import parse
 from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError

@@ -9,7 +9,7 @@ import tiny_run
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import COMMIT
 from affinage.checkpoint.remote import RemoteFolder
-from affinage.checkpoint.uploader import find_steps
+from affinage.checkpoint.uploader import CHECKPOINTS, RemoteSteps
 from affinage.cli.program import main
 from affinage.training.metrics import curve
 from waiting import until
@@ -46,7 +46,8 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     monkeypatch.setattr(CheckpointStore, "save", saved_and_copied)
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert run(first, url) == 0
-    steps = find_steps(url)
+    [folder] = {name.partition("/")[0] for name in RemoteFolder(url).sizes() if name.startswith("pretrain-")}
+    steps = RemoteSteps(RemoteFolder(url) / folder / CHECKPOINTS)
     assert list(steps.listing()) == [15, 20]
     # As if the machine had been taken away in the midst of the last save.
     steps.folder.remove([f"20/{COMMIT}"])
@@ -64,9 +65,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     found = [json.loads((runs / "tiny/pretrain/summary.json").read_text()) for runs in (first, second)]
     assert [summary["resumed_at"] for summary in found] == [[], [15]]
     curves = [curve(runs / "tiny/pretrain") for runs in (first, second)]
-    assert (
-        curves[0] == curves[1] and curves[0][-1]["step"] == 20 and find_steps(url).download(20, tmp_path / "copy") == ""
-    )
+    assert curves[0] == curves[1] and curves[0][-1]["step"] == 20 and steps.download(20, tmp_path / "copy") == ""
 
     remote = RemoteFolder(url)
     kept = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

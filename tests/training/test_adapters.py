@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
-from affinage.config.tuning import LoraSettings, SftSettings
+from affinage.config.training import LoraSettings, SftSettings
 from affinage.errors import UserError
 from affinage.model import Adapters, ApplyConfig, Graph, abstract_params, apply, init_params, parse
 from affinage.training import train

@@ -14,7 +14,7 @@ import yaml
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.compatibility import IDENTITY, check_compatible
-from affinage.config.tuning import DpoSettings, SftSettings
+from affinage.config.training import DpoSettings, SftSettings
 from affinage.errors import Preempted, UserError
 from affinage.model.graph import preference_graph
 from affinage.parallel import make_mesh

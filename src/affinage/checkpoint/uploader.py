@@ -4,8 +4,6 @@ A step there has the files that Orbax wrote. Its mark of completion is copied la
 checksums of all arrays, identify it.
 """
 
-import contextlib
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from typing import Any
 from affinage.checkpoint.metadata import COMMIT, METADATA
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
 from affinage.checkpoint.store import complete_steps, kept_steps
-from affinage.errors import UserError
 
 CHECKPOINTS = "checkpoints"  # in the folder of a training
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
@@ -192,17 +189,6 @@ class RemoteSteps:
                 found.setdefault(int(step), {})[file] = size
         return dict(sorted(found.items()))
 
-    def described(self) -> list[dict[str, Any]]:
-        """{step, saved, bytes, why_not} of the steps, oldest first; see `affinage.checkpoint.browse.listing`."""
-        found = []
-        for step, files in self.listing().items():
-            saved, why_not = None, "" if COMMIT in files else "it is incomplete: its copy was cut off"
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                metadata = json.loads(self.folder.read(f"{step}/{METADATA}") or b"")
-                saved = metadata["custom_metadata"]["affinage"]["facts"]["saved"]
-            found.append({"step": step, "saved": saved, "bytes": sum(files.values()), "why_not": why_not})
-        return found
-
     def download(self, step: int, folder: Path) -> str:
         """Copy a step into a folder of steps, complete or not at all; its arrays are verified when they are restored.
 
@@ -227,26 +213,6 @@ class RemoteSteps:
         there = self.folder / str(step)
         there.remove([COMMIT])
         there.remove(there.sizes())
-
-
-def find_steps(url: str) -> RemoteSteps:
-    """The checkpoints at a URL: of a training, or of a folder with one training in it.
-
-    Raises:
-        UserError: there are none, or several trainings.
-    """
-    folder = RemoteFolder(url)
-    with reached(url):
-        files = folder.sizes()
-    if any(name.partition("/")[0].isdecimal() for name in files):
-        return RemoteSteps(folder)
-    found = sorted({name.partition(f"{CHECKPOINTS}/")[0] for name in files if CHECKPOINTS in name.split("/")[:2]})
-    if len(found) == 1:
-        return RemoteSteps(folder / f"{found[0]}{CHECKPOINTS}")
-    if found:
-        listed = "".join(f"\n    {folder.url}/{name.rstrip('/')}" for name in found)
-        raise UserError("there are several trainings", where=url, fix=f"Name one of them:{listed}")
-    raise UserError("there is no checkpoint", where=url, fix="Name what a recipe's `runtime.remote` names.")
 
 
 def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[int]:

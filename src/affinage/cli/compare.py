@@ -9,6 +9,7 @@ from affinage.cli.output import Table, described, emit
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
+    from affinage.pipeline.models import Target
     from affinage.report.comparison import Comparison, Entrant
 
 
@@ -32,10 +33,15 @@ def compare(
     """
     if len(names) < 2:
         raise UserError("one alone cannot be compared", where=names[0], fix="Name two or more.")
+    from affinage.pipeline.models import check_complete
+
+    targets = [find(name, runs) for name in names]  # before JAX is imported
+    for target in targets:
+        check_complete(target, runs)
     from affinage.report.comparison import comparison, render_comparison
     from affinage.report.page import write_page
 
-    compared = comparison([_entrant(name, runs) for name in names])
+    compared = comparison([_entrant(target, runs) for target in targets])
     facts = compared.to_dict()
     if html is not None:
         write_page(render_comparison(compared, lang), html)
@@ -43,15 +49,14 @@ def compare(
     emit(facts, as_json, _view(compared, facts))
 
 
-def _entrant(name: str, runs: Path) -> "Entrant":
-    """What is known of a name. Raises UserError if it is neither a complete run nor a model with results."""
+def _entrant(target: "Target", runs: Path) -> "Entrant":
+    """What is known of a run or model. Raises UserError if it is neither a complete run nor has results."""
     from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.models import check_complete, command, results_of, run_of
+    from affinage.pipeline.models import command, results_of, run_of
     from affinage.report.comparison import entrant
 
-    target = find(name, runs)
-    check_complete(target, runs)
-    results, run, parts = eval_results(name, runs), None, None
+    name, run, parts = target.name, None, None
+    results = eval_results(name, runs)
     if target.kind in ("recipe", "run"):
         run = run_of(target, runs)
         results = results or eval_results(str(run), runs)

@@ -39,7 +39,7 @@ def recipes(as_json: options.JsonOption = False) -> None:
 
     Example: affinage recipes
     """
-    from affinage.config.layers import packaged_recipes, read_file
+    from affinage.config.load import packaged_recipes, read_file
 
     rows = [
         {"name": name, "description": read_file(path).value.get("description", ""), "file": str(path)}
@@ -58,7 +58,7 @@ def new(
 
     Example: affinage new my-run --like novels
     """
-    from affinage.config.layers import find_recipe, packaged_recipes
+    from affinage.config.load import find_recipe, packaged_recipes
 
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UserError(f"a run cannot be called `{name}`", fix="Use letters, digits, dots and dashes.")

@@ -11,6 +11,7 @@ from affinage.cli import options
 from affinage.cli.options import arg, find, opt, verbs, with_options
 from affinage.cli.output import Table, described, emit, table, working
 from affinage.cli.run import SampleOption, run_pipeline, sampled
+from affinage.errors import UserError
 
 _LAST = ("tokenize", "compare-tokenizers", "sft-data", "preference-data")  # the last of the data steps
 _SHOWN = 200  # characters of a text in a list
@@ -81,6 +82,8 @@ def search(
 
     Example: affinage data search quickstart "the currency of Japan"
     """
+    if not text:
+        raise UserError("there is nothing to look for", where="TEXT", fix="Give a text of at least one character.")
     folder, _ = _run_and_step(run, runs)
     from affinage.pipeline.lineage import TrainingRows, last_seen
 

@@ -30,7 +30,6 @@ def launch(
     address: Annotated[
         str, opt("ray: of the cluster (auto, HOST:6379); default: one on this machine.", metavar="ADDRESS")
     ] = "",
-    open_cluster: Annotated[bool, opt("ray: also join a cluster that needs no token.", "--open-cluster")] = False,
     min_processes: Annotated[
         int | None, opt("ray: continue with fewer processes while there are no more machines.", min=1, metavar="N")
     ] = None,
@@ -68,7 +67,6 @@ def launch(
             launcher = RayLauncher(
                 processes,
                 address=address,
-                open_cluster=open_cluster,
                 min_workers=min_processes,
                 devices=devices,
                 files=_files_of(loaded, file),

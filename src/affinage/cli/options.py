@@ -140,8 +140,7 @@ def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: boo
     With `lenient`, settings of a run that no longer exist are left out, with a warning. Another warning is printed for
     a run that has the name of a packaged recipe and other settings.
     """
-    from affinage.config.layers import packaged_recipes
-    from affinage.config.load import load_recipe
+    from affinage.config.load import load_recipe, packaged_recipes
     from affinage.pipeline.models import recipe_of
 
     target = find(name, runs)

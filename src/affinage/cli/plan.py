@@ -67,10 +67,16 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.hardware.slices import find_slice
 
-    modes = {"--which": which, "--width": width is not None, "--curve": curve, "--search": search}
-    modes = {name: wanted for name, wanted in modes.items() if wanted}
-    if len(modes) > 1 or (compile_step and modes.keys() & {"--which", "--curve"}):
-        names = [*modes, *(["--compile"] if compile_step else [])]
+    one_mesh = compile_step and not (search or width)
+    modes: dict[str, Any] = {
+        "--which": which,
+        "--width": width,
+        "--curve": curve,
+        "--search": search,
+        "--compile": one_mesh,
+    }
+    names = [name for name, wanted in (modes | {"--on": which and on}).items() if wanted]
+    if len(names) > 1:
         raise UserError(f"{' and '.join(names)} do not go together", where=names[0], fix=f"Leave out {names[1]}.")
     named = None if on is None else find_slice(on)
     planned = _planned(recipe, overrides or [], training, runs)

@@ -43,7 +43,7 @@ def sweep(
     run = resolve(recipe, runs).run
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
     if dry_run:
-        emit([_of_point(point) | {"would_run": _missing(point, runs)} for point in grid], as_json)
+        emit(_planned(grid, runs), as_json)
         return
     prepare_process(base)
     folder = runs / base.recipe.name
@@ -82,8 +82,14 @@ def _runner(point: "Point", runs: Path) -> "PipelineRunner":
     return PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
 
 
-def _missing(point: "Point", runs: Path) -> list[str]:
-    return [step.name for step in _runner(point, runs).plan() if not step.complete]
+def _planned(grid: "list[Point]", runs: Path) -> list[dict[str, Any]]:
+    """For every point the steps that would run for it, without those that run for a point before it."""
+    rows, keys = [], set[str]()
+    for point in grid:
+        missing = {step.request.key: step.name for step in _runner(point, runs).plan() if not step.complete}
+        rows.append(_of_point(point) | {"would_run": [name for key, name in missing.items() if key not in keys]})
+        keys |= missing.keys()
+    return rows
 
 
 def _of_point(point: "Point") -> dict[str, Any]:

@@ -31,7 +31,6 @@ class RayLauncher:
     Args:
         workers: how many.
         address: of a running cluster (`auto`, `HOST:6379`); "" starts one on this machine, on the loopback address.
-        open_cluster: join also a cluster that others can reach, and that asks for no token.
         min_workers: start with as few workers if the cluster has no more, and with more when it has; None: all.
         devices: of each worker, played by its CPU; None: all accelerators of a machine.
         files: path here -> content, put on every machine that does not have the same; words of the command that are
@@ -48,7 +47,6 @@ class RayLauncher:
         workers: int,
         *,
         address: str = "",
-        open_cluster: bool = False,
         min_workers: int | None = None,
         devices: int | None = None,
         files: Mapping[str, bytes] | None = None,
@@ -59,13 +57,7 @@ class RayLauncher:
         self._least = workers if min_workers is None else min(min_workers, workers)
         self._devices, self._files, self._say, self._program = devices, dict(files or {}), say, list(program)
         self._group: RayGroup | None = None
-        self._ray = connect(
-            address,
-            max(workers, os.cpu_count() or 1),
-            where="--address",
-            open_by="--open-cluster",
-            may_be_open=open_cluster,
-        )
+        self._ray = connect(address, max(workers, os.cpu_count() or 1), where="--address")
 
     def start(self, command: Sequence[str]) -> "RayGroup":
         """See `Launcher`."""

@@ -1,19 +1,143 @@
-"""Settings of the way from raw text to sequences of tokens."""
+"""Settings of the way from raw text to sequences of tokens: sources, cleaning, tokenizer, packing."""
 
+import functools
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import BeforeValidator, ByteSize, Field, StringConstraints, model_validator
 
 from affinage.config.settings import Bytes, Settings
-from affinage.config.sources import POCKET_WORLD as POCKET_WORLD
-from affinage.config.sources import Language, Source
-from affinage.config.sources import SourceSettings as SourceSettings
+from affinage.config.yaml import parse
 
-DEFAULT_THRESHOLD = 0.8
+POCKET_WORLD = "pocket-world"
+POCKET_BYTES = 3_000_000  # of the pocket world, where a recipe gives no size
+_DEFAULT_THRESHOLD = 0.8  # of language id
+_PLACE = ("path", "dataset", "config", "data_dir", "split", "revision")
+_SUFFIX = re.compile(
+    r"\.(txt|md|markdown|jsonl|ndjson|parquet|warc|wet|xml)(\.(gz|zst|bz2|xz))?$|\.(gz|zst|bz2|xz)$", re.IGNORECASE
+)
+Language = Annotated[str, StringConstraints(to_lower=True)]
 Share = Annotated[float, Field(ge=0, le=1)]
 DatatroveName = Literal[
     "GopherRepetitionFilter", "GopherQualityFilter", "C4QualityFilter", "FineWebQualityFilter", "PIIFormatter"
 ]
+
+
+class PlaceSettings(Settings):
+    """Where the files of a source are."""
+
+    path: str = ""
+    """A file, a folder, a glob, an fsspec URL, or `pocket-world` for what is generated."""
+    dataset: str = ""
+    """In place of `path`: a dataset of the Hugging Face Hub, or a folder of `datasets`; streamed."""
+    config: str = ""
+    """Configuration of a dataset that has several."""
+    data_dir: str = ""
+    """Folder within a dataset, such as data/python."""
+    split: str = "train"
+    """Split of a dataset."""
+    revision: str = ""
+    """Branch, tag or commit of a dataset, so that a later run reads the same."""
+    name: str = ""
+    """Name in reports and mixtures; by default the last part of the path."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "PlaceSettings":
+        if bool(self.path) == bool(self.dataset):
+            raise ValueError("give either `path` or `dataset`")
+        return self
+
+    @property
+    def title(self) -> str:
+        """Its name, or one made from where it is; safe as a part of a file name."""
+        return safe_name(self.name) if self.name else default_name(self.path or f"{self.dataset}/{self.config}")
+
+
+class SourceSettings(PlaceSettings):
+    """One source of documents. A plain string in a recipe is short for `path`."""
+
+    preset: str = ""
+    """In place of both: a well-known corpus, fineweb-edu, oscar-2301, the-stack, wikipedia or gutenberg."""
+    kind: Literal["text", "code", "gutenberg"] = "text"
+    """code skips language id and is wrapped in <|code|> <|endcode|>; gutenberg is a book of Project Gutenberg, cut into
+    chapters without its header and license."""
+    language: Language = ""
+    """ISO 639-1 code: documents in another language are removed; by default all of the recipe's languages stay."""
+    trust_language: bool = False
+    """Take the word of `language`, and identify none."""
+    license: str = ""
+    """License, which goes with every document into the manifest."""
+    text_key: str = "text"
+    """JSON key or Parquet column of the text; `a.b` is the key b within a."""
+    id_key: str = "id"
+    """Key of a document's id; without one, its place in the file."""
+    url_key: str = "url"
+    """Key of its URL, or a pattern of other keys: https://example.org/{repository}/{path}."""
+    license_key: str = ""
+    """Key of its license; by default licence or license."""
+    filter: dict[str, str | tuple[str, ...]] = {}
+    """Keep only the records whose key has this value, or one of these."""
+    max_bytes: Bytes | None = None
+    """Maximum amount of text, such as 40MB; of the pocket world, the amount that is generated."""
+    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    """Hash of the file at a web address, checked after the download."""
+    download: bool = True
+    """Download files at web addresses once into the cache; false: read them over the network each time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_preset(cls, value: Any) -> Any:
+        """Add the settings of the preset; what the recipe gives itself wins."""
+        if not isinstance(value, dict) or not (name := value.get("preset")):
+            return value
+        if not isinstance(name, str) or (preset := _presets().get(name)) is None:
+            raise ValueError(f"there is no preset {name!r}; there are {', '.join(_presets())}")
+        language = str(value.get("language") or preset.get("language", "")).lower()
+        elsewhere = value.get("path") or value.get("dataset")
+        filled = {key: text for key, text in preset.items() if not (elsewhere and key in _PLACE)}
+        if not language and any("{language}" in text for text in filled.values()):
+            raise ValueError(f"the preset {name!r} needs a `language`")
+        return {key: text.replace("{language}", language) for key, text in filled.items()} | value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SourceSettings":
+        if self.sha256 and not (self.path.startswith(("http://", "https://")) and self.download):
+            raise ValueError("`sha256` is checked of files that are downloaded from a web address")
+        if self.trust_language and not self.language:
+            raise ValueError("`trust_language` needs a `language`")
+        return self
+
+    @property
+    def title(self) -> str:
+        """The name; of a preset its own name and language."""
+        preset = "-".join(filter(None, (self.preset, self.language))) if self.preset else ""
+        return safe_name(self.name or preset) if self.name or preset else super().title
+
+
+@functools.cache
+def _presets() -> dict[str, dict[str, str]]:
+    file = Path(__file__).with_name("presets.yaml")
+    return dict(parse(file.read_text(encoding="utf-8"), file.name).value)
+
+
+def path_from_string(value: Any) -> Any:
+    """Take `x` as short for `path: x`."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+Source = Annotated[SourceSettings, BeforeValidator(path_from_string, json_schema_input_type=str | SourceSettings)]
+
+
+def safe_name(name: str) -> str:
+    """Return the name with everything but letters, digits, dot, dash and underscore replaced, fit for a file name."""
+    return re.sub(r"[^\w.-]+", "_", name).strip("._") or "source"
+
+
+def default_name(path: str) -> str:
+    """Return the last part of a path, without suffixes or globs: the name of a source without one."""
+    parts = [part for part in re.split(r"[/\\]", path) if part and not re.search(r"[*?\[]", part)]
+    return safe_name(_SUFFIX.sub("", parts[-1])) if parts else "source"
 
 
 class FilterSettings(Settings):
@@ -27,11 +151,9 @@ class FilterSettings(Settings):
     """split: cut long documents at the ends of paragraphs."""
     min_alnum_ratio: Share = 0.7
     """Share of letters and digits among non-space characters."""
-    language_threshold: Share | dict[str, Share] = DEFAULT_THRESHOLD
+    language_threshold: Share | dict[str, Share] = _DEFAULT_THRESHOLD
     """Probability of lid.176.ftz below which a document is removed; 0 turns language id off. A mapping has it by
     language or source, and `default` for all others: {default: 0.8, fr: 0.7, wikipedia: 0.65}."""
-    mixed_languages: bool = False
-    """Add up the probabilities of the recipe's languages."""
     datatrove: dict[DatatroveName, dict[str, Any]] = {}
     """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
     {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""
@@ -39,15 +161,15 @@ class FilterSettings(Settings):
     @property
     def identifies_languages(self) -> bool:
         """Whether the language of any document is identified."""
-        given = self.language_threshold
-        return any(given.values()) or given.get("default") is None if isinstance(given, dict) else given > 0
+        least = self.language_threshold
+        return any(least.values()) or least.get("default") is None if isinstance(least, dict) else least > 0
 
     def threshold_of(self, source: str, language: str = "") -> float:
         """The language threshold of a document, by the name of its source, or else by its language."""
-        given = self.language_threshold
-        if not isinstance(given, dict):
-            return given
-        return next((given[key] for key in (source, language, "default") if key in given), DEFAULT_THRESHOLD)
+        least = self.language_threshold
+        if not isinstance(least, dict):
+            return least
+        return next((least[key] for key in (source, language, "default") if key in least), _DEFAULT_THRESHOLD)
 
 
 class DedupSettings(Settings):
@@ -78,8 +200,6 @@ class DecontaminateSettings(Settings):
     """Shorter items are matched whole, down to this many words."""
     boilerplate: int = Field(default=10, ge=1)
     """A run of words in more items of a benchmark, or in more documents, than this is no match (GPT-3: documents)."""
-    action: Literal["remove", "cut"] = "remove"
-    """Remove the document, or the match with 200 characters on both sides of it."""
 
 
 class SplitSettings(Settings):
@@ -89,8 +209,6 @@ class SplitSettings(Settings):
     """Share of documents, per source and language."""
     group_separator: str = ""
     """Documents whose ids agree up to it stay together: "#" keeps the sections of a book together."""
-    max_similarity: float = Field(default=0.8, ge=0, le=1)
-    """Training documents this similar to a validation document (Jaccard of word 5-grams) are left out; 0: none."""
     by: Literal["document", "tail"] = "document"
     """tail: the end of every document (for a single long text)."""
 
@@ -117,15 +235,11 @@ class DataSettings(Settings):
     """null: benchmarks may be trained on."""
     split: SplitSettings = SplitSettings()
     executor: Literal["local", "ray"] = "local"
-    """The cores of this machine, or Ray's (pip install 'affinage[ray]'). Like the next four it changes no result."""
+    """The cores of this machine, or Ray's (pip install 'affinage[ray]'). Like the next two it changes no result."""
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tasks at the same time; auto: one per core."""
     ray_address: str = ""
     """Address of a running cluster (`auto`, `HOST:6379`); by default Ray is started on this machine."""
-    ray_open_cluster: bool = False
-    """Join also a cluster that others can reach and that asks for no token."""
-    memory_bytes: Bytes = ByteSize(512_000_000)
-    """Memory that the sorting and comparing of deduplication may take."""
 
 
 class TokenizerSettings(Settings):

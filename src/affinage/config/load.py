@@ -1,24 +1,34 @@
-"""From a recipe file to one checked, frozen `Recipe` that knows where each of its values was written."""
+"""From a recipe file to one checked, frozen `Recipe` that knows where each of its values was written.
 
+A recipe is made of layers: the bases that it names, the file itself, and `--set` on the command line.
+"""
+
+import copy
+import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from affinage.config.layers import find_recipe, put_override, read_file
-from affinage.config.mistakes import explain, settings_at, written
-from affinage.config.recipe import Recipe
-from affinage.errors import UserError
+import affinage
+from affinage.config.mistakes import explain, settings_at, written_path
+from affinage.config.recipe import TRAININGS, Recipe
+from affinage.config.yaml import MAX_BYTES, brief, parse
+from affinage.config.yaml import Path as Keys
+from affinage.errors import UserError, did_you_mean
 from affinage.paths import from_home
 from affinage.secrets import secret_in
+
+# Two ways to say one thing: the one in a later layer takes the place of the other in an earlier one.
+_ALTERNATIVES = (("steps", "tokens"), ("batch_size", "per_device_batch_size"), ("warmup_steps", "warmup_ratio"))
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, the file it came from, and where in it (or in its bases, or on the command line) each value stands."""
+    """A recipe, the file it came from, and where in it, in its bases or on the command line each value was written."""
 
     recipe: Recipe
     path: Path
@@ -32,9 +42,9 @@ class LoadedRecipe:
     """The recipe that its file starts from."""
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
-        """Where a path is that stands under `key`: relative to the file it was written in, which may be a base.
+        """Resolve a path that stands under `key`: relative to the file it was written in, which may be a base.
 
-        One that is not there is relative to the recipe, or to the working directory.
+        A path that is not there is tried relative to the recipe, then to the working directory.
         """
         written = Path(self.locate(key).rpartition(":")[0])
         folders = (*([written.parent] if written.is_file() else []), self.path.parent, Path())
@@ -50,18 +60,18 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
     the user's, such as `mesh` or the nodes of the model, it removes what the base has.
 
     Raises:
-        UserError: with one line for each thing that is wrong and where it was written.
+        UserError: with one line for each mistake and where it was written.
     """
     return _load(path_or_name, overrides, None)
 
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, list[str]]:
-    """Load the recipe.json of a run that any version made, and the names of the settings that were left out.
+    """Load the recipe.json of a run of any version, and return the names of the settings that were left out.
 
-    Those are the ones that this version does not have, and the sections that are not complete without them.
+    Those are the settings that this version does not have, and the sections that are not complete without them.
 
     Raises:
-        UserError: nothing can be made of it.
+        UserError: the file cannot be used even so.
     """
     left_out: list[str] = []
     return _load(path, overrides, left_out), left_out
@@ -71,11 +81,17 @@ def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str
     path = find_recipe(path_or_name)
     layers = read_file(path)
     for override in overrides:
-        put_override(layers, override)
+        _put_override(layers, override)
     layers.share()
     layers.value = _without_nulls(layers.value, ())
-    _refuse_secrets(layers.value, (), layers.locate)
-    # It is printed in reports and model cards, where nobody wants to read how this machine's folders are called.
+    for keys, value in _leaves(layers.value):
+        if isinstance(value, str) and secret_in(value):  # a recipe is copied into manifests, reports and model cards
+            what = "this holds a password or a token, which would be written into manifests and reports"
+            fix = (
+                "Leave it to the environment: ~/.netrc for https, HF_TOKEN, WANDB_API_KEY, the clouds' own for gs, s3."
+            )
+            raise UserError(what, where=layers.locate(keys), fix=fix)
+    # The command is printed in reports and model cards, which do not show this machine's folders.
     name = Path(path_or_name).name if Path(path_or_name).is_absolute() else str(path_or_name)
     command = shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
     while True:
@@ -83,30 +99,130 @@ def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str
             recipe = Recipe.model_validate(layers.value)
             return LoadedRecipe(recipe, path, layers.value, layers.locate, command, layers.base)
         except ValidationError as error:
-            unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
-            wrong = {written(found["loc"], layers.value) for found in unknown or error.errors()}
+            unknown = [details for details in error.errors() if details["type"] == "extra_forbidden"]
+            wrong = {written_path(details["loc"], layers.value) for details in unknown or error.errors()}
             if left_out is None or () in wrong:
                 raise explain(error, Recipe, layers.value, layers.locate) from None
-            deepest_first = sorted(wrong, key=lambda keys: (len(keys), [str(key).rjust(9) for key in keys]))[::-1]
-            for *above, key in deepest_first:
-                around: Any = layers.value
-                for step in above:
-                    around = around[step]
-                del around[key]
-                left_out.append(".".join(map(str, (*above, key))))
+            for *around, key in sorted(wrong, key=lambda keys: [str(part).rjust(9) for part in keys], reverse=True):
+                section: Any = layers.value
+                for part in around:
+                    section = section[part]
+                del section[key]
+                left_out.append(".".join(map(str, (*around, key))))
 
 
-def _refuse_secrets(value: Any, path: tuple[str | int, ...], locate: Callable[[Sequence[str | int]], str]) -> None:
-    """Refuse passwords and tokens: a recipe is copied into manifests, reports and model cards."""
-    if isinstance(value, dict | list):
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            _refuse_secrets(child, (*path, key), locate)
-    elif isinstance(value, str) and secret_in(value):
-        raise UserError(
-            "this holds a password or a token, which would be written into manifests and reports",
-            where=locate(path),
-            fix="Leave it to the environment: ~/.netrc for https, HF_TOKEN, WANDB_API_KEY, the clouds' own for gs, s3.",
-        )
+@dataclass
+class Layers:
+    """The merged values, and where each of them was written (`file:line` or `--set key`)."""
+
+    value: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Keys, str] = field(default_factory=dict)
+    base: Path | None = None
+    """The recipe that the file itself starts from."""
+
+    def locate(self, path: Sequence[str | int]) -> str:
+        """Return the origin of `path`, or of the nearest thing around it that was written."""
+        keys = tuple(path)
+        return next((self.origins[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in self.origins), "")
+
+    def share(self) -> None:
+        """Lay each training's own settings over those that `training` gives for all of them."""
+        shared = self.value.pop("training", {})
+        if not isinstance(shared, dict):
+            raise UserError("`training` must be a mapping of settings", where=self.locate(("training",)))
+        common = {known[1:]: origin for known, origin in self.origins.items() if known[:1] == ("training",)}
+        for section in TRAININGS:
+            own = self.value.get(section)
+            if isinstance(own, dict):
+                self.value[section] = copy.deepcopy(shared)
+                _lay(self.value[section], own)
+                self.origins = {(section, *known): origin for known, origin in common.items() if known} | self.origins
+
+
+def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
+    """Read a recipe file over the recipe that its `base` names; `below` are the files that led to this one."""
+    try:
+        shown = str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        shown = str(path)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError("this is not a text file in UTF-8", where=shown) from None
+    document = parse(text, shown)
+    if not isinstance(document.value, dict):
+        raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
+    layers, base = Layers(), document.value.pop("base", None)
+    if base is not None:
+        where = f"{shown}:{document.lines[('base',)]}"
+        if not isinstance(base, str):
+            raise UserError("`base` must be the path or the name of another recipe", where=where, fix="Name one.")
+        try:
+            file_of_base = find_recipe(base, path.parent).resolve()
+        except UserError as error:
+            raise UserError(f"`base: {base}`: {error.what}", where=where, fix=error.fix) from None
+        chain = (*below, path.resolve())
+        if file_of_base in chain:
+            names = " -> ".join(each.name for each in (*chain[chain.index(file_of_base) :], file_of_base))
+            raise UserError(f"`base` leads back to where it began: {names}", where=where, fix="Name another recipe.")
+        layers = read_file(file_of_base, chain)
+        layers.value.pop("description", None)  # it would not describe what is built on it
+        layers.base = file_of_base
+    _lay(layers.value, document.value)
+    layers.origins |= {keys: f"{shown}:{line}" for keys, line in document.lines.items()}
+    return layers
+
+
+def _put_override(layers: Layers, override: str) -> None:
+    """Lay one `dotted.key=YAML` over the recipe; a number in the key is a position in a list."""
+    dotted, equals, text = override.partition("=")
+    keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
+    if not equals or not all(keys):
+        fix = "For example: --set pretrain.steps=100"
+        raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
+    if keys[0] == "base":
+        raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
+    value, target, path = parse(text, shown).value, layers.value, list[Any]()
+    for key in keys:
+        if path:
+            if isinstance(target, dict) and not isinstance(target.get(path[-1]), dict | list):
+                target[path[-1]] = {}
+            target = target[path[-1]]
+        if isinstance(target, dict):
+            path.append(key)
+        elif isinstance(target, list) and key.isdigit() and int(key) < len(target):
+            path.append(int(key))
+        else:
+            what = f"`{'.'.join(map(str, path))}` has no place `{key}`: it is {brief(target)}"
+            raise UserError(what, where=shown, fix="Give the whole of it.")
+    if isinstance(target, dict):
+        _lay(target, {keys[-1]: value})
+    else:
+        target[path[-1]] = value
+    layers.origins |= {(*path, *inner): shown for inner, _ in _leaves(value, every=True)}
+
+
+def _lay(below: dict[str, Any], above: dict[str, Any]) -> None:
+    """Lay one mapping over another: mappings merge, anything else replaces."""
+    for pair in _ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            if above.get(key) is not None and other not in above:
+                below.pop(other, None)
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _lay(below[key], value)
+        else:
+            below[key] = copy.deepcopy(value)
+
+
+def _leaves(value: Any, path: Keys = (), *, every: bool = False) -> Iterator[tuple[Keys, Any]]:
+    """Yield the path and value of each word and number in a value; with `every` of mappings and lists as well."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if inside is None or every:
+        yield path, value
+    for key, inner in inside or ():
+        yield from _leaves(inner, (*path, key), every=every)
 
 
 def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:
@@ -115,3 +231,29 @@ def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:
         return value
     free = settings_at(Recipe, path) is None
     return {key: _without_nulls(child, (*path, key)) for key, child in value.items() if child is not None or not free}
+
+
+def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
+    """Return the recipe file: an existing path, or the packaged recipe of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    path, name, packaged = beside / path_or_name, str(path_or_name), packaged_recipes()
+    if os.path.isfile(path):  # of a name that is too long for a file, Path's raises
+        return path
+    if path.suffix not in (".yaml", ".yml") and "/" not in name:
+        if name in packaged:
+            return packaged[name]
+        fix = did_you_mean(name, packaged) or f"Packaged recipes: {', '.join(packaged)}."
+        raise UserError(f"there is no recipe named `{name}`", fix=fix)
+    around = [each.name for each in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
+    fix = did_you_mean(path.name, around) or "Give the path of a .yaml file, or a name that `affinage recipes` lists."
+    raise UserError("there is no such recipe file", where=str(path), fix=fix)
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with affinage, by name: in a checkout its `recipes/`, installed those in the package."""
+    package = Path(affinage.__file__).parent
+    folder = next(folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir())
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}

@@ -1,19 +1,25 @@
 """The recipe: everything about a run, in one frozen object."""
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, model_validator
 
-from affinage.config.claims import Claims, HardwareSettings
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.parallel import MeshAxis, ParallelSettings
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.settings import Bytes, Settings
-from affinage.config.training import AttentionImplementation, PretrainSettings
-from affinage.config.tuning import SYSTEM_PROMPT, DpoSettings, SftSettings
+from affinage.config.training import (
+    SYSTEM_PROMPT,
+    AttentionImplementation,
+    DpoSettings,
+    PretrainSettings,
+    SftSettings,
+    tokens_to_steps,
+)
 
 TRAININGS = ("pretrain", "sft", "dpo")
+Positive = Annotated[float, Field(gt=0)]
+Price = Annotated[float, Field(ge=0)]
 
 
 class EvaluateSettings(Settings):
@@ -68,6 +74,64 @@ class ReportSettings(Settings):
     """Language of the page."""
 
 
+class CheckpointClaim(Settings):
+    """A step at which a number of tokens is said to be reached."""
+
+    tokens: Positive
+    """Tokens seen."""
+    step: int = Field(ge=1)
+    """Step of the checkpoint."""
+
+
+class SftClaims(Settings):
+    """Claims about fine-tuning."""
+
+    examples: Positive | None = None
+    """Number of conversations."""
+    sources: dict[str, float] = {}
+    """Conversations of each source."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Sequences of a step."""
+    steps_per_epoch: int | None = Field(default=None, ge=1)
+    """Steps in which every conversation is seen once."""
+
+
+class Claims(Settings):
+    """Figures that somebody states; `affinage plan` reports those that contradict the recipe or each other."""
+
+    parameters: Positive | None = None
+    """Number of parameters."""
+    tokens: Positive | None = None
+    """Tokens of the whole pretraining."""
+    epochs: Positive | None = None
+    """Passes over the data."""
+    sources: dict[str, float] = {}
+    """Tokens of each source."""
+    flops: Positive | None = None
+    """FLOPs of the whole pretraining."""
+    mfu: float | None = Field(default=None, gt=0, le=1)
+    """Model FLOPs utilization, a share."""
+    slice: str | None = None
+    """Cloud's name of the slice that it was trained on."""
+    days: Positive | None = None
+    """Days of the whole pretraining."""
+    device_hours: Positive | None = None
+    """Chips times hours."""
+    compute_optimal: tuple[Literal["under", "over"], ...] = ()
+    """Sides of 20 tokens per parameter that it claims to be on."""
+    checkpoints: tuple[CheckpointClaim, ...] = ()
+    sft: SftClaims = SftClaims()
+
+
+class HardwareSettings(Settings):
+    """The machines that a run is planned for; training itself takes what it finds."""
+
+    slice: str | None = None
+    """Cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it."""
+    price: Price | dict[str, Price] | None = None
+    """US dollars per chip and hour, for `slice` or by kind: {v5e: 0.9, h100: 2.2}; by default the chip table's."""
+
+
 class Recipe(Settings):
     """A whole run. A section that is left out means that its steps do not run."""
 
@@ -107,20 +171,12 @@ class Recipe(Settings):
     @model_validator(mode="before")
     @classmethod
     def _tokens_become_steps(cls, value: Any) -> Any:
-        """`pretrain.tokens` is short for as many steps as it takes."""
-        match value:
-            case {"pretrain": {"tokens": int() | float() as tokens, "batch_size": int(batch), **pretrain}, **others}:
-                packing = others.get("packing", {})
-                length = packing.get("seq_len", PackingSettings().seq_len) if isinstance(packing, dict) else 0
-                if (
-                    pretrain.get("steps") is None
-                    and isinstance(length, int)
-                    and 0 < tokens < math.inf
-                    and batch * length > 0
-                ):
-                    steps = math.ceil(tokens / (batch * length))
-                    return {**others, "pretrain": {**pretrain, "batch_size": batch, "steps": steps}}
-        return value
+        """Turn `pretrain.tokens` into as many steps as it takes."""
+        if not isinstance(value, dict) or not isinstance(pretrain := value.get("pretrain"), dict):
+            return value
+        packing = value.get("packing", {})
+        seq_len = packing.get("seq_len", PackingSettings().seq_len) if isinstance(packing, dict) else None
+        return {**value, "pretrain": tokens_to_steps(pretrain, seq_len)}
 
     @property
     def trainings(self) -> list[str]:

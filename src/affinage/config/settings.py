@@ -22,33 +22,33 @@ class Settings(BaseModel):
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse `max_grad_norm: true`, which would be 1.0 to pydantic."""
         if isinstance(value, bool) and info.field_name is not None:
-            kinds = {kind for place, kind in members(cls.model_fields[info.field_name].annotation) if not place}
+            kinds = {kind for place, kind in _members(cls.model_fields[info.field_name].annotation) if not place}
             if bool not in kinds and kinds & {int, float, ByteSize}:
-                raise PydanticCustomError("float_type" if float in kinds else "int_type", "true or false is no number")
+                raise PydanticCustomError("float_type", "Input should be a number")
         return value
 
 
-def members(annotation: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The members of a union, with `Annotated` taken off: (where they stand in the value, type).
+def _members(annotation: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the members of a union without `Annotated`, each with its place in the value.
 
     The place is `[]` for the entries of a list, and `.*` for the values of a mapping.
     """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         for member in inner:
-            yield from members(member, place)
+            yield from _members(member, place)
     elif origin is Annotated:
-        yield from members(inner[0], place)
+        yield from _members(inner[0], place)
     elif origin in (tuple, list):
-        yield from members(inner[0], f"{place}[]")
+        yield from _members(inner[0], f"{place}[]")
     elif origin is dict:
-        yield from members(inner[1], f"{place}.*")
+        yield from _members(inner[1], f"{place}.*")
     else:
         yield place, annotation
 
 
 def classes_in(annotation: Any) -> Iterator[tuple[str, type[Settings]]]:
-    """The settings classes in a type, and where in a value of it they stand."""
-    for place, kind in members(annotation):
+    """Yield the settings classes in a type, each with its place in a value of that type."""
+    for place, kind in _members(annotation):
         if isinstance(kind, type) and issubclass(kind, Settings):
             yield place, kind

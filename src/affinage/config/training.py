@@ -1,12 +1,15 @@
-"""Settings of training: what all trainings share, and what only pretraining has."""
+"""Settings of training: what all trainings share, pretraining, fine-tuning on conversations and on preferences."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from affinage.config.data import POCKET_WORLD, PlaceSettings, SourceSettings, path_from_string
 from affinage.config.settings import Settings
 
 AttentionImplementation = Literal["auto", "xla", "cudnn", "splash"]
+SYSTEM_PROMPT = "You are a helpful assistant."
 
 
 class OptimizerSettings(Settings):
@@ -17,7 +20,7 @@ class OptimizerSettings(Settings):
     b1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the mean of gradients."""
     b2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay per step of the mean of squared gradients; with 0.999 a change would be seen late."""
+    """Decay per step of the mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the mean of squared gradients."""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -57,7 +60,7 @@ class ScheduleSettings(Settings):
         return self
 
     def warmup(self, steps: int) -> int:
-        """Steps of the warm-up in a run of `steps`."""
+        """Return the steps of the warm-up in a run of `steps`."""
         return round(self.warmup_ratio * (steps - self.from_step)) if self.warmup_ratio else self.warmup_steps
 
 
@@ -69,15 +72,11 @@ class PrecisionSettings(Settings):
     params: Literal["float32", "bfloat16"] = "float32"
     """Dtype that the weights are stored and updated in."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How an updated weight becomes bfloat16: at random to one of its two neighbors, in proportion, so that small
-    updates are not lost; or to the nearer one."""
+    """How an updated weight becomes bfloat16; stochastic rounding does not lose small updates."""
 
 
 class EmaSettings(Settings):
-    """An exponential moving average of the parameters, kept beside them in float32 and saved as `ema_params`.
-
-    A model name such as `NAME/pretrain@ema` stands for it.
-    """
+    """An exponential moving average of the parameters in float32; `NAME/pretrain@ema` is the name of its model."""
 
     decay: float = Field(ge=0, lt=1)
     """Kept per step; the rest comes from the parameters. 0.999 and more for long trainings."""
@@ -93,14 +92,13 @@ class HealthSettings(Settings):
     on_nonfinite: Literal["skip", "rollback"] = "skip"
     """For NaN or Inf."""
     on_spike: Literal["log", "skip", "rollback"] = "log"
-    """For spikes; log by default, because some data are harder than others."""
+    """For spikes."""
     spike_deviations: float = Field(default=6.0, gt=0)
     """A spike is this many robust standard deviations above the median of the window."""
     spike_window: int = Field(default=128, ge=8)
     """Number of earlier losses that a loss is compared with."""
     rollback_batches: int = Field(default=1, ge=1)
-    """A rollback restores a checkpoint from at least this many batches before the one that was detected; all batches
-    since that checkpoint are left out."""
+    """Minimum number of batches before the detected one that are left out by a rollback."""
     max_consecutive_skips: int = Field(default=3, ge=1)
     """Skipped updates in a row at which a run stops with a diagnosis."""
     max_skips: int = Field(default=5, ge=1)
@@ -171,11 +169,11 @@ class MonitorSettings(Settings):
     """Maximum number of sequences of a forward pass; auto: as many as fit beside what is trained, 64 on processors."""
 
 
-# What changes how a training is computed, not its result: a finished training stays valid.
+# Settings of how a training is computed: a change of them leaves a finished training valid.
 _NOT_DECIDING = frozenset(
     {"gradient_accumulation_steps", "attention", "log_every", "eval_every", "eval_sequences", "resume_from"}
 )
-# What the sequences are made of: their own step's result says it.
+# What the sequences are made of: the result of their own step holds it.
 OF_THE_ROWS = frozenset(
     {"sources", "root", "mirror", "sample", "on_error", "system_prompt", "validation_fraction", "seq_len", "truncation"}
 )
@@ -197,15 +195,14 @@ class TrainSettings(Settings):
     """Parts of the batch that are computed one after another."""
     optimizer: OptimizerSettings = OptimizerSettings()
     optimizer_in_backward: bool = False
-    """Update each layer in the backward pass as soon as its gradient is there, so that gradients take no memory.
-    `max_grad_norm` then holds for each layer. A gradient that is not finite leads to a rollback. Needs
-    `parallel.remat` none, block or auto."""
+    """Update each layer in the backward pass, so that gradients take no memory. `max_grad_norm` then holds for each
+    layer, and a gradient that is not finite leads to a rollback. Needs `parallel.remat` none, block or auto."""
     schedule: ScheduleSettings
     ema: EmaSettings | None = None
     precision: PrecisionSettings = PrecisionSettings()
     attention: AttentionImplementation = "auto"
-    """What computes attention: splash (TPUs), cudnn (NVIDIA GPUs) or xla (anything). auto: the
-    platform's kernel where it can do what the model needs, otherwise xla, with a warning."""
+    """What computes attention: splash (TPUs), cudnn (NVIDIA GPUs) or xla (anything). auto: the platform's kernel where
+    it can do what the model needs, otherwise xla, with a warning."""
     mixture: Mixture | None = None
     """{name: weight}, or a list of {from_step, weights}; by default all data as they come."""
     eval_every: int = Field(default=500, ge=1)
@@ -221,7 +218,7 @@ class TrainSettings(Settings):
     """
 
     def deciding(self) -> dict[str, Any]:
-        """The settings that decide about the result of a training, as JSON, without those of its data."""
+        """Return the settings that decide the result of a training, as JSON, without those of its data."""
         how: dict[str, Any] = {"monitor": {"data_dir", "batch_size"}}
         return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS, True))
 
@@ -258,11 +255,160 @@ class PretrainSettings(TrainSettings):
     @model_validator(mode="before")
     @classmethod
     def _steps_or_tokens(cls, value: Any) -> Any:
-        """The recipe turns tokens into steps where it can; what arrives here is a mistake."""
-        if isinstance(value, dict) and isinstance(tokens := value.get("tokens"), int | float) and tokens > 0:
+        """Refuse valid tokens: the recipe has turned them into steps, see `tokens_to_steps`, where it could."""
+        if isinstance(value, dict) and is_amount(value.get("tokens")):
             if value.get("steps") is not None:
                 raise ValueError("give either `steps` or `tokens`")
-            raise ValueError(
-                "`tokens` needs `batch_size`, since the steps of a `per_device_batch_size` depend on devices"
-            )
+            raise ValueError("`tokens` needs `batch_size`: steps of a `per_device_batch_size` depend on the devices")
         return value
+
+
+def is_amount(value: Any) -> bool:
+    """Return whether a value is a positive, finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def tokens_to_steps(pretrain: dict[str, Any], seq_len: Any) -> dict[str, Any]:
+    """Return the settings of a pretraining with `steps` in place of `tokens`, where `steps` are not given.
+
+    Where one of the numbers is wrong, which its own check reports, the steps are 1.
+    """
+    tokens, batch = pretrain.get("tokens"), pretrain.get("batch_size")
+    if tokens is None or batch is None or pretrain.get("steps") is not None:
+        return pretrain
+    valid = all(map(is_amount, (tokens, batch, seq_len)))
+    steps = math.ceil(tokens / (batch * seq_len)) if valid else 1
+    kept = {} if is_amount(tokens) else {"tokens": tokens}
+    return {key: each for key, each in pretrain.items() if key != "tokens"} | kept | {"steps": steps}
+
+
+class ConversationSettings(PlaceSettings):
+    """One source of conversations, or of pairs of answers. A plain string in a recipe is short for `path`."""
+
+    format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = "auto"
+    """Keys of a line. messages: {role, content}; sharegpt: {from, value}; prompt: prompt and completion (or response);
+    alpaca: instruction, input and output (or context and response); auto: recognized by its keys."""
+    max_examples: int | None = Field(default=None, ge=1)
+    """Maximum number of examples, drawn at random by the seed."""
+
+    def as_source(self) -> SourceSettings:
+        """Return the same place as a source of text, for what finds and opens files."""
+        return SourceSettings(**{name: getattr(self, name) for name in PlaceSettings.model_fields})
+
+
+Conversations = Annotated[
+    ConversationSettings, BeforeValidator(path_from_string, json_schema_input_type=str | ConversationSettings)
+]
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters in place of the weights (Hu et al., 2021): W x + alpha / r * B A x, only A and B trained."""
+
+    r: int = Field(default=16, ge=1)
+    """Rank of the adapter of each matrix."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's output is scaled by alpha / r."""
+    target_modules: tuple[str, ...] | Literal["all"] = "all"
+    """Matrices with an adapter: query, key, value, out (of attention), gate, up, down (of feed-forward layers). all:
+    every one that each token passes. Experts have adapters where gate, up or down are named."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the adapter's input."""
+
+
+class TuningSettings(TrainSettings):
+    """What fine-tuning and preference optimization have in common."""
+
+    lora: LoraSettings | None = None
+    """Train adapters and keep the model's own weights; by default all weights are trained."""
+    sources: tuple[Conversations, ...] = Field(min_length=1)
+    root: str = ""
+    """Folder or URL that relative paths of sources start from; by default the working directory."""
+    mirror: str = ""
+    """Folder or URL with a copy of every remote source, each in a folder of its name, to read in its place."""
+    sample: float = Field(default=1.0, gt=0, le=1)
+    """Share of each source, chosen by content."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """Lines that are no conversation: an error, or skipped and counted."""
+    from_step: int | None = Field(default=None, ge=1)
+    """Checkpoint of the model before to start from, one that was kept; by default the last."""
+    num_epochs: float | None = Field(default=1.0, gt=0)
+    """Training, and its schedule, end here if `steps` are more; null: only the steps count."""
+    seq_len: int | None = Field(default=None, ge=8)
+    """Tokens of a sequence; by default as in pretraining."""
+    validation_fraction: float = Field(default=0.02, ge=0, lt=1)
+    """Share of the conversations that is kept for validation."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "TuningSettings":
+        titles = [source.title for source in self.sources]
+        twice = {title for title in titles if titles.count(title) > 1}
+        if self.mixture is not None and twice:
+            raise ValueError(f"two sources are called {', '.join(sorted(twice))}: give each a `name` of its own")
+        return self
+
+    @property
+    def from_world(self) -> bool:
+        """Whether any of it comes from the pocket world."""
+        return any(source.path == POCKET_WORLD for source in self.sources)
+
+
+class SftOptimizerSettings(OptimizerSettings):
+    """The optimizer of training, with a tenth of its weight decay."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Times the learning rate; not on norms and biases."""
+
+
+_JULIAN_BATCH, _JULIAN_WARMUP = 32, 1000
+_JULIAN_SCHEDULE = ScheduleSettings(peak_lr=2e-5, min_lr=2e-6, warmup_steps=_JULIAN_WARMUP)
+
+
+class SftSettings(TuningSettings):
+    """Supervised fine-tuning on conversations, with the loss on the assistant's tokens only.
+
+    The defaults are Julian's: batch 32, a learning rate of 2e-5 after 1,000 steps, weight decay 0.01.
+    """
+
+    optimizer: SftOptimizerSettings = SftOptimizerSettings()
+    schedule: ScheduleSettings = _JULIAN_SCHEDULE
+    """The warm-up is a tenth of the run where that is less than 1,000 steps."""
+    system_prompt: str = SYSTEM_PROMPT
+    """For conversations without a system message; may be ""."""
+    truncation: Literal["right", "drop_turns", "drop"] = "right"
+    """For conversations longer than `seq_len`. right: cut the end; drop_turns: leave out whole exchanges from the end,
+    and cut where even the first is too long; drop: leave the conversation out. All are counted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_for_julian(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        filled = dict(value)
+        if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
+            filled["batch_size"] = _JULIAN_BATCH
+        if filled.get("schedule") is None and is_amount(steps := filled.get("steps")):
+            warmup = min(_JULIAN_WARMUP, int(steps) // 10)
+            filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
+        return filled
+
+
+class DpoSettings(TuningSettings):
+    """Direct preference optimization on pairs of a better and a worse answer (Rafailov et al., 2023).
+
+    Sources hold prompt, chosen and rejected (texts or lists of messages; an instruction may stand for the prompt), or
+    chosen and rejected as whole conversations that begin alike.
+    """
+
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """DPO's own, or IPO (Azar et al., 2023)."""
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the model is held to its reference."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs that may be labeled the wrong way round."""
+    precompute_ref_log_probs: bool = True
+    """Compute the reference's log-probabilities once, in a step of their own; false: keep its weights in memory (with
+    `lora` they are there anyhow) and compute them in every step."""
+    system_prompt: str | None = None
+    """For pairs without a system message; by default as in fine-tuning."""
+    truncation: Literal["right", "drop"] = "right"
+    """For pairs longer than `seq_len`: cut each side to half of it, or leave the pair out."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +12,7 @@ import pyarrow as pa
 from affinage.config.data import DecontaminateSettings
 from affinage.data.dataloader import read_rows
 from affinage.data.documents import read_documents
-from affinage.data.overlap import ItemIndex
-from affinage.data.repair import repair
+from affinage.data.overlap import ItemIndex, normalized
 from affinage.data.token_shards import find_shard_folders, open_shards
 from affinage.data.tokenizer import Tokenizer
 
@@ -35,9 +35,8 @@ class Contamination:
     items: Mapping[str, int] = field(default_factory=dict)  # by benchmark, of which too_short is a part
 
 
-@dataclass(frozen=True)
-class Occurrences:
-    """What a search of texts gave: how many they are, and in how many each run of words is, int64 [K]."""
+class Occurrences(NamedTuple):
+    """How many texts were searched, and in how many each run of words is, int64 [K]."""
 
     texts: int
     with_run: np.ndarray
@@ -46,9 +45,9 @@ class Occurrences:
 def count_occurrences(texts: Iterable[pa.Array], index: ItemIndex) -> Occurrences:
     """Count the texts, given as pyarrow string arrays in normal form C, in which each run is."""
     with_run, count = np.zeros(index.keys.size, np.int64), 0
-    for some in texts:
-        with_run += index.texts_with(index.scan(some))
-        count += len(some)
+    for column in texts:
+        with_run += index.texts_with(index.scan(column))
+        count += len(column)
     return Occurrences(count, with_run)
 
 
@@ -59,7 +58,7 @@ def contamination(index: ItemIndex, searches: Iterable[Occurrences], settings: D
     and as many texts. Items that have none, but a run that is in more texts, are those that are `common`.
     """
     searches = list(searches)
-    texts_with = sum((one.with_run for one in searches), np.zeros(index.keys.size, np.int64))
+    texts_with = sum((search.with_run for search in searches), np.zeros(index.keys.size, np.int64))
     few = texts_with <= settings.boilerplate
     found = index.items_with((texts_with > 0) & few)
     items = Counter(item.benchmark for item in index.items)
@@ -67,7 +66,7 @@ def contamination(index: ItemIndex, searches: Iterable[Occurrences], settings: D
         found=found,
         too_short=dict(index.too_short),
         benchmarks=frozenset(items),
-        texts=sum(one.texts for one in searches),
+        texts=sum(search.texts for search in searches),
         common=index.items_with(~few) - found,
         boilerplate=settings.boilerplate,
         ngram=settings.n_grams,
@@ -82,15 +81,15 @@ def texts_of_documents(folder: Path) -> Iterator[pa.Array]:
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
     """The texts in rows of tokens, without control tokens; a text that goes on in the next row is one."""
-    for rows in find_shard_folders(folder).values():
-        some: list[str] = []
-        for tokens in _texts(rows):
-            some.append(tokenizer.decode(tokens))
-            if len(some) == _TEXTS:
-                yield repair(pa.array(some, pa.string())).text
-                some = []
-        if some:
-            yield repair(pa.array(some, pa.string())).text
+    texts: list[str] = []
+    for shards in find_shard_folders(folder).values():
+        for tokens in _texts(shards):
+            texts.append(tokenizer.decode(tokens))
+            if len(texts) == _TEXTS:
+                yield normalized(texts)
+                texts = []
+    if texts:
+        yield normalized(texts)
 
 
 def _texts(folder: Path) -> Iterator[list[int]]:
@@ -98,7 +97,7 @@ def _texts(folder: Path) -> Iterator[list[int]]:
     files = open_shards(folder)
     height = max(1, _TOKENS // files.seq_len)
     border = files.marks.end if files.marks.begin is None else files.marks.begin
-    held: list[int] = []
+    held: list[int] = []  # of a text that may go on
     for start in range(0, files.rows, height):
         tokens = read_rows(files, np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
         tokens = tokens[(tokens != files.marks.pad) | (tokens == border)]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from affinage.config.sources import POCKET_WORLD, SourceSettings
-from affinage.config.tuning import TuningSettings
+from affinage.config.data import POCKET_WORLD, SourceSettings
+from affinage.config.training import TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages
 from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
 from affinage.data.foreign_json import encodable, of_a_line

@@ -1,4 +1,4 @@
-"""Step `decontaminate`: documents that hold an item of a benchmark are removed, or the item is cut out of them."""
+"""Step `decontaminate`: documents that hold an item of a benchmark are removed."""
 
 import json
 import time
@@ -17,14 +17,11 @@ from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import clear_documents, document_files, row_groups, write_table
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.foreign_json import encodable
-from affinage.data.overlap import KEY, START, STOP, TEXT, ItemIndex
-from affinage.data.repair import repair
+from affinage.data.overlap import KEY, START, STOP, TEXT, ItemIndex, normalized
 from affinage.data.stats import SAMPLE_CHARACTERS, Stats, copy_documents
 
-CONTAMINATED = "in a benchmark"  # the reason in the stats
 MATCHES = "matches.parquet"
-MATCH_SCHEMA = pa.schema(
+_MATCH = pa.schema(
     [
         ("document", pa.string()),
         ("source", pa.string()),
@@ -35,8 +32,6 @@ MATCH_SCHEMA = pa.schema(
         ("text", pa.string()),  # that run, as the document has it
     ]
 )
-MARGIN = 200  # characters that go with a match on both sides, and the fewest that a piece between matches has to stay
-MAX_PIECES = 10  # a document that falls into more is removed
 EXAMPLES = 20  # matches in the summary
 
 
@@ -53,39 +48,32 @@ def decontaminate(
 
     A match is a run of `settings.n_grams` words of an item, or a shorter item whole (see `overlap`). Runs that more
     than `settings.boilerplate` items of a benchmark, or documents, have in common are no match. Removed documents count
-    as `in a benchmark`; with `action: cut` the matches and 200 characters on both sides are cut out instead, and only
-    a document that falls into more than 10 pieces, or of which no piece of 200 characters is left, is removed (Brown et
-    al. 2020, appendix C). The summary has `benchmarks` (items, those too short to be found, those found, the documents
+    as `in a benchmark`. The summary has `benchmarks` (items, those too short to be found, those found, the documents
     they are in, and those that are `common`: copied to more than `boilerplate` documents, which stay), `matches` (the
-    first), `boilerplate` (runs left out) and `cut`.
-
-    An interrupted call resumes with the files that were not scanned yet.
+    first), and `boilerplate` (runs left out). An interrupted call resumes with the files that were not scanned yet.
     """
-    start = time.perf_counter()
-    folder = Path(folder)
+    start, folder = time.perf_counter(), Path(folder)
     clear_documents(folder)
     index, paths = ItemIndex(items, settings), document_files(documents_folder)
     scanned = executor.map(partial(_scan, index), paths, folder, threads=True, progress=progress)
-    hits = [np.array(one, np.int64).reshape(-1, 4) for one in scanned]
-    common = np.sum([index.texts_with(one) for one in hits], axis=0, initial=0) > settings.boilerplate
-    work = [(path, one[~common[one[:, KEY]]]) for path, one in zip(paths, hits)]
+    hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
+    common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > settings.boilerplate
 
-    def clean(task: tuple[Path, np.ndarray]) -> tuple[Stats, list[dict[str, Any]], int]:
-        place = folder / task[0].parent.relative_to(documents_folder)
-        return _clean(*task, place, index, settings.action == "cut")
+    def copy(task: tuple[Path, np.ndarray]) -> tuple[Stats, list[dict[str, Any]]]:
+        path, own = task
+        place = folder / path.parent.relative_to(documents_folder)
+        return _copy(path, own[~common[own[:, KEY]]], place, index)
 
-    total, matches, cut = Stats(), [], 0
-    for stats, own, changed in executor.map(clean, work, threads=True):
+    total, matches = Stats(), []
+    for stats, own_matches in executor.map(copy, list(zip(paths, hits)), threads=True):
         total.merge(stats)
-        matches += own
-        cut += changed
-    write_table(folder / MATCHES, pa.Table.from_pylist(matches, MATCH_SCHEMA))
+        matches += own_matches
+    write_table(folder / MATCHES, pa.Table.from_pylist(matches, _MATCH))
     clear_completions(folder)
     return total.summary(time.perf_counter() - start) | {
         "benchmarks": _by_benchmark(index, matches, common),
         "matches": matches[:EXAMPLES],
         "boilerplate": {"in_items": index.common_runs, "in_documents": int(common.sum())},
-        "cut": cut,
     }
 
 
@@ -100,35 +88,24 @@ def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
     return found
 
 
-def _clean(
-    path: Path, hits: np.ndarray, folder: Path, index: ItemIndex, cut: bool
-) -> tuple[Stats, list[dict[str, Any]], int]:
-    """Copy a file without the contaminated documents, or without what they share with items.
+def _copy(path: Path, hits: np.ndarray, folder: Path, index: ItemIndex) -> tuple[Stats, list[dict[str, Any]]]:
+    """Copy a file without the documents that have hits; return the statistics and all matches."""
+    stats, matches = Stats(), []
 
-    Returns the statistics, all matches, and how many documents stay without some of their text.
-    """
-    stats, matches, changed = Stats(), [], {}
-
-    def clean(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
-        verdicts, texts = {}, batch.column("text").to_pylist()
-        mine = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
-        for text in np.unique(mine[:, TEXT]).tolist():
-            row, own = text - before, mine[mine[:, TEXT] == text]
-            document = batch.slice(row, 1).to_pylist()[0]
-            found = list(_matches(document, own, index))
+    def without_items(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
+        verdicts = {}
+        own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
+        for text in np.unique(own[:, TEXT]).tolist():
+            document = batch.slice(text - before, 1).to_pylist()[0]
+            found = list(_matches(document, own[own[:, TEXT] == text], index))
             matches.extend(found)
-            if cut and (left := _cut_out(document["text"], own)):
-                texts[row] = changed[text] = left
-                continue
             best = max(found, key=lambda match: int(match["words"]))
-            verdicts[row] = CONTAMINATED, f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
-        if cut:
-            column = batch.schema.get_field_index("text")
-            batch = batch.set_column(column, "text", pa.array(texts, pa.string()))
+            detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
+            verdicts[text - before] = "in a benchmark", detail
         return stats.remove_rows(batch, verdicts)
 
-    copy_documents(path, folder, stats, clean)
-    return stats, matches, len(changed)
+    copy_documents(path, folder, stats, without_items)
+    return stats, matches
 
 
 def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> Iterator[dict[str, Any]]:
@@ -154,23 +131,11 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> It
         }
 
 
-def _cut_out(text: str, hits: np.ndarray) -> str:
-    """The text without its matches and their margins; "" if too little or too many pieces are left."""
-    content = text.encode()
-    pieces, begin = [], 0
-    for start, stop in sorted(hits[:, [START, STOP]].tolist()):
-        pieces.append(text[begin : max(begin, len(content[:start].decode()) - MARGIN)])
-        begin = max(begin, len(content[:stop].decode()) + MARGIN)
-    pieces = [piece.strip() for piece in [*pieces, text[begin:]]]
-    pieces = [piece for piece in pieces if len(piece) >= MARGIN]
-    return "\n\n".join(pieces) if len(pieces) <= MAX_PIECES else ""
-
-
 def _by_benchmark(index: ItemIndex, matches: Sequence[dict[str, Any]], common: np.ndarray) -> dict[str, dict[str, int]]:
     found = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
     copied = index.items_with(common) - found
-    numbers = [Counter(name for name, *_ in some) for some in (found, documents, copied)]
+    numbers = [Counter(name for name, *_ in names) for names in (found, documents, copied)]
     return {
         name: {
             "items": count,
@@ -209,8 +174,7 @@ def contaminated(texts: Sequence[str], searched: Searched) -> dict[int, str]:
 
     A match is what `decontaminate` calls one.
     """
-    index = _index_of(searched)
-    column = repair(pa.array([encodable(text) for text in texts], pa.string())).text
+    index, column = _index_of(searched), normalized(texts)
     hits = index.scan(column)
     rare = index.texts_with(hits) <= searched.settings.boilerplate
     found: dict[int, str] = {}

@@ -149,14 +149,7 @@ def open_executor(settings: DataSettings, temporary: Path | None = None) -> Iter
     from affinage.cluster.ray_cluster import connect  # Ray is an extra
 
     ours = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
-    ray = connect(
-        settings.ray_address,
-        workers,
-        where="data.ray_address",
-        open_by="data.ray_open_cluster: true",
-        may_be_open=settings.ray_open_cluster,
-        temporary=temporary,
-    )
+    ray = connect(settings.ray_address, workers, where="data.ray_address", temporary=temporary)
     try:
         yield RayExecutor(ray, workers)
     finally:

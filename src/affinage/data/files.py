@@ -16,7 +16,7 @@ import pyarrow as pa
 import zstandard
 from fsspec.core import has_magic
 
-from affinage.config.sources import SourceSettings
+from affinage.config.data import SourceSettings
 from affinage.data.downloads import cached, cached_path, file_system, is_web
 from affinage.data.hub_answers import refusal_of
 from affinage.data.places import is_url, leads_back, printable

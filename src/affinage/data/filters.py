@@ -13,12 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from affinage.config.data import FilterSettings
-from affinage.config.sources import safe_name
+from affinage.config.data import FilterSettings, safe_name
 from affinage.data.datatrove_filters import DatatroveFilters
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.language import language_among
+from affinage.data.language import identify_language
 from affinage.data.repair import repair
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.data.stats import Stats
@@ -206,7 +205,7 @@ def _identify(row: dict[str, Any], task: _Task, result: _Result) -> tuple[str, f
     A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
     source declares. What another source declares must be found, what a record claims is not believed.
     """
-    settings, ours, mixed = task.settings, task.languages, task.settings.mixed_languages
+    settings, ours = task.settings, task.languages
     stated, score = row["language"].removesuffix("?"), row["language_score"]
     declared = stated if stated == row["language"] else ""
     taken = score is not None or not ours or settings.threshold_of(row["source"], stated) == 0
@@ -214,8 +213,9 @@ def _identify(row: dict[str, Any], task: _Task, result: _Result) -> tuple[str, f
         return stated, score, ("other language", f"{stated}, as its source says")
     if taken:
         return stated, score, None
-    found, score, detail = language_among(row["text"], ours, mixed=mixed)
-    if found and (found not in ours or (declared not in ("", found) and not mixed)):
+    found, score = identify_language(row["text"])
+    detail = f"{found} {score:.2f}" if found else "no words"
+    if found and (found not in ours or (declared not in ("", found))):
         return declared or found, score, ("other language", detail)
     language = declared or found
     if language:

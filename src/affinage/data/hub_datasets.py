@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from affinage.config.sources import SourceSettings
+from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile
 from affinage.data.hub_answers import PATIENCE, is_of_the_network, limit_requests, refusal
 from affinage.data.places import is_folder

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from affinage.config.data import DataSettings, SourceSettings
-from affinage.config.sources import POCKET_WORLD, safe_name
+from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
 from affinage.data.documents import DocumentWriter, clear_documents
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, Progress, clear_completions
 from affinage.data.files import DamagedFile, SourceFile, compression_of, find, kind_of

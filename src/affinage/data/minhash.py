@@ -1,4 +1,4 @@
-"""Kernels over the words of UTF-8 text: MinHash band keys, sets of word n-grams, Jaccard similarity, lookup of hashes.
+"""Kernels over the words of UTF-8 text: MinHash band keys, sets of word n-grams, Jaccard similarity.
 
 A word is a run of letters, numbers and marks, in lower case; see `word_table`. A shingle is the hash of n words in a
 row, or of all words of a shorter text. Hashes have 64 bits and are stored in scratch files only, so they may change.
@@ -149,7 +149,7 @@ def _sign(
             keys[band, text] = key
 
 
-def sign(text: pa.Array, *, ngram: int, bands: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def sign(text: pa.Array, ngram: int, bands: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """What finds the duplicates among N texts.
 
     Returns:
@@ -236,31 +236,3 @@ def jaccard(a: Array, b: Array, threshold: float) -> float:
         j += y <= x
     similarity = shared / (total - shared)
     return similarity if similarity >= threshold else -1.0
-
-
-# ---- lookup ----
-
-
-def lookup_table(keys: np.ndarray) -> np.ndarray:
-    """For `position` in ascending hashes: how many begin with less than each value of their upper bits, int64."""
-    bits = max(1, (2 * keys.size).bit_length())
-    return np.searchsorted(keys >> np.uint64(64 - bits), np.arange(2**bits + 1, dtype=np.uint64))
-
-
-@kernel
-def table_shift(table: Array) -> np.uint64:
-    """How far a hash is shifted to have its place in a lookup table."""
-    bits = 0
-    while (1 << bits) < table.size - 1:
-        bits += 1
-    return np.uint64(64 - bits)
-
-
-@kernel
-def position(keys: Array, table: Array, shift: np.uint64, key: np.uint64) -> int:
-    """The first position of a key among evenly spread, ascending hashes; -1 if it is not there."""
-    bucket = np.int64(key >> shift)
-    for k in range(table[bucket], table[bucket + 1]):
-        if keys[k] == key:
-            return k
-    return -1

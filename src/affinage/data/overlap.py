@@ -7,7 +7,7 @@ nothing. Texts are repaired and in normal form C on both sides.
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -18,11 +18,11 @@ from affinage.data.benchmark_items import BenchmarkItem, search_texts
 from affinage.data.code_points import text_buffers, word_table
 from affinage.data.compiled import Array, kernel
 from affinage.data.foreign_json import encodable
-from affinage.data.minhash import hash_words, longest_text, lookup_table, mix, position, table_shift
+from affinage.data.minhash import hash_words, longest_text, mix
 from affinage.data.repair import repair
 
 TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that of a run, its bytes [start, stop)
-_FILTER_BITS = 16  # per run
+_FILTER_BITS = 32  # per run: 1 in 32 words that begin no run is looked up
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _MASK = np.uint32(0xFFFFFF)
 
@@ -72,11 +72,9 @@ def _index(
 
 
 @kernel
-def _scan(
-    data: Array, offsets: Array, words_table: Array, keys: Array, table: Array, bits: Array, lengths: Array
-) -> Array:
+def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
     """The hits in all texts, int64 [H, 4]."""
-    room, shift = longest_text(offsets) + 1, table_shift(table)
+    room = longest_text(offsets) + 1
     words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
     hits, count = np.empty((64, 4), np.int64), 0
     for text in range(offsets.size - 1):
@@ -96,8 +94,8 @@ def _scan(
                 bit = np.int64(hash & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1) == 0:
                     continue
-                key = position(keys, table, shift, hash)
-                if key < 0:
+                key = np.searchsorted(keys, hash)
+                if key == keys.size or keys[key] != hash:
                     continue
                 if count == hits.shape[0]:
                     larger = np.empty((2 * count, 4), np.int64)
@@ -126,7 +124,7 @@ class ItemIndex:
         self.items = tuple(items)
         least = min(settings.n_grams, settings.min_words)
         searched = [(text, k, may) for k, item in enumerate(self.items) for text, may in search_texts(item, least)]
-        column = repair(pa.array([encodable(text) for text, *_ in searched], pa.string())).text
+        column = normalized([text for text, *_ in searched])
         owner = np.array([k for _, k, _ in searched], np.int64)
         natural = np.array([may for *_, may in searched], bool)
         data, offsets = text_buffers(column)
@@ -148,8 +146,7 @@ class ItemIndex:
         self.common_runs = int((sizes > settings.boilerplate).sum())
         self.keys, starts = np.unique(hashes[rare], return_index=True)
         self._bounds, self._members = np.append(starts, rare.sum()), members[rare]
-        self._table = lookup_table(self.keys)
-        # A filter before the table, which lies outside the cache: 1 in 16 lookups of what is not there passes it.
+        # A filter before the search in the keys, which lie outside the cache.
         self._bits = np.zeros(1 << max(0, (_FILTER_BITS * self.keys.size // 64).bit_length()), np.uint64)
         bit = self.keys & np.uint64(64 * self._bits.size - 1)
         np.bitwise_or.at(self._bits, bit >> np.uint64(6), np.uint64(1) << (bit & np.uint64(63)))
@@ -167,7 +164,7 @@ class ItemIndex:
     def scan(self, text: pa.Array) -> np.ndarray:
         """The runs in a pyarrow string array of texts that are in normal form C: hits, int64 [H, 4], ordered by text
         and place."""
-        hits = _scan(*text_buffers(text), folded_table(), self.keys, self._table, self._bits, self.lengths)
+        hits = _scan(*text_buffers(text), folded_table(), self.keys, self._bits, self.lengths)
         ordered: np.ndarray = hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
         return ordered
 
@@ -183,3 +180,8 @@ def _changes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     changes = np.ones(first.size, bool)
     changes[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
     return changes
+
+
+def normalized(texts: Sequence[str]) -> pa.Array:
+    """Texts from anywhere in the form in which they are searched."""
+    return repair(pa.array([encodable(text) for text in texts], pa.string())).text

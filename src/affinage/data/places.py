@@ -4,7 +4,7 @@ import os
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from affinage.config.sources import POCKET_WORLD, SourceSettings
+from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.errors import UserError
 from affinage.paths import from_home
 

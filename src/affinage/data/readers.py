@@ -11,7 +11,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from affinage.config.sources import SourceSettings
+from affinage.config.data import SourceSettings
 from affinage.data.files import CHUNK_BYTES, SourceFile, kind_of, open_plain, open_stored, reports_damage
 from affinage.data.foreign_json import encodable, of_a_line
 from affinage.errors import UserError, plain

@@ -1,8 +1,6 @@
 """Step `split`: the part of the corpus that is never trained on."""
 
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import SplitSettings
-from affinage.data.copies import NGRAM, NearCopies
 from affinage.data.documents import DocumentWriter, RowGroup, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.minhash import shingle_sets
 from affinage.data.order import document_keys
 from affinage.data.stats import Stats
 from affinage.errors import UserError
 
 A_FEW = 4  # a source and language with at least this many documents (or groups of them) gives one to validation
-NEAR_COPY = "near copy of a validation document"  # the reason in the stats
-# Returns the documents to train on, and those to validate on; counts what is in neither in the stats.
-Divide = Callable[[RowGroup, pa.RecordBatch, Stats], tuple[pa.RecordBatch, pa.RecordBatch]]
 
 
 def split(
@@ -39,22 +32,16 @@ def split(
     By document: of every source and language the share `settings.validation_fraction`, rounded, and at least one of 4,
     goes to validation: the documents whose hashes with the seed are smallest, whatever their order in the files. The
     parts of a document that was cut up stay together, and with `settings.group_separator` so do documents whose ids
-    agree up to there: the hash is of what they share. A training document with a Jaccard similarity of
-    `settings.max_similarity` or more to any validation document is in neither part, and counts as `near copy of a
-    validation document`. So no near copy of a validation document is trained on, whatever was deduplicated before.
-    This is exact, and needs memory for the validation documents: about twice their text.
+    agree up to there: the hash is of what they share.
     By tail: of every document the last share of its characters, from the next line (or word) on, becomes a validation
-    document, with the same id. Near copies are not searched for.
+    document, with the same id.
     In the summary, `documents_out` counts the training documents and `validation` has the others by
     `<source>.<language>`. An interrupted call resumes. Raises UserError if nothing is left to train on.
     """
-    start = time.perf_counter()
-    folder = Path(folder)
+    start, folder = time.perf_counter(), Path(folder)
     groups_of = {path: row_groups(path) for path in document_files(documents_folder)}
-    if settings.by == "tail":
-        divide: Divide = partial(_by_tail, settings.validation_fraction)
-    else:
-        divide = _by_document([group for own in groups_of.values() for group in own], settings, seed, executor)
+    by_tail = settings.by == "tail"
+    held_out = {} if by_tail else _held_out([group for own in groups_of.values() for group in own], settings, seed)
 
     def write(path: Path) -> list[dict[str, Any]]:
         places = [folder / part / path.parent.relative_to(documents_folder) for part in ("train", "validation")]
@@ -68,9 +55,12 @@ def split(
             for group in groups_of[path]:
                 batch = group.read()
                 train.enter(batch.num_rows, text_bytes(batch))
-                to_train_on, to_validate_on = divide(group, batch, train)
-                training.write(to_train_on)
-                validating.write(to_validate_on)
+                if by_tail:
+                    heads, tails = _cut_tails(batch, settings.validation_fraction)
+                else:
+                    heads, tails = (batch.filter(pa.array(own)) for own in (~held_out[group], held_out[group]))
+                training.write(heads)
+                validating.write(tails)
         return [train.to_json(), validation.to_json()]
 
     train, validation = Stats(), Stats()
@@ -91,34 +81,6 @@ def split(
         "validation_bytes": validation.bytes_out,
         "without_validation": without,
     }
-
-
-def _by_document(groups: list[RowGroup], settings: SplitSettings, seed: int, executor: Executor) -> Divide:
-    held_out = _held_out(groups, settings, seed)
-    near, names = None, pa.table({"id": [], "source": []})
-
-    def read(group: RowGroup) -> tuple[tuple[np.ndarray, np.ndarray], pa.RecordBatch]:
-        batch = group.read(["id", "source", "text"]).filter(pa.array(held_out[group]))
-        return shingle_sets(batch.column("text"), NGRAM), batch.select(["id", "source"])
-
-    chosen = [group for group in groups if held_out[group].any()]
-    if settings.max_similarity and chosen:
-        sets, batches = zip(*executor.map(read, chosen, threads=True))
-        hashes, sizes = (np.concatenate(parts) for parts in zip(*sets))
-        near, names = NearCopies(hashes, sizes, settings.max_similarity), pa.Table.from_batches(batches)
-
-    def divide(group: RowGroup, batch: pa.RecordBatch, train: Stats) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-        training, validating = batch.filter(pa.array(~held_out[group])), batch.filter(pa.array(held_out[group]))
-        if near is None:
-            return training, validating
-        nearest, similarity = near.find(training.column("text"))
-        verdicts = {}
-        for row in np.flatnonzero(nearest >= 0).tolist():
-            id, source = (names[name][int(nearest[row])] for name in ("id", "source"))
-            verdicts[row] = (NEAR_COPY, f"Jaccard {similarity[row]:.3f} to {id} of {source}")
-        return train.remove_rows(training, verdicts), validating
-
-    return divide
 
 
 def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dict[RowGroup, np.ndarray]:
@@ -151,12 +113,11 @@ def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dic
     return {group: chosen[end - group.rows : end] for group, end in zip(groups, ends)}
 
 
-def _by_tail(share: float, _: RowGroup, batch: pa.RecordBatch, __: Stats) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-    heads, tails = [], []
-    for document in batch.to_pylist():
-        head, tail = cut_tail(document["text"], share)
-        heads.append(document | {"text": head})
-        tails += [document | {"text": tail}] if tail else []
+def _cut_tails(batch: pa.RecordBatch, share: float) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+    documents = batch.to_pylist()
+    parts = [cut_tail(document["text"], share) for document in documents]
+    heads = [document | {"text": head} for document, (head, _) in zip(documents, parts)]
+    tails = [document | {"text": tail} for document, (_, tail) in zip(documents, parts) if tail]
     return pa.RecordBatch.from_pylist(heads, batch.schema), pa.RecordBatch.from_pylist(tails, batch.schema)
 
 

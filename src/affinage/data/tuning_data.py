@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from affinage.config.sources import SourceSettings
-from affinage.config.tuning import ConversationSettings, DpoSettings, SftSettings
+from affinage.config.data import SourceSettings
+from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
 from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import strings_in

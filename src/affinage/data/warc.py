@@ -10,7 +10,7 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-from affinage.config.sources import SourceSettings
+from affinage.config.data import SourceSettings
 from affinage.data import readers
 from affinage.data.files import DamagedFile, SourceFile, open_plain
 from affinage.data.foreign_json import encodable

@@ -13,7 +13,7 @@ from xml.sax.saxutils import unescape
 
 from mwparserfromhell.parser import ParserError
 
-from affinage.config.sources import SourceSettings
+from affinage.config.data import SourceSettings
 from affinage.data import readers
 from affinage.data.files import CHUNK_BYTES, DamagedFile, SourceFile, compression_of, open_plain, open_stored
 from affinage.data.readers import BadRecord, Record

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import affinage.model.layers  # noqa: F401  registers the layers of the package
 from affinage.config.mistakes import explain
-from affinage.config.tuning import DpoSettings
+from affinage.config.training import DpoSettings
 from affinage.errors import UserError, meant
 from affinage.model.layer import BATCH, LAYERS, SEQUENCE, TOKENS, Layer, Shape, ShapeMismatch
 from affinage.model.parameter import PyTree, map_parameters, parameters_in

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from affinage.config.tuning import LoraSettings
+from affinage.config.training import LoraSettings
 from affinage.errors import UserError
 from affinage.model.parameter import ParamSpec, PyTree, map_parameters
 

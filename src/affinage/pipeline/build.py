@@ -10,8 +10,7 @@ from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
-from affinage.config.training import OF_THE_ROWS
-from affinage.config.tuning import TuningSettings
+from affinage.config.training import OF_THE_ROWS, TuningSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, is_task_file, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
@@ -76,7 +75,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config, files = _searched(recipe, data)
         add("decontaminate", steps_data.decontaminate, config, steps[-1].name, version=3, files=files, resumable=True)
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    add("split", steps_data.split, config, steps[-1].name, version=3, resumable=True)
+    add("split", steps_data.split, config, steps[-1].name, version=4, resumable=True)
     if begun:
         add("train-tokenizer", steps_data.base_tokenizer, {}, "split", sources=begun, version=2)
     else:

@@ -1,9 +1,8 @@
 """From a training step to the documents it read, and from a text to the steps that read it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,18 +143,6 @@ def last_seen(run: Path, text: str) -> dict[str, int]:
 
     done = [step for step in [*DOCUMENT_STEPS][:-1] if read_manifest(run / step) is not None]
     return {step: sum(1 for _ in occurrences(run / step, text)) for step in done}
-
-
-def lost_at(seen: Mapping[str, int]) -> dict[str, int]:
-    """How many of the documents that `last_seen` counts each step removed, the split too, if it removed any."""
-    found = {after: seen[before] - seen.get(after, 0) for before, after in pairwise([*seen, "split"])}
-    return {step: count for step, count in found.items() if count > 0}
-
-
-def reasons_of(run: Path, step: str) -> dict[str, int]:
-    """What a step of documents removed some for, and how many."""
-    result = read_result(run / step, DocumentsResult)
-    return result.removed if result else {}
 
 
 def data_facts(run: Path) -> dict[str, Any]:

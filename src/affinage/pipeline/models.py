@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from affinage.config.layers import find_recipe, packaged_recipes
-from affinage.config.load import LoadedRecipe, load_recipe, load_saved
+from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, load_saved, packaged_recipes
 from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import Store, read_manifest, read_request
@@ -587,7 +586,7 @@ def _trained_adapters(
     import jax
     import jax.numpy as jnp
 
-    from affinage.config.tuning import LoraSettings
+    from affinage.config.training import LoraSettings
     from affinage.model import Adapters, abstract_params
 
     facts = read_json(training / MODEL)

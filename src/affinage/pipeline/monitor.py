@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
-from affinage.config.training import MonitorSettings, TrainSettings
-from affinage.config.tuning import TuningSettings
+from affinage.config.training import MonitorSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.models import KEPT, made_from
 from affinage.pipeline.step import StepContext

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
-from affinage.config.data import POCKET_WORLD, DataSettings
+from affinage.config.data import POCKET_BYTES, POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
-from affinage.config.sources import POCKET_BYTES
-from affinage.config.tuning import DpoSettings, SftSettings, TuningSettings
+from affinage.config.training import DpoSettings, SftSettings, TuningSettings
 from affinage.data.places import released_folder
 from affinage.errors import UserError
 from affinage.paths import from_home
@@ -53,13 +52,11 @@ def dedup(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.dedup import dedup
 
-    data, settings = _data(context), _data(context).dedup
+    settings = _data(context).dedup
     assert settings is not None
     against = released_folder(settings.against, context.run_folder.parent) if settings.against else None
     with _workers(context) as how:
-        return dedup(
-            context.inputs["filter"], context.folder, settings, against=against, memory=data.memory_bytes, **how
-        )
+        return dedup(context.inputs["filter"], context.folder, settings, against=against, **how)
 
 
 def decontaminate(context: StepContext) -> Summary:

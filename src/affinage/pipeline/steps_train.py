@@ -11,8 +11,7 @@ from rich.markup import escape
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
-from affinage.config.training import MonitorSettings, PretrainSettings, TrainSettings
-from affinage.config.tuning import DpoSettings, TuningSettings
+from affinage.config.training import DpoSettings, MonitorSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
 from affinage.pipeline.models import BEGUN_WITH, MODEL, TOKENIZER, trained_params

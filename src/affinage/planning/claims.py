@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from affinage.config.claims import Claims
+from affinage.config.recipe import Claims
 from affinage.config.training import TrainSettings
 from affinage.hardware.slices import find_slice
 from affinage.model import Graph

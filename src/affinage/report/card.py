@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from affinage.config.sources import SourceSettings
+from affinage.config.data import SourceSettings
 from affinage.data.places import unique
 from affinage.hub.card import CardFacts
 from affinage.report.facts import Facts, by_size

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from affinage.checkpoint import CheckpointStore
-from affinage.config.training import TrainSettings
-from affinage.config.tuning import DpoSettings, TuningSettings
+from affinage.config.training import DpoSettings, TrainSettings, TuningSettings
 from affinage.model import Adapters, ApplyConfig, Declared, Graph, Node, apply
 from affinage.model.analysis import analyze
 from affinage.model.layer import BATCH, SEQUENCE
