@@ -84,11 +84,11 @@ def repaired_by_python(texts: list[str]) -> list[str]:
 
 
 def kept_by_kernel(column: pa.Array) -> list[bool]:
+    from affinage.data.code_points import count_characters
     from affinage.data.repair import repair
 
-    texts = repair(column)
-    long_enough = (texts.characters >= 100) & (texts.characters <= 500_000)
-    return (long_enough & (texts.alphanumeric >= 0.7 * texts.counted)).tolist()
+    characters, counted, alphanumeric = count_characters(repair(column))
+    return ((characters >= 100) & (characters <= 500_000) & (alphanumeric >= 0.7 * counted)).tolist()
 
 
 def filtering(quick: bool, files: list[Path]) -> Iterator[Result]:
@@ -102,7 +102,7 @@ def filtering(quick: bool, files: list[Path]) -> Iterator[Result]:
     words = lexicon(20_000, rng)
     texts = [written(random_text(words, rng.randint(10, 640), rng)) for _ in range(2_000 if quick else 30_000)]
     column, megabytes = pa.array(texts), sum(len(text.encode()) for text in texts) / 1e6
-    if kept_by_kernel(column) != kept_by_python(texts) or repair(column).text.to_pylist() != repaired_by_python(texts):
+    if kept_by_kernel(column) != kept_by_python(texts) or repair(column).to_pylist() != repaired_by_python(texts):
         raise SystemExit("the kernels give another text, or keep another one, than their definitions in Python")
     ours = megabytes / cpu_seconds(lambda: kept_by_kernel(column), 5)
     for name, run in (("rules in Python", kept_by_python), ("repair in Python", repaired_by_python)):
@@ -270,14 +270,14 @@ def encode(quick: bool, files: list[Path]) -> Iterator[Result]:
                 writer.add(id=str(number), source="text", text=text)
         settings = TokenizerSettings(vocab_size=50_000 if files else 3_000)
         train_tokenizer(folder, folder / "tokenizer", settings, (), seed=0)
-        ours = Tokenizer.load(folder / "tokenizer")
+        ours = Tokenizer(folder / "tokenizer")
         write_hf_tokenizer(ours, folder / "hf", context=2048)
         model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "tokenizer.model"))
         fast = tokenizers.Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
         fast.encode_special_tokens = True
         batches = [texts[start : start + 200] for start in range(0, len(texts), 200)]
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
-        cold = megabytes / cpu_seconds(lambda: [Tokenizer.load(ours.folder).encode_flat(texts)])
+        cold = megabytes / cpu_seconds(lambda: [Tokenizer(ours.folder).encode_flat(texts)])
         found = [ids for batch in batches for ids in ours.encode_batch(batch)]
 
     def by_tokenizers() -> list[list[int]]:
@@ -308,7 +308,7 @@ def chat(quick: bool, _: list[Path]) -> Iterator[Result]:
             theirs = PreTrainedTokenizerFast.from_pretrained(folder)
             theirs.add_tokens([f"<|unused{number}|>" for number in range(added)], special_tokens=True)
             theirs.save_pretrained(folder)
-            ours = Tokenizer.load(folder)
+            ours = Tokenizer(folder)
             for form, turns in itertools.product(("llama3", "qwen2_5_training"), (1, 3, 30)):
                 ours.use_template(SOURCES[form])
                 talks = [

@@ -63,8 +63,8 @@ def test_what_is_registered_is_done_and_nothing_after_it(end: str, status: int, 
 
 def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
     process = begun(
-        "import sys, threading; from affinage.stopping import StopSignals; told = threading.Event()\n"
-        "with StopSignals() as process, process.listen(lambda number: told.set()):\n"
+        "import sys, threading; from affinage.stopping import StopSignals, without_readers; told = threading.Event()\n"
+        "with without_readers(), StopSignals() as process, process.listen(lambda number: told.set()):\n"
         "    print('ready', flush=True); told.wait()\n"
         "    for _ in range(3): print('saving', flush=True)\n"
         "    sys.exit(75)\n"

@@ -54,7 +54,7 @@ def tokenizer() -> Tokenizer:
     folder = Path(mkdtemp(prefix="affinage-test-"))
     settings = TokenizerSettings(vocab_size=VOCABULARY, character_coverage=1.0)
     (folder / FILE).write_bytes(bpe_json(train_bpe(_TEXT * 20, settings)))
-    return Tokenizer.load(folder)
+    return Tokenizer(folder)
 
 
 def _initialise(graph, seed):
@@ -98,7 +98,7 @@ ZEPHYR = (
 
 def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     """`tiny_llama`, talked to in a chat template of its own."""
-    own = Tokenizer.load(tokenizer().folder)  # the cached one stays as it is
+    own = Tokenizer(tokenizer().folder)  # the cached one stays as it is
     own.use_template(template)
     return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
 

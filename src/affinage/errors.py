@@ -12,21 +12,19 @@ EXIT_USER_ERROR = 2  # a mistake in the input: one message, no traceback
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as a shell calls it
 EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a scheduler starts the run again
 
-_FULL = "Make room, then run the same command again: what is complete is kept."
-_OTHER_PLACE = "Name another file or folder, or let this one be read and written."
 _OF_A_NETWORK = (errno.ESTALE, errno.ETIMEDOUT)
-_NETWORK_PACKAGES = ("httpx", "httpx2", "aiohttp", "huggingface_hub", "botocore")  # their errors are of no file
 _TRANSIENT = (errno.EIO, *_OF_A_NETWORK)
-_OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OTHER_PLACE),
-    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _OTHER_PLACE),
-    **dict.fromkeys(_TRANSIENT, "The disk or its network failed: look there first."),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: `ulimit -n 65536` lets more be."),
+_NETWORK_PACKAGES = ("httpx", "httpx2", "aiohttp", "huggingface_hub", "botocore")  # their errors are of no file
+_FIXES = {  # errors of files that are no defect of ours -> what to do
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "Make room, then run the same command again: what is complete is kept.",
+    (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP): (
+        "Name another file or folder, or let this one be read and written."
+    ),
+    _TRANSIENT: "The disk or its network failed: look there first.",
+    (errno.EMFILE, errno.ENFILE): "Too many files are open: `ulimit -n 65536` lets more be.",
 }
 _NUMPY_HAS_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # of ndarray.tofile, and so of numpy.save
-_OF_RUST = re.compile(r"\(os error (\d+)\)")
-_OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
+_NUMBER = re.compile(r"\(os error (\d+)\)|os_error_code='(\d+)'")  # in messages of safetensors and TensorStore
 
 
 class UserError(Exception):
@@ -42,10 +40,8 @@ class UserError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.what}" if self.where else self.what]
-        if self.fix:
-            lines.append(f"  {self.fix}")
-        return masked("\n".join(lines))
+        line = f"{self.where}: {self.what}" if self.where else self.what
+        return masked(f"{line}\n  {self.fix}" if self.fix else line)
 
 
 class TransientError(UserError):
@@ -59,79 +55,78 @@ class UserWarned(UserWarning):
     """A warning for users, without consequences; the command line prints it as one line."""
 
 
-def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
-    """The question whether the user meant the nearest of `known`, or one of the `most` nearest; "" if none is near."""
-    return meant(difflib.get_close_matches(word, list(known), n=most))
+class Preempted(Exception):
+    """The run was stopped from outside and has saved itself; the command line exits with EXIT_PREEMPTED."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the question whether the user meant the nearest of `known`; "" if none is near."""
+    return meant(difflib.get_close_matches(word, list(known), n=1))
 
 
 def meant(names: Iterable[str]) -> str:
-    """The question whether the user meant the first of `names`, or one of the others; "" where there are none."""
-    quoted = [f"`{name}`" for name in names]
-    others = f" Or {', '.join(quoted[1:])}?" if quoted[1:] else ""
-    return f"Did you mean {quoted[0]}?{others}" if quoted else ""
+    """Return the question whether the user meant the first of `names`, or one of the others; "" for none."""
+    first, *others = [f"`{name}`" for name in names] or [""]
+    return (f"Did you mean {first}?" + (f" Or {', '.join(others)}?" if others else "")) if first else ""
 
 
 def of_the_machine(error: Exception) -> UserError | None:
-    """The message about an error of files that is no defect of affinage; None for every other error."""
+    """Return the message about an error of files that is no defect of affinage; None for every other error."""
     number = errno_of(error)
-    if number not in _OF_THE_MACHINE:
+    fix = next((fix for numbers, fix in _FIXES.items() if number in numbers), None)
+    if fix is None:
         return None
-    what = getattr(error, "strerror", None) or os.strerror(number)
     kind = TransientError if number in _TRANSIENT else UserError
-    return kind(what.lower(), where=str(getattr(error, "filename", None) or ""), fix=_OF_THE_MACHINE[number])
+    return kind(os.strerror(number).lower(), where=str(getattr(error, "filename", None) or ""), fix=fix)
 
 
 def errno_of(error: BaseException) -> int:
-    """The number of an error of files, also where a library has it in its message only; 0 for every other error."""
+    """Return the number of an error of files, also where a library has it in its message only; 0 for other errors."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     if isinstance(error, OSError) and _NUMPY_HAS_NO_ROOM.fullmatch(str(error)):
         return errno.ENOSPC
-    in_words = (_OF_RUST if type(error).__name__ == "SafetensorError" else _OF_TENSORSTORE).search(str(error))
-    return int(in_words[1]) if in_words else 0
+    in_words = _NUMBER.search(str(error))
+    return int(in_words[1] or in_words[2]) if in_words else 0
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes; not what was merely being handled, such as a file that need not be there."""
+    """Yield an error and its causes; not what was merely being handled, such as a file that need not be there."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the network, or a server that may answer later, is to blame, so that another try may succeed."""
-    for one in causes(error):
-        status = getattr(getattr(one, "response", None), "status_code", None) or getattr(one, "status", None)
+    """Return whether the network, or a server that may answer later, is to blame, so that another try may succeed."""
+    for cause in causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None) or getattr(cause, "status", None)
         if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
             return False
-        of_network = isinstance(one, ConnectionError | TimeoutError) or errno_of(one) in _OF_A_NETWORK
-        if of_network or type(one).__module__.partition(".")[0] in _NETWORK_PACKAGES:
+        of_network = isinstance(cause, ConnectionError | TimeoutError) or errno_of(cause) in _OF_A_NETWORK
+        if of_network or type(cause).__module__.partition(".")[0] in _NETWORK_PACKAGES:
             return True
     return False
 
 
 def raise_of_network(error: BaseException) -> None:
-    """Raise the failure of a disk's network that an error comes from, which says nothing of the file, if there is one.
+    """Raise the failure of a disk's network that an error comes from, if any: it says nothing of the file.
 
     EIO is not one: a sector that cannot be read stays so.
     """
-    for one in causes(error):
-        if (number := errno_of(one)) in _OF_A_NETWORK:
-            raise (one if isinstance(one, OSError) else OSError(number, os.strerror(number))) from error
+    for cause in causes(error):
+        if (number := errno_of(cause)) in _OF_A_NETWORK:
+            raise (cause if isinstance(cause, OSError) else OSError(number, os.strerror(number))) from error
 
 
 def plain(text: str) -> str:
-    """Foreign text without characters that control a terminal; spaces that do not break are none."""
+    """Return foreign text without characters that control a terminal; spaces that do not break are none."""
     return "".join(
         letter if letter.isprintable() or letter in "\u00a0\u202f" else repr(letter)[1:-1] for letter in text
     )
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an error in one line of at most 300 letters."""
+    """Return the message of an error in one line of at most 300 letters."""
     lines = str(error).strip().splitlines()
     return plain(lines[0][:300]) if lines else type(error).__name__
-
-
-class Preempted(Exception):
-    """The run was stopped from outside and has saved itself; the command line exits with EXIT_PREEMPTED."""

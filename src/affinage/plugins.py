@@ -1,12 +1,10 @@
-"""Node kinds of the user's own: Python files that a recipe names, and packages that are installed."""
+"""Layers, optimizers, trackers and others of the user's own, in Python files that a recipe names."""
 
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from functools import cache, partial
-from importlib.metadata import entry_points
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +12,45 @@ from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.registry import plugins_used, registering
 
-GROUP = "affinage.plugins"  # of entry points
 VARIABLE = "AFFINAGE_PLUGINS"  # in the environment: files, separated as in PATH
 
 
 def load_plugins(loaded: LoadedRecipe) -> None:
-    """Run the files that `plugins` names, each once in a process, and those of installed packages.
+    """Run the files that `plugins` names, each once in a process.
 
     Raises:
         UserError: a file is not there, or fails.
     """
-    _load_installed()
     for index, path in enumerate(loaded.recipe.plugins):
         key = ("plugins", index)
-        _load_file(loaded.beside(path, key), loaded.locate(key))
+        _load(loaded.beside(path, key), loaded.locate(key))
 
 
 def load_named_plugins() -> None:
-    """The same for a model without its recipe: installed plugins, and the files that AFFINAGE_PLUGINS lists.
+    """Run the files that AFFINAGE_PLUGINS lists, for a model without its recipe.
 
-    A model's folder cannot ask for a plugin itself, so that opening a model of somebody else's runs nothing of theirs.
+    A model's folder cannot name a plug-in itself, so that opening a model of somebody else's runs nothing of theirs.
     """
-    _load_installed()
     for path in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
-        _load_file(Path(path), VARIABLE)
+        _load(Path(path), VARIABLE)
 
 
 def plugin_sources(loaded: LoadedRecipe, settings: Any) -> dict[str, str]:
-    """Fingerprints of the plug-ins, loaded before, whose registered names are used in some settings of the recipe.
-
-    Returns:
-        The hash of each file and the version of each installed package, by name.
-    """
+    """Return the hash of each plug-in, loaded before, whose registered names are used in some settings, by its path."""
     used = plugins_used(settings)
     files = {path: loaded.beside(path, ("plugins", index)) for index, path in enumerate(loaded.recipe.plugins)}
-    found = {f"plugin {path}": _digest(file) for path, file in files.items() if str(file.resolve()) in used}
-    packages = (point.dist for point in entry_points(group=GROUP) if used and point.dist is not None)
-    return found | {f"plugin {package.name}": package.version for package in packages if package.name in used}
+    return {f"plugin {path}": _digest(file) for path, file in files.items() if str(file.resolve()) in used}
 
 
-def _load_file(file: Path, where: str) -> None:
+def _load(file: Path, where: str) -> None:
     if not file.is_file():
         fix = "Paths of plugins start from the recipe's folder."
         raise UserError(f"there is no plugin `{file}`", where=where, fix=fix)
-    _guarded(partial(_run, file.resolve(), _digest(file)), str(file), where)
-
-
-@cache
-def _load_installed() -> None:
-    for point in entry_points(group=GROUP):
-        with registering(point.dist.name if point.dist is not None else point.value):
-            _guarded(point.load, point.value, f"entry point {point.name}")
+    try:
+        _run(file.resolve(), _digest(file))
+    except Exception as error:  # whatever a user's file raises
+        what, fix = f"the plugin `{file}` fails: {type(error).__name__}: {error}", f"`python {file}` shows where."
+        raise UserError(what, where=where, fix=fix) from error
 
 
 @cache
@@ -80,11 +66,3 @@ def _run(file: Path, digest: str) -> None:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:32] if file.is_file() else "not there"
-
-
-def _guarded(load: Callable[[], object], name: str, where: str) -> None:
-    try:
-        load()
-    except Exception as error:  # whatever a user's file raises
-        fix = f"Mend it: `python {name}` shows where it fails." if name.endswith(".py") else "Mend or uninstall it."
-        raise UserError(f"the plugin `{name}` fails: {type(error).__name__}: {error}", where=where, fix=fix) from error

@@ -110,30 +110,11 @@ class IngestResult(DocumentsResult):
     lone_surrogates: int = 0  # documents in which they were replaced
 
 
-class ThresholdCost(Result):
-    """Documents of one source in one language, and how many of them each threshold of language id would keep."""
-
-    source: str = ""
-    language: str = ""
-    documents: int = 0
-    bytes: int = 0
-    documents_kept: list[int] = []
-    bytes_kept: list[int] = []
-
-
-class Thresholds(Result):
-    """The thresholds that are compared, and what each of them keeps."""
-
-    grid: list[float] = []
-    costs: list[ThresholdCost] = []
-
-
 class FilterResult(DocumentsResult):
     """Documents that pass the filters of the recipe."""
 
     formatted: int = 0  # texts that a formatter changed, such as one that replaces personal data
     split: Size = Size()  # documents that were too long, and their parts
-    thresholds: Thresholds = Thresholds()
 
 
 class BenchmarkMatches(Result):

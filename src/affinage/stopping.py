@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import os
 import platform
-import select
 import signal
 import socket
 import sys
@@ -16,11 +15,10 @@ from typing import Any, ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PARENT = "AFFINAGE_PARENT"  # the process id of the launcher; a process ends with it
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_TO_RAISE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
-_TO_UNWIND = 15.0  # seconds for the `finally` blocks after Preempted was raised
+_TO_UNWIND = 10.0  # seconds for the main thread to come back from native code and run its `finally` blocks
 
 Listener = Callable[[signal.Signals], None]
 
@@ -39,18 +37,16 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
-        self._raised, self._done = threading.Event(), threading.Event()
-        self._why = ""  # Preempted was raised
-        self._before: dict[int, signal.Handlers | int | None] = {}
+        self._ended = threading.Event()  # or somebody listens
+        self._raised = ""  # why Preempted was raised
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread() and StopSignals.current is None:
-            self._reader, self._writer = socket.socketpair()
+            reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
-            self._fd_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            for number in heeded():
-                self._before[number] = signal.signal(number, self._in_main_thread)  # type: ignore[assignment]
-            threading.Thread(target=self._hear, name="signals", daemon=True).start()
+            self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            self._before = {number: signal.signal(number, self._in_main_thread) for number in heeded()}
+            threading.Thread(target=self._hear, args=[reader], name="signals", daemon=True).start()
             StopSignals.current, StopSignals.pending = self, ""
         return self
 
@@ -60,14 +56,14 @@ class StopSignals:
         if StopSignals.current is not self:
             return
         StopSignals.current = None
-        self._done.set()
+        self._ended.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._fd_before)
+        signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
-        if self._raised.is_set() and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
-            raise Preempted(self._why) from error  # a library has made another error of it
+        if self._raised and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
+            raise Preempted(self._raised) from error  # a library has made another error of it
 
     @staticmethod
     def raise_pending() -> None:
@@ -80,34 +76,28 @@ class StopSignals:
     def listen(self, listener: Listener) -> Iterator[None]:
         """Inside, `listener` is called for every signal, in the thread, and nothing is raised."""
         self._listener = listener
-        self._done.set()
+        self._ended.set()
         try:
             yield
         finally:
             self._listener = None
-            self._done.clear()
+            self._ended.clear()
 
-    def _hear(self) -> None:
-        with self._reader:
-            while numbers := self._reader.recv(16):
-                for number in numbers:
-                    if number in SIGNALS:
-                        self._heard(signal.Signals(number))
-
-    def _heard(self, number: signal.Signals) -> None:
-        drop_unread_output()
-        if self._listener is None and self._raised.wait(_TO_RAISE):
-            self._done.wait(_TO_UNWIND)
-        if self._listener is not None:
-            self._listener(number)
-        elif StopSignals.current is self:
-            leave(_lost(number))
+    def _hear(self, reader: socket.socket) -> None:
+        with reader:
+            while numbers := reader.recv(16):
+                for number in map(signal.Signals, numbers):
+                    if self._listener is None:
+                        self._ended.wait(_TO_UNWIND)
+                    if self._listener is not None:
+                        self._listener(number)
+                    elif StopSignals.current is self:
+                        leave(_lost(number))
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        if self._listener is None and not self._raised.is_set():
-            self._why = _lost(signal.Signals(number))
-            self._raised.set()
-            raise Preempted(self._why)
+        if self._listener is None and not self._raised:
+            self._raised = _lost(signal.Signals(number))
+            raise Preempted(self._raised)
 
 
 def _lost(number: signal.Signals) -> str:
@@ -115,16 +105,13 @@ def _lost(number: signal.Signals) -> str:
 
 
 def heeded() -> list[signal.Signals]:
-    """Those of SIGNALS that this process reacts to: not SIGHUP where nohup has it ignored."""
-    return [each for each in SIGNALS if each.name != "SIGHUP" or signal.getsignal(each) != signal.SIG_IGN]
+    """Return those of SIGNALS that this process reacts to: not SIGHUP where nohup has it ignored."""
+    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
-def nothing_to_lose(after_interrupt: int = EXIT_INTERRUPTED) -> Iterator[None]:
-    """Inside, while nothing has begun, a signal ends this process at once, without a traceback.
-
-    The exit status is that of a preempted run (75), after SIGINT `after_interrupt`.
-    """
+def nothing_to_lose(after_interrupt: int) -> Iterator[None]:
+    """Inside, a signal ends this process at once, with the status of a preempted run; after SIGINT another one."""
 
     def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
         os._exit(after_interrupt if number == signal.SIGINT else EXIT_PREEMPTED)
@@ -137,46 +124,31 @@ def nothing_to_lose(after_interrupt: int = EXIT_INTERRUPTED) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def drop_unread_output() -> None:
-    """Send this process's output nowhere where its reader is gone, so that printing does not keep it from saving."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            poll = select.poll()
-            poll.register(stream.fileno(), 0)
-            if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream.fileno())
-                os.close(nowhere)
-
-
-class _WithoutReaders:
+class _WithoutReader:
     """A stream whose lines are dropped once nobody reads them."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-            return len(text)
-        drop_unread_output()
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-            return
-        drop_unread_output()
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        if name not in ("write", "flush"):
+            return getattr(self._stream, name)
+
+        def guarded(*words: str) -> Any:
+            try:
+                return getattr(self._stream, name)(*words)
+            except OSError:
+                self._stream = open(os.devnull, "w")  # noqa: SIM115  # from here on everything is written nowhere
+                return len("".join(words))
+
+        return guarded
 
 
 @contextlib.contextmanager
 def without_readers() -> Iterator[None]:
     """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _WithoutReaders(stream) for stream in before)
+    sys.stdout, sys.stderr = (stream and _WithoutReader(stream) for stream in before)
     try:
         yield
     finally:
@@ -194,23 +166,18 @@ def die_with_parent() -> None:
 
 def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
     """Print one line and end this process now, whatever its threads do."""
-    drop_unread_output()
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard error
         show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}. Run the same command to resume.\n".encode())
     os._exit(status)
 
 
-class _Exit:
-    """What `left_when_done` knows of the end of this process."""
-
-    status = 1
-    skip_handlers = False
+_skip_exit_handlers = threading.Event()
 
 
 def skip_exit_handlers() -> None:
     """Have `left_when_done` end this process without exit handlers, of which JAX's waits for the other processes."""
-    _Exit.skip_handlers = True
+    _skip_exit_handlers.set()
 
 
 @contextlib.contextmanager
@@ -220,25 +187,25 @@ def left_when_done() -> Iterator[None]:
     Python's own way out would go on to take down daemon threads that are in native code, which now and then aborts the
     process: one that had done everything would look like one that failed, and be started again.
     """
-    pid = os.getpid()
+    pid, status = os.getpid(), 1
 
     def end() -> None:
         if os.getpid() == pid:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
-            os._exit(_Exit.status)
+            os._exit(status)
 
     atexit.register(end)  # what is registered first is called last
     try:
         yield
-        _Exit.status = 0
+        status = 0
     except SystemExit as ended:
-        _Exit.status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         raise
     except KeyboardInterrupt:
-        _Exit.status = EXIT_INTERRUPTED
+        status = EXIT_INTERRUPTED
         raise
     finally:
-        if _Exit.skip_handlers:
+        if _skip_exit_handlers.is_set():
             end()

@@ -68,8 +68,7 @@ def test_ls_and_show_have_every_step_its_arrays_and_facts(said):
     assert [(each["step"], bool(each["why_not"]), each["saved"]) for each in found] == expected
     _, newest, _ = said("show", "small/pretrain")
     assert newest["step"] == 3 and newest["identity"] == {"schedule": {"peak_lr": 0.2}}
-    params = {name: fact for name, fact in newest["arrays"]["params"].items() if name != "fingerprint"}
-    assert params == {"arrays": 2, "numbers": 8, "bytes": 32, "dtypes": ["float32"]}
+    assert newest["arrays"]["params"] == {"arrays": 2, "numbers": 8, "bytes": 32, "dtypes": ["float32"]}
     status, _, error = said("show", "small/pretrain@9")
     assert status == 2 and "@1, @2, @3" in error
 
@@ -88,27 +87,19 @@ def test_the_fingerprint_is_that_of_every_checkpoint_of_the_same_numbers(said, r
         save(runs, name, {3: ({"params": params, "step": jnp.int32(3)}, facts)})
     found = {name: said("show", f"{name}/pretrain")[1] for name in saves}
     for name, of in found.items():
-        status, apart, error = said("diff", "one/pretrain", f"{name}/pretrain", "--arrays")
+        status, apart, error = said("diff", "one/pretrain", f"{name}/pretrain")
         assert status == 0, error
         equal = not apart["arrays"]["different"] and not apart["arrays"]["only"]
         assert (of["fingerprint"] == found["one"]["fingerprint"]) == equal == (name in ("one", "again")), name
-        assert of["arrays"]["step"]["fingerprint"] == found["one"]["arrays"]["step"]["fingerprint"]
 
 
-def test_diff_tells_facts_and_arrays_also_of_numbers_that_are_not_finite(said, runs: Path, affinage):
-    _, found, _ = said("diff", "small/pretrain@1", "small/pretrain@3", "--arrays")
+def test_diff_lists_facts_and_arrays(said, runs: Path, affinage):
+    _, found, _ = said("diff", "small/pretrain@1", "small/pretrain@3")
     assert found["facts"] == [{"name": "identity.schedule.peak_lr", "saved": 0.1, "now": 0.2}]
     assert found["arrays"]["same"] == 1 and found["arrays"]["only"] == []
-    different = {each["name"]: each["most"] for each in found["arrays"]["different"]}
-    assert different == {"params.b": 2.0, "step": 2.0}
-
-    states = [{"window": jnp.array([1.0, step, x]), "lost": jnp.array([x])} for step, x in ((0, 2.0), (1, jnp.nan))]
-    save(runs, "odd", {5: (states[0], {"sources": [{"path": "a"}]}), 6: (states[1], {"sources": [{"path": "c"}]})})
-    _, found, _ = said("diff", "odd/pretrain@5", "odd/pretrain@6", "--arrays")
-    apart = {each["name"]: (each["most"], each["not_finite"]) for each in found["arrays"]["different"]}
-    assert apart == {"window": (1.0, 1), "lost": (None, 1)}
-    _, out, _ = affinage("checkpoint", "diff", "odd/pretrain@5", "odd/pretrain@6", "--runs", str(runs))
-    assert ["sources.0.path", "a", "c"] in map(str.split, out.splitlines())
+    assert [each["name"] for each in found["arrays"]["different"]] == ["params.b", "step"]
+    _, out, _ = affinage("checkpoint", "diff", "small/pretrain@1", "small/pretrain@3", "--runs", str(runs))
+    assert ["identity.schedule.peak_lr", "0.1", "0.2"] in map(str.split, out.splitlines())
 
 
 def test_verify_reads_all_and_names_what_is_corrupted(said, runs: Path):

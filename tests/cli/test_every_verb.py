@@ -97,7 +97,7 @@ READ = [
     (["data", "search", "tiny", "the", "--limit", "1"], "the"),
     (["data", "stats", "tiny"], "trained on"),
     (["checkpoint", "verify", "tiny"], "intact"),
-    (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4", "--arrays"], "lora"),
+    (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], "lora"),
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
     (["chat", "tiny", ASK, "--max-new-tokens", "4"], "\n"),

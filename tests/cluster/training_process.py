@@ -82,8 +82,8 @@ def ended_alike(one: Path, other: Path, step: int) -> bool:
     from affinage.checkpoint.browse import compare
     from affinage.training.metrics import curve
 
-    first, second = ((CheckpointStore(folder / "checkpoints"), step) for folder in (one, other))
-    found = compare(first, second, numbers=True)["arrays"]
+    first, second = (CheckpointStore(folder / "checkpoints").metadata(step) for folder in (one, other))
+    found = compare(first, second)["arrays"]
     same = bool(found["same"]) and not found["different"] and not found["only"]
     return same and curve(one) == curve(other) and len(curve(one)) > 1
 

@@ -52,7 +52,7 @@ UNREASONED = {*BEGUN, *NEMOTRON}
 REFUSED = {
     "plain": CLOCK | LISTS | UNREASONED,
     "system": CLOCK | LISTS | UNREASONED | {"gemma", "gemma_training", "mistral"},  # they know no system message
-    "reasoning": CLOCK | LISTS | {"qwen3_5_nothink"},
+    "reasoning": CLOCK | LISTS | BEGUN | {"qwen3_5_nothink"},
 }
 
 

@@ -67,7 +67,7 @@ def test_answers_end_with_their_turn_and_documents_with_a_token_that_no_conversa
 
 
 @pytest.mark.parametrize("act", [
-    lambda: ChatTemplate("{% for message in messages %}", {}),
+    lambda: ChatTemplate("{% for message in messages %}", ours("qwen3")),
     lambda: encode_conversation([PLAIN[0], PLAIN[0]], ours("mistral"), ""),  # turns must alternate
     lambda: encode_prompt(PLAIN[:1], ours("mistral"), "Be kind."),  # no system message
 ])  # fmt: skip
@@ -95,5 +95,5 @@ def test_a_hostile_template_gets_nowhere(source: str, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     messages = [dict(PLAIN[0])]
     with pytest.raises(UserError):
-        ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
+        ChatTemplate(source, ours("qwen3")).render(messages)
     assert messages == PLAIN[:1] and not list(tmp_path.iterdir())

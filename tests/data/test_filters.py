@@ -92,11 +92,6 @@ def test_mistakes_are_one_message(tmp_path):
     with pytest.raises(UserError) as error:
         run(tmp_path / "nothing", ["short", "tiny"])
     assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
-    unknown = FilterSettings(language_threshold={"zz": 0})
-    for where, named, options in (("data.filters.language_threshold", "zz", {"settings": unknown}),):
-        with pytest.raises(UserError) as error:
-            run(tmp_path / named, [ENGLISH], **options)
-        assert error.value.where == where and error.value.what.endswith(f" {named}") and error.value.fix
 
 
 def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch):
@@ -128,30 +123,14 @@ def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
     assert summary["formatted"] == 2 and summary["samples"]["too short"][0]["text"] == "email@example.com"
 
 
-def test_sources_may_have_thresholds_of_their_own(tmp_path):
+def test_a_text_in_two_languages_of_the_recipe_can_pass_by_both_together(tmp_path):
     half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
-    documents = [{"text": half, "source": "a"}, {"text": half, "source": "b"}, {"text": SPANISH, "source": "b"}]
-    documents.append({"text": half, "source": "a", "language": "fr"})
-    settings = FilterSettings(language_threshold={"default": 0.93, "b": 0.9})
-    summary, rows = run(tmp_path / "of", documents, settings)
-    assert [row["source"] for row in rows] == ["b"]
-    assert summary["removed"] == {"language unclear": 2, "other language": 1}
-
-
-def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
-    mixed = [ENGLISH[:70] + FRENCH[:40], ENGLISH[:40] + FRENCH[:70], ENGLISH[:55] + SPANISH[:60]]
-    texts = [ENGLISH, FRENCH, SPANISH, *mixed]
-    documents = [{"text": text + f" {i}", "source": f"s{i % 2}"} for i, text in enumerate(texts * 3)]
-    settings = FilterSettings(min_characters=10)
-    found = run(tmp_path / "all", documents, settings)[0]["thresholds"]
-    assert sum(row["documents"] for row in found["costs"]) < len(documents)  # Spanish is no question of a threshold
-    for k, threshold in enumerate(found["grid"]):
-        settings = FilterSettings(min_characters=10, language_threshold=threshold)
-        _, rows = run(tmp_path / str(threshold), documents, settings)
-        for row in found["costs"]:
-            mine = [r["text"] for r in rows if (r["source"], r["language"]) == (row["source"], row["language"])]
-            assert row["documents_kept"][k] == len(mine)
-            assert row["bytes_kept"][k] == sum(len(text.encode()) for text in mine)
+    trusted = {"text": ENGLISH, "language": "en", "language_score": 1.0}
+    documents = [{"text": half}, {"text": SPANISH}, {"text": half, "language": "en"}, trusted]
+    for mixed, kept in ((False, ["d3"]), (True, ["d0", "d2", "d3"])):
+        settings = FilterSettings(language_threshold=0.93, mixed_languages=mixed)
+        summary, rows = run(tmp_path / str(mixed), documents, settings)
+        assert sorted(row["id"] for row in rows) == kept and "other language" in summary["removed"]
 
 
 CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return [[width] * 3, {'h': height}]\n" * 3

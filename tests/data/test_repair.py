@@ -9,6 +9,7 @@ from ftfy.fixes import fix_c1_controls
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from affinage.data.code_points import count_characters
 from affinage.data.repair import repair
 
 UNSEEN = "\u00ad\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff\ufff9\ufffa\ufffb"
@@ -48,8 +49,7 @@ def repair_one(text: str) -> tuple[str, int, int, int]:
 
 def repair_all(texts: list[str]) -> list[tuple[str, int, int, int]]:
     repaired = repair(pa.array(texts, pa.string()))
-    facts = zip(repaired.characters.tolist(), repaired.counted.tolist(), repaired.alphanumeric.tolist())
-    return [(text, *counts) for text, counts in zip(repaired.text.to_pylist(), facts)]
+    return [(text, *counts) for text, counts in zip(repaired.to_pylist(), count_characters(repaired).T.tolist())]
 
 
 ODD = st.sampled_from(
@@ -86,7 +86,7 @@ REPAIRED = {
 def test_repairs_a_reader_would_ask_for():
     assert [found[0] for found in repair_all([*REPAIRED])] == [*REPAIRED.values()]
     column = pa.array(["first", "second\r\n", "third\0"])[1:]  # of which slices are read at their offset
-    assert repair(column).text.to_pylist() == ["second\n", "third"]
+    assert repair(column).to_pylist() == ["second\n", "third"]
 
 
 def test_marks_belong_to_their_letter():

@@ -170,7 +170,7 @@ def words(folder: Path, vocabulary: int = 0) -> Tokenizer:
     folder.mkdir()
     fast.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return Tokenizer.load(folder)
+    return Tokenizer(folder)
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(0, "uint16"), (2**16, "uint32")])

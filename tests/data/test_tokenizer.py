@@ -88,7 +88,7 @@ def test_digits_are_split_only_if_asked_and_long_lines_are_learned_from(tmp_path
     split_of(tmp_path, "In 1999 it was 1999. " * 50, "xylophone quartz " * 1000)  # 17,000 bytes on one line
     settings = TokenizerSettings(vocab_size=310, split_digits=split_digits)
     train_tokenizer(tmp_path, tmp_path / "out", settings, ("en",), seed=0)
-    tokenizer = Tokenizer.load(tmp_path / "out")
+    tokenizer = Tokenizer(tmp_path / "out")
     assert (len(tokenizer.encode("1999")) == 4) == split_digits
     assert len(tokenizer.encode(" xylophone")) == 1
 
@@ -119,7 +119,7 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path):
         if content is not None:
             (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(UserError) as error:
-            Tokenizer.load(tmp_path)
+            Tokenizer(tmp_path)
         assert str(tmp_path) in error.value.where
 
 

@@ -170,7 +170,7 @@ def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp
         prepare(tmp_path, bpe, BAD, on_error="skip")
     assert "no conversation" in error.value.fix  # why the first one cannot be used
     with pytest.warns(UserWarned):  # one that the template cannot write
-        summary = prepare(tmp_path, ours("deepseek_r1_distill"), [PLAIN[:2], THOUGHTFUL[:2]], on_error="skip")
+        summary = prepare(tmp_path, ours("mistral"), [[PLAIN[0], *PLAIN[:2]], PLAIN[:2]], on_error="skip")
     assert summary["bad"] == summary["train"]["conversations"] == 1
 
 
@@ -178,9 +178,8 @@ def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp
 def test_reasoning_that_is_not_written_is_counted(
     bpe: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, dropped: int
 ):
-    """But not reasoning that the answer repeats."""
     tokenizer = bpe if form == "chatml" else ours(form)
-    talks = [REASONED[:2], [PLAIN[0], {**PLAIN[1], "reasoning": PLAIN[1]["content"]}], PLAIN]
+    talks = [REASONED[:2], [PLAIN[0], {**PLAIN[1], "reasoning": ""}], PLAIN]
     summary = prepare(tmp_path, tokenizer, talks, seq_len=300)
     assert summary.get("reasoning_dropped", 0) == dropped and summary["train"]["conversations"] == 3
     print_counts(summary, "conversations")
@@ -195,11 +194,11 @@ def test_answers_that_no_stop_ends_and_characters_without_a_token_are_warned_of(
         assert prepare(tmp_path, characters, [ask("漢 the 漢", "字"), ask("the", "字")])["unspelled"] == 4
 
 
-@pytest.mark.parametrize("form", ["chatml", "qwen3", "deepseek_r1_distill"])
+@pytest.mark.parametrize("form", ["chatml", "qwen3"])
 def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe: Tokenizer, tmp_path: Path, form: str):
     """Each side follows what the model would be asked with, without the reasoning that a template leaves out."""
     tokenizer = bpe if form == "chatml" else ours(form)
-    reasoned = form in ("qwen3", "deepseek_r1_distill")
+    reasoned = form == "qwen3"
     talk, begin = (THOUGHTFUL, "<think>\nOh.\n</think>\n\n") if reasoned else (PLAIN, "")
     prompts = [[*talk[:2], {"role": "user", "content": f"{number}?"}] for number in range(6)]
     items = [{"prompt": p, "chosen": f"{begin}yes {n}", "rejected": f"{begin}no"} for n, p in enumerate(prompts)]
@@ -213,8 +212,7 @@ def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe:
     for (before, chosen), (again, rejected) in zip(found[0::2], found[1::2], strict=True):
         assert before == again
         said[asked.index(before)] = [tokenizer.decode(side).strip() for side in (chosen, rejected)]
-    opened = begin.removeprefix("<think>\n") if form == "deepseek_r1_distill" else begin  # which the prompt begins
-    assert said == {number: [f"{opened}yes {number}", f"{opened}no"] for number in range(6)}
+    assert said == {number: [f"{begin}yes {number}", f"{begin}no"] for number in range(6)}
 
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}

@@ -94,7 +94,7 @@ def test_it_is_exported_with_its_tokenizer(imported, tmp_path):
 
 def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
     metaspace().save_pretrained(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("The capital of France")
     assert "".join(tokenizer.decode([token]) for token in ids) == " The capital of France"
     assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
@@ -152,7 +152,7 @@ def chatting(imported):
 def test_chat_tokens_begin_as_the_mean_of_the_others(imported, chatting, tmp_path):
     _, tokenizer, before = imported
     given = open_model(str(chatting), tmp_path)
-    start, end = given.tokenizer.chat_ids
+    start, end = map(given.tokenizer.id_of, ("<|im_start|>", "<|im_end|>"))
     assert (start, end) == (len(tokenizer), len(tokenizer) + 1) and given.graph.vocabulary == 352
     embedding = np.asarray(given.params["embed"]["embedding"])
     np.testing.assert_allclose(embedding[start], embedding[:start].mean(axis=0), atol=1e-6)
@@ -165,7 +165,7 @@ def test_chat_tokens_begin_as_the_mean_of_the_others(imported, chatting, tmp_pat
 def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp_path):
     run(chatting / "recipe.yaml", tmp_path, *sft(tmp_path))
     trained = open_model("theirs", tmp_path)
-    start, end = trained.tokenizer.chat_ids
+    start, end = map(trained.tokenizer.id_of, ("<|im_start|>", "<|im_end|>"))
     assert end in trained.tokenizer.stops
     rows = made_from(locate(resolve("theirs", tmp_path), tmp_path)[0], "sft-data") / "train"
     batch = DataLoader(rows, seed=0, batch=4).batch(0)

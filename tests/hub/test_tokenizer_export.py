@@ -24,7 +24,7 @@ def both(request, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerBase]
     split_folder = write_split(tmp_path_factory.mktemp("split"))
     settings = TokenizerSettings(kind=request.param, vocab_size=700)
     train_tokenizer(split_folder, folder, settings, ("en", "fr"), seed=0)
-    ours = Tokenizer.load(folder)
+    ours = Tokenizer(folder)
     write_hf_tokenizer(ours, folder / "hf", context=256, system_prompt=SYSTEM)
     # Transformers asks config.json for the kind of model, as it will find it in a released folder.
     (folder / "hf" / "config.json").write_text(

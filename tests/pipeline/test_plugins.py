@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -139,35 +137,3 @@ def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(writte
     assert dict(places(runner, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
     Path("with_my_nodes").mkdir()
     assert dict(places(runner, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
-
-
-KEYS = """
-import json, sys
-sys.path.insert(0, "site")
-from pathlib import Path
-from affinage.config.load import load_recipe
-from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner
-for settings in (["export={}", "plugins=[]"], ["model.nodes.mixed=null", "plugins=[]", "export={}"]):
-    loaded = load_recipe(sys.argv[1], settings)
-    plan = PipelineRunner(loaded, Path("runs"), build_steps(loaded)).plan()
-    print(json.dumps({step.name: step.request.key for step in plan}))
-"""
-
-
-def test_an_upgrade_of_an_installed_plugin_changes_the_models_that_use_it_and_not_the_data(written, monkeypatch):
-    monkeypatch.chdir(written)
-    installed = written / "site/my_package-1.0.dist-info"
-    installed.mkdir(parents=True)
-    (written / "site/my_package.py").write_text((written / "my_nodes.py").read_text())
-    (installed / "entry_points.txt").write_text("[affinage.plugins]\nmine = my_package\n")
-    found = []
-    for version in ("1.0", "1.1"):
-        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: my-package\nVersion: {version}\n")
-        told = subprocess.run(
-            [sys.executable, "-c", KEYS, "my_recipe.yaml"], check=True, capture_output=True, text=True
-        )
-        found.append([json.loads(line) for line in told.stdout.splitlines()])
-    (first, plain), (second, plain_again) = found
-    assert {name for name in first if first[name] != second[name]} == MODEL_STAGES
-    assert plain == plain_again, "a recipe that does not use it"

@@ -65,7 +65,7 @@ def contents(file: Path) -> Any:
     if file.suffix == ".safetensors":
         return load_file(file)
     if file.name == "tokenizer.model":
-        tokenizer = Tokenizer.load(file.parent)
+        tokenizer = Tokenizer(file.parent)
         return [tokenizer.decode([token]) for token in range(tokenizer.vocabulary)]
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".jsonl":

@@ -20,7 +20,7 @@ anything = st.recursive(
     max_leaves=8,
 )
 SUMMARY_KEYS = (
-    "documents_in bytes_out removed samples thresholds benchmarks matches by_language languages round_trip train "
+    "documents_in bytes_out removed samples benchmarks matches by_language languages round_trip train "
     "validation parameters tokens seconds devices resumed_at predicted tasks bits_per_byte generation flops_per_step "
     "validation_documents saves"
 ).split()

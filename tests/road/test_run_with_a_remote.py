@@ -7,9 +7,8 @@ import pytest
 
 import tiny_run
 from affinage.checkpoint import CheckpointStore
-from affinage.checkpoint.metadata import COMMIT
-from affinage.checkpoint.remote import RemoteFolder
-from affinage.checkpoint.uploader import CHECKPOINTS, RemoteSteps
+from affinage.checkpoint.remote import RemoteFolder, download_newest
+from affinage.checkpoint.store import COMMIT
 from affinage.cli.program import main
 from affinage.training.metrics import curve
 from waiting import until
@@ -46,11 +45,9 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     monkeypatch.setattr(CheckpointStore, "save", saved_and_copied)
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert run(first, url) == 0
-    [folder] = {name.partition("/")[0] for name in RemoteFolder(url).sizes() if name.startswith("pretrain-")}
-    steps = RemoteSteps(RemoteFolder(url) / folder / CHECKPOINTS)
-    assert list(steps.listing()) == [15, 20]
-    # As if the machine had been taken away in the midst of the last save.
-    steps.folder.remove([f"20/{COMMIT}"])
+    marks = [name for name in RemoteFolder(url).sizes() if name.startswith("pretrain-") and name.endswith(COMMIT)]
+    assert [name.split("/")[2] for name in marks] == ["15", "20"]
+    RemoteFolder(url).remove(marks[1:])  # as if the machine had been taken away in the midst of the last save
     for name in dict.fromkeys(name.partition("/")[0] for name in RemoteFolder(url).sizes()):
         if name.startswith(("pretrain-", "report-")):
             RemoteFolder(url).remove([f"{name}/manifest.json"])
@@ -65,7 +62,8 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     found = [json.loads((runs / "tiny/pretrain/summary.json").read_text()) for runs in (first, second)]
     assert [summary["resumed_at"] for summary in found] == [[], [15]]
     curves = [curve(runs / "tiny/pretrain") for runs in (first, second)]
-    assert curves[0] == curves[1] and curves[0][-1]["step"] == 20 and steps.download(20, tmp_path / "copy") == ""
+    assert curves[0] == curves[1] and curves[0][-1]["step"] == 20
+    assert download_newest(f"{url}/{marks[0].partition('/')[0]}", tmp_path / "copy", print) == [20, 15]
 
     remote = RemoteFolder(url)
     kept = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -13,7 +13,6 @@ from affinage.errors import UserError
 from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.trackers import metrics_of
 from affinage.training import train
-from waiting import until
 
 
 class Listed:
@@ -43,34 +42,26 @@ class Listed:
 
 
 def test_a_tracker_gets_every_line_and_its_id_again(tmp_path: Path):
-    def trained(hook: object = None, **trackers: Listed) -> None:
-        makers = {name: (lambda each=each: each) for name, each in trackers.items()}
-        train(tiny.job(tmp_path, 10, hook, validation={"x": tiny.HeldOut()}, trackers=makers))
-
-    first, second, late = Listed(), Listed(), Listed()
+    first, second = Listed(), Listed()
+    held_out = {"validation": {"x": tiny.HeldOut()}}
     with pytest.raises(RuntimeError):
-        trained(tiny.fails_at(8), a=first)
-    trained(a=second, late=late)
+        train(tiny.job(tmp_path, 10, tiny.fails_at(8), trackers={"a": lambda: first}, **held_out))
+    train(tiny.job(tmp_path, 10, trackers={"a": lambda: second}, **held_out))
     assert (first.runs[0].id, second.runs[0].id) == ("", "the id") and second.runs[0].start == 5
     assert first.endings == ["failed"] and second.endings == ["finished"]
-    told = [(step, values["train/loss"]) for step, values in late.lines if "train/loss" in values]
-    assert told == [(row["step"], row["loss"]) for row in tiny.lines(tmp_path) if "loss" in row]  # also of before it
-    assert [step for step, values in late.lines if "validation/x/bits_per_byte" in values] == [10]
     assert [step for step, _ in second.lines] == [6, 7, 8, 9, 10, 10]
+    assert [step for step, values in second.lines if "validation/x/bits_per_byte" in values] == [10]
     assert second.runs[0].facts["settings"]["steps"] == 10
 
 
 def deliver(folder: Path, trackers: dict[str, Listed], lines: int = 10, **limits: object) -> list[str]:
-    """Hand over some lines; what was said."""
-    said: list[str] = []
+    """Hand over some lines, and return what was reported."""
+    reports: list[str] = []
     makers = {name: (lambda each=each: each) for name, each in trackers.items()}
-    # Whoever takes lines at all is in time for them, where few are kept for those who do not.
-    takes = [each for each in trackers.values() if limits.get("waiting") and each.fails not in ("start", "log")]
-    with Trackers(makers, TrackedRun("t"), folder, before=(), say=said.append, **limits) as delivery:
+    with Trackers(makers, TrackedRun("t"), folder, say=reports.append, **limits) as delivery:
         for step in range(1, lines + 1):
             delivery.log({"step": step, "loss": None if step == 1 else 1.0 / step, "skipped": 0.0})
-            until(lambda step=step: all(len(each.lines) >= step for each in takes))
-    return said
+    return reports
 
 
 @pytest.mark.parametrize("method", ["start", "log", "finish"])
@@ -85,10 +76,17 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Pat
 @pytest.mark.parametrize("method", ["start", "finish"])
 def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str):
     for_ever, well = threading.Event(), Listed()
-    told = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well}, waiting=3, close_seconds=0.3)
+    reports = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well}, close_seconds=0.5)
     for_ever.set()
     assert len(well.lines) == 10
-    assert len([line for line in told if "tracker stuck" in line]) == 1
+    assert len([line for line in reports if "tracker stuck" in line]) == 1
+
+
+def test_of_a_tracker_that_is_too_slow_lines_are_lost(tmp_path: Path):
+    for_ever = threading.Event()
+    [report] = deliver(tmp_path, {"stuck": Listed("log", for_ever)}, waiting=3, close_seconds=0.1)
+    for_ever.set()
+    assert "loses lines" in report
 
 
 def test_plugins_have_trackers_too(tmp_path: Path):

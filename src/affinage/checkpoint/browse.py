@@ -1,15 +1,15 @@
-"""What is in checkpoints: lists, facts, and how two of them differ."""
+"""What is in checkpoints: lists, sizes, and how two of them differ."""
 
 from typing import Any
 
 import jax
 import numpy as np
 
-from affinage.checkpoint.compatibility import differences
-from affinage.checkpoint.metadata import CorruptedError, Metadata, leaves_by_path, read_metadata
-from affinage.checkpoint.store import CheckpointStore, whats_missing
+from affinage.checkpoint.metadata import CorruptedError, Metadata, read_metadata
+from affinage.checkpoint.store import CheckpointStore, entries, whats_missing
+from affinage.differing import differing
 
-_NOT_COMPARED = ("saved", "seconds", "stalls", "clock", "resumed_at")  # facts of the clock
+_OF_THE_CLOCK = ("saved", "seconds", "clock", "resumed_at")  # facts in which any two checkpoints differ
 
 
 def listing(store: CheckpointStore) -> list[dict[str, Any]]:
@@ -17,8 +17,8 @@ def listing(store: CheckpointStore) -> list[dict[str, Any]]:
 
     `why_not` says why it cannot be restored, as far as is known without reading arrays; "" if it can.
     """
-    found = []
-    for step, path in store.entries():
+    rows = []
+    for step, path in entries(store.folder):
         saved, why_not = None, whats_missing(path)
         if not why_not:
             try:
@@ -26,65 +26,33 @@ def listing(store: CheckpointStore) -> list[dict[str, Any]]:
             except (CorruptedError, OSError) as error:
                 why_not = str(error)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        found.append({"step": step, "saved": saved, "bytes": size, "why_not": why_not})
-    return found
+        rows.append({"step": step, "saved": saved, "bytes": size, "why_not": why_not})
+    return rows
 
 
 def arrays(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """{tree: {arrays, numbers, bytes, dtypes, fingerprint}} of a step, by its metadata alone."""
-    found = {}
-    for name in dict.fromkeys(path.partition(".")[0] for path in metadata.checksums):
-        own = {path: facts for path, facts in metadata.checksums.items() if path.partition(".")[0] == name}
-        sizes = [(int(np.prod(shape, dtype=np.int64)), jax.numpy.dtype(dtype)) for dtype, shape, _ in own.values()]
-        found[name] = {
-            "arrays": len(own),
-            "numbers": sum(size for size, _ in sizes),
-            "bytes": sum(size * dtype.itemsize for size, dtype in sizes),
-            "dtypes": sorted({str(dtype) for _, dtype in sizes}),
-            "fingerprint": Metadata(metadata.step, {}, own).fingerprint,
-        }
-    return found
+    """{tree: {arrays, numbers, bytes, dtypes}} of a step, by its metadata alone."""
+    trees: dict[str, dict[str, Any]] = {}
+    for path, (dtype, shape, _) in metadata.checksums.items():
+        tree = trees.setdefault(path.partition(".")[0], {"arrays": 0, "numbers": 0, "bytes": 0, "dtypes": []})
+        size = int(np.prod(shape, dtype=np.int64))
+        tree["arrays"] += 1
+        tree["numbers"] += size
+        tree["bytes"] += size * jax.numpy.dtype(dtype).itemsize
+        tree["dtypes"] = sorted({*tree["dtypes"], dtype})
+    return trees
 
 
-def compare(one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int], *, numbers: bool) -> dict[str, Any]:
+def compare(one: Metadata, other: Metadata) -> dict[str, Any]:
     """The facts that differ between two checkpoints, and the arrays that do, by their checksums.
 
-    Args:
-        one: a store and a step.
-        other: the same.
-        numbers: read the arrays that differ, to measure how far they are apart.
-
     Returns:
-        {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}; with `numbers` also
-        `most`, the largest absolute difference of numbers that are finite in both (None if there is none, or the shapes
-        differ), and `not_finite`, how many of the others differ.
+        {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}.
     """
-    metadata = [store.metadata(step) for store, step in (one, other)]
-    facts = ({key: value for key, value in each.facts.items() if key not in _NOT_COMPARED} for each in metadata)
-    changed = differences(*facts)
-    named = {each.name for each in changed}
-    # A setting that decides about numbers is in the identity, too: it is listed once.
-    listed = [each for each in changed if each.name.replace("settings.", "identity.", 1) not in named - {each.name}]
-    left, right = (each.checksums for each in metadata)
+    facts = [{key: value for key, value in each.facts.items() if key not in _OF_THE_CLOCK} for each in (one, other)]
+    changed = [{"name": name, "saved": saved, "now": now} for name, (saved, now) in sorted(differing(facts))]
+    left, right = one.checksums, other.checksums
     both = sorted(left.keys() & right.keys())
     different = [{"name": path, "shape": left[path][1]} for path in both if left[path] != right[path]]
-    for tree in dict.fromkeys(each["name"].partition(".")[0] for each in different) if numbers else ():
-        # Memory holds one tree of each checkpoint at a time.
-        read = [
-            leaves_by_path(store.restore(step, {tree: store.described(step)[tree]})) for store, step in (one, other)
-        ]
-        for each in different:
-            if each["name"].partition(".")[0] == tree:
-                each |= _distance(*(np.asarray(leaves[each["name"]]) for leaves in read))
-    found = {"same": len(both) - len(different), "different": different, "only": sorted(left.keys() ^ right.keys())}
-    return {"facts": [each._asdict() for each in listed], "arrays": found}
-
-
-def _distance(a: np.ndarray, b: np.ndarray) -> dict[str, float | int | None]:
-    if a.shape != b.shape:
-        return {"most": None, "not_finite": 0}
-    left, right = a.astype(np.float64), b.astype(np.float64)
-    both = np.isfinite(left) & np.isfinite(right)
-    most = float(np.max(np.abs(left[both] - right[both]))) if both.any() else None
-    equal = (left == right) | (np.isnan(left) & np.isnan(right))
-    return {"most": most, "not_finite": int(np.count_nonzero(~both & ~equal))}
+    only = sorted(left.keys() ^ right.keys())
+    return {"facts": changed, "arrays": {"same": len(both) - len(different), "different": different, "only": only}}

@@ -1,15 +1,15 @@
-"""What a checkpoint says of itself: its step, facts about its run, and the checksums of its arrays.
+"""What a checkpoint records besides its arrays: its step, facts about its run, and a checksum of every array.
 
-It is part of the metadata that Orbax writes with a step, with a hash of itself. A checksum is computed on the devices
-that hold the array: the wrapping sum, over all elements, of a hash of the element's bits and its index. The hash is a
-bijection of the bits for a fixed index, so any one changed element changes the sum; two changes cancel each other out
-with a probability of 2^-32. A sum has no order, so an array has the same checksum on any mesh.
+Orbax writes it with a step, and it has a hash of itself. A checksum is computed on the devices that hold the array:
+the wrapping sum, over all elements, of a hash of the element's bits and its index. The hash is a bijection of the bits
+for a fixed index, so any one changed element changes the sum; two changes cancel each other out with a probability of
+2^-32. A sum has no order, so an array has the same checksum on any mesh.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from affinage.errors import UserError
+from affinage.differing import differing
+from affinage.errors import UserError, first_line, plain
 
 PyTree = Any
 Checksums = dict[str, list[Any]]  # path of an array -> [dtype, shape, checksum as 8 hexadecimal digits]
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's metadata
-COMMIT = "commit_success.txt"  # Orbax writes it last, when everything else of a step is on disk
-_LARGEST = 2**26  # bytes; the metadata of ten thousand arrays take a few megabytes
+IDENTITY = "identity"  # key of the facts that decide about a run's numbers
 
 
 class CorruptedError(ValueError):
@@ -47,7 +47,7 @@ class Metadata:
         return _digest(self.checksums)
 
     def to_json(self) -> dict[str, Any]:
-        """As `custom_metadata` of Orbax, which writes it later: a copy."""
+        """Return a copy for Orbax's `custom_metadata`, which is written later."""
         content = json.loads(json.dumps(vars(self)))
         return {"affinage": content | {"hash": _digest(content)}}
 
@@ -60,12 +60,12 @@ def read_metadata(folder: Path) -> Metadata:
         OSError: they cannot be read.
     """
     with (folder / METADATA).open("rb") as file:
-        content = file.read(_LARGEST + 1)
+        content = file.read()
     try:
-        found = json.loads(content)["custom_metadata"]["affinage"]
-        digest = found.pop("hash")
-        metadata = Metadata(**found)
-        is_intact = digest == _digest(vars(metadata))
+        saved = json.loads(content)["custom_metadata"]["affinage"]
+        digest = saved.pop("hash")
+        metadata = Metadata(**saved)
+        is_intact = digest == _digest(saved)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptedError(f"{METADATA} cannot be read") from None
     if not is_intact:
@@ -80,11 +80,44 @@ def fingerprint(folder: Path) -> str:
     try:
         return read_metadata(folder).fingerprint
     except (CorruptedError, OSError) as error:
-        raise UserError(str(error), where=str(folder), fix="Name another checkpoint, or remove this one.") from error
+        raise UserError(first_line(error), where=str(folder), fix="Name another checkpoint.") from error
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_compatible(
+    facts: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], *, where: str
+) -> dict[str, str]:
+    """Compare the identity in a checkpoint's facts with that of the run that is to resume from it.
+
+    Args:
+        facts: of the checkpoint; without an identity, such as those of an import, they fit any run.
+        now: the identity of the run.
+        allowed: names of facts that may differ; `schedule` includes `schedule.peak_lr` and all others below it.
+        where: of the checkpoints, for the message.
+
+    Returns:
+        {name: "saved -> now"} of the differences that are allowed.
+
+    Raises:
+        UserError: with all differences that are not allowed.
+    """
+    pairs = differing([facts.get(IDENTITY, now), now], absent="(not there)")
+    changes = {plain(name): " -> ".join(plain(str(value))[:80] for value in pair) for name, pair in sorted(pairs)}
+    refused = [name for name in changes if not any(f"{name}.".startswith(f"{prefix}.") for prefix in allowed)]
+    if refused:
+        listed = "".join(f"\n    {name}: {changes[name]}" for name in refused)
+        raise UserError(
+            f"this run is not the one that was saved:{listed}",
+            where=where,
+            fix=f"Undo the change, or allow it by name: runtime.checkpoint.allow_changes=[{', '.join(refused)}].",
+        )
+    return changes
+
+
+# ---- checksums ----
 
 
 def checksums(state: Mapping[str, PyTree]) -> Checksums:
@@ -99,8 +132,8 @@ def checksums(state: Mapping[str, PyTree]) -> Checksums:
 
 def leaves_by_path(state: Mapping[str, PyTree]) -> dict[str, Any]:
     """The leaves of trees by their dotted paths; a field of a tuple and the same key of a mapping are alike."""
-    found = jax.tree_util.tree_leaves_with_path(dict(state))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+    leaves = jax.tree_util.tree_leaves_with_path(dict(state))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 @jax.jit
@@ -111,7 +144,7 @@ def _sums(leaves: list[Array]) -> UInt32[Array, " N"]:
 def _checksum(array: Array) -> UInt32[Array, ""]:
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
-    size = min(array.dtype.itemsize, 4)  # of 8 bytes, two halves
+    size = min(array.dtype.itemsize, 4)  # an element of 8 bytes becomes two halves
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
     index = jnp.zeros(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):

@@ -1,27 +1,38 @@
-"""A folder at a URL, as fsspec reaches it: an object store such as S3 or Google's, or another machine's disk."""
+"""Copies of a training at a URL, made while it runs, for machines whose disks vanish with them.
+
+A step there has the files that Orbax wrote; its mark of completion is copied last. Arrays are verified by their
+checksums when they are restored.
+"""
 
 import contextlib
-import hashlib
-from collections.abc import Iterable, Iterator
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
+from affinage.checkpoint.metadata import METADATA
+from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
 from affinage.data.token_shards import errors_at, upload
 from affinage.errors import UserError, first_line
-from affinage.secrets import masked
 
-_PROBE = ".affinage"
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
+_COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
+_PROBE = ".affinage"
+# What belongs to this machine, or to this start.
+_NOT_COPIED = frozenset({"profile", "alive", "request.json", "manifest.json"})
 
 
-class RemoteError(Exception):
-    """What could not be read or written at a URL, and why, without secrets."""
+class RemoteError(UserError):
+    """What could not be read or written at a URL, and why."""
 
 
 class RemoteFolder:
-    """Files below a URL, by their path from there. Every method raises RemoteError if it fails."""
+    """Files below a URL, by their path from there, as fsspec reaches them. Every method raises RemoteError."""
 
     def __init__(self, url: str) -> None:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
@@ -31,27 +42,23 @@ class RemoteFolder:
         self._root = str(root).rstrip("/")
         self._makes_folders = not isinstance(self._filesystem, AsyncFileSystem)  # object stores have none
 
-    def __truediv__(self, name: str) -> "RemoteFolder":
-        return RemoteFolder(f"{self.url}/{name}")
-
     def sizes(self) -> dict[str, int]:
         """All files below, with their length in bytes; none if there is no such folder."""
         with self._failing("list", ""):
-            found, prefix = self._filesystem.find(self._root, detail=True), f"{self._root}/"
-            own = sorted((path.removeprefix(prefix), facts) for path, facts in found.items() if path.startswith(prefix))
-            return {name: int(facts.get("size") or 0) for name, facts in own}
+            files, prefix = self._filesystem.find(self._root, detail=True), f"{self._root}/"
+            return {path.removeprefix(prefix): int(facts["size"] or 0) for path, facts in sorted(files.items())}
 
     def read(self, name: str) -> bytes | None:
         """A small file; None if it is not there."""
         with self._failing("read", name), contextlib.suppress(FileNotFoundError):
-            return bytes(self._filesystem.cat_file(self._at(name)))
+            return bytes(self._filesystem.cat_file(f"{self._root}/{name}"))
         return None
 
     def write(self, name: str, contents: bytes) -> None:
         """Write a file of these bytes."""
         with self._failing("write", name):
             self._make_parent(name)
-            upload(self._filesystem, self._at(name), contents)
+            upload(self._filesystem, f"{self._root}/{name}", contents)
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there. Raises FileNotFoundError if it is gone here."""
@@ -60,51 +67,191 @@ class RemoteFolder:
             return
         with self._failing("write", name):
             self._make_parent(name)
-            self._filesystem.put_file(str(file), self._at(name))
+            self._filesystem.put_file(str(file), f"{self._root}/{name}")
 
     def get(self, name: str, file: Path) -> None:
         """Copy a file from there; its folder is made."""
         file.parent.mkdir(parents=True, exist_ok=True)
         with self._failing("read", name):
-            self._filesystem.get_file(self._at(name), str(file))
+            self._filesystem.get_file(f"{self._root}/{name}", str(file))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; those that are not there are no mistake."""
         for name in names:
             with self._failing("remove", name), contextlib.suppress(FileNotFoundError):
-                self._filesystem.rm_file(self._at(name))
-
-    def check(self) -> None:
-        """Write, read and remove a small file here."""
-        self.write(_PROBE, b"affinage")
-        if self.read(_PROBE) != b"affinage":
-            raise RemoteError(f"{masked(self.url)}: what was written there cannot be read again")
-        self.remove([_PROBE])
-
-    def _at(self, name: str) -> str:
-        return f"{self._root}/{name}"
+                self._filesystem.rm_file(f"{self._root}/{name}")
 
     def _make_parent(self, name: str) -> None:
         if self._makes_folders:
-            self._filesystem.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+            self._filesystem.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager
     def _failing(self, verb: str, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # each library has its own
-            what = f"cannot {verb} {self.url}/{name}: {type(error).__name__}: {first_line(error)}"
-            raise RemoteError(masked(what)) from None
+            what = f"cannot {verb} this: {type(error).__name__}: {first_line(error)}"
+            fix = "Is there a network, and may you read and write there? `--set runtime.remote=null` makes no copy."
+            raise RemoteError(what, where=f"{self.url}/{name}", fix=fix) from None
 
 
-@contextlib.contextmanager
-def reached(where: str, fix: str = "") -> Iterator[None]:
-    """Raise a RemoteError in here as a UserError."""
-    try:
-        yield
-    except RemoteError as error:
-        fix = f"Is there a network, and may you read and write there? {fix}".rstrip()
-        raise UserError(str(error), where=where, fix=fix) from error
+class Uploader:
+    """Copies checkpoints, and what else a training writes, to a URL in a thread of its own.
+
+    Steps that no rule keeps are removed there as they are here. While the place does not answer, the training
+    continues, and the copy is tried again after the next save.
+
+    Args:
+        url: of the training.
+        folder: of the training.
+        keep_last: how many of the newest steps stay there.
+        keep_every: steps at multiples of this stay forever; None for none.
+    """
+
+    def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
+        self.url, self.say = url, lambda line: print(line, flush=True)
+        self.in_use: frozenset[int] = frozenset()  # steps that must not be removed here while they are copied
+        self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
+        self._remote = RemoteFolder(url)
+        self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
+        self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
+
+    def start(self) -> None:
+        """Copy what is here. Raises RemoteError if the place cannot be written to."""
+        self._remote.write(_PROBE, b"affinage")
+        self._remote.remove([_PROBE])
+        self.saved()
+
+    def saved(self) -> None:
+        """Copy what is new, in the background."""
+        with self._lock:
+            self._requested = True
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="uploader", daemon=True).start()
+
+    def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
+        """Wait until everything is there, or an attempt has failed.
+
+        Args:
+            seconds_left: returns how long to wait, called several times a second; None: as long as it takes.
+
+        Returns:
+            "" if everything is there, otherwise why not.
+        """
+        self.saved()
+        while self._runs:
+            left = seconds_left()
+            if left is not None and left <= 0:
+                return "there was no time for it"
+            time.sleep(0.05)
+        return self._failure
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._runs, self._requested = self._requested, False
+                if not self._runs:
+                    return
+            try:
+                self._copy()
+                self._failure = ""
+            except Exception as error:
+                self._failure = first_line(error)
+                self.say(
+                    f"cannot copy to {self.url}: {self._failure}. The training continues; the next save tries again"
+                )
+
+    def _copy(self) -> None:
+        files = [path for path in self._folder.rglob("*") if path.is_file()]
+        # Marks of complete checkpoints, such as of frozen weights, come last.
+        for path in sorted(files, key=lambda path: path.name == COMMIT):
+            name = path.relative_to(self._folder).as_posix()
+            if name.partition("/")[0] not in (*_NOT_COPIED, CHECKPOINTS):
+                with contextlib.suppress(FileNotFoundError):  # a file that was renamed once it was complete
+                    facts = (path.stat().st_size, path.stat().st_mtime_ns)
+                    if self._sent.get(name) != facts:
+                        self._remote.put(path, name)
+                        self._sent[name] = facts
+        steps = complete_steps(self._folder / CHECKPOINTS)
+        for step in sorted(kept_steps(steps, 1, self._keep_every), reverse=True):
+            self.in_use = frozenset({step})
+            try:
+                self._copy_step(step)
+            except FileNotFoundError:  # removed before it was in use: there is a newer one
+                continue
+            finally:
+                self.in_use = frozenset()
+
+    def _copy_step(self, step: int) -> None:
+        folder, there = self._folder / CHECKPOINTS / str(step), f"{CHECKPOINTS}/{step}"
+        metadata = (folder / METADATA).read_bytes()
+        if self._sent.get(there) == metadata:
+            return
+        self._remote.remove([f"{there}/{COMMIT}"])  # of another state of this step, before a rollback
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.name == COMMIT):
+            self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
+        self._sent[there] = metadata
+        steps = _steps_in(self._remote.sizes())
+        complete = [step for step, files in steps.items() if _is_complete(step, files)]
+        for other in steps.keys() - kept_steps(complete, self._keep_last, self._keep_every):
+            self._remote.remove(sorted(steps[other], key=lambda name: not name.endswith(COMMIT)))
+
+
+def _steps_in(names: Iterable[str]) -> dict[int, list[str]]:
+    """{step: its files} of the checkpoints among the files of a training at a URL, oldest first."""
+    steps: dict[int, list[str]] = {}
+    for name in names:
+        folder, _, rest = name.partition("/")
+        step = rest.partition("/")[0]
+        if folder == CHECKPOINTS and step.isdecimal():
+            steps.setdefault(int(step), []).append(name)
+    return dict(sorted(steps.items()))
+
+
+def _is_complete(step: int, files: Iterable[str]) -> bool:
+    return {f"{CHECKPOINTS}/{step}/{name}" for name in (COMMIT, METADATA)} <= set(files)
+
+
+def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[int]:
+    """Copy a training from a URL into a folder: its newest checkpoints, as far as they are newer than those here.
+
+    Args:
+        url: that an `Uploader` of the training has written to.
+        folder: of the training.
+        say: prints a line.
+
+    Returns:
+        The steps that were copied, newest first.
+
+    Raises:
+        RemoteError: the place cannot be reached.
+    """
+    remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
+    names = [name for name in remote.sizes() if is_inside(name)]
+    steps = {step: files for step, files in _steps_in(names).items() if step > here and _is_complete(step, files)}
+    copied = sorted(steps, reverse=True)[:_COPIED_BACK]
+    for step in copied:
+        say(f"copying step {step:,} from {url}")
+        part, final = folder / CHECKPOINTS / f".{step}.part", folder / CHECKPOINTS / str(step)
+        shutil.rmtree(part, ignore_errors=True)
+        for name in steps[step]:
+            remote.get(name, part / name)
+        shutil.rmtree(final, ignore_errors=True)
+        (part / CHECKPOINTS / str(step)).rename(final)
+        shutil.rmtree(part)
+    for name in names if copied else ():
+        if name.partition("/")[0] not in (*_NOT_COPIED, CHECKPOINTS):
+            remote.get(name, folder / name)
+    return copied
+
+
+def forget(url: str) -> None:
+    """Remove the checkpoints at a URL: the training starts from the beginning. Raises RemoteError."""
+    remote = RemoteFolder(url)
+    names = [name for name in remote.sizes() if name.startswith(f"{CHECKPOINTS}/")]
+    remote.remove(["manifest.json", *sorted(names, key=lambda name: not name.endswith(COMMIT))])
 
 
 def is_inside(name: object) -> bool:
@@ -113,11 +260,3 @@ def is_inside(name: object) -> bool:
         return False
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
-
-
-def has_hash(path: Path, digest: str) -> bool:
-    """Whether there is a file with this SHA-256."""
-    if not path.is_file() or path.is_symlink():
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == digest

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from affinage.cli.options import RUNS, JsonOption, RunsOption, arg, find, opt, verbs
+from affinage.cli.options import RUNS, JsonOption, RunsOption, arg, find, verbs
 from affinage.cli.output import counted, emit, table, working
 from affinage.errors import UserError
 
@@ -50,29 +50,22 @@ def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonO
     from affinage.checkpoint.browse import arrays
 
     metadata = store.metadata(steps[-1])
-    facts = metadata.facts | {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
-    shown = {name: fact for name, fact in facts.items() if name != "settings"}  # those that decide are in `identity`
-    emit(facts if as_json else shown, as_json)
+    facts = {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
+    emit(metadata.facts | facts, as_json)
 
 
 @group.command()
 def diff(
-    one: CheckpointArgument,
-    other: CheckpointArgument,
-    numbers: Annotated[bool, opt("Read arrays that differ, to measure how far they are apart.", "--arrays")] = False,
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
+    one: CheckpointArgument, other: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
 ) -> None:
     """Compare two checkpoints: settings, data, versions, mesh, and arrays by their checksums.
 
-    Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
+    Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200
     """
-    (first, first_steps), (second, second_steps) = (_steps(name, runs) for name in (one, other))
+    chosen = [_steps(name, runs) for name in (one, other)]
     from affinage.checkpoint.browse import compare
 
-    with working("reading checkpoints"):
-        differences = compare((first, first_steps[-1]), (second, second_steps[-1]), numbers=numbers)
-    emit(differences, as_json)
+    emit(compare(*(store.metadata(steps[-1]) for store, steps in chosen)), as_json)
 
 
 @group.command()

@@ -71,7 +71,7 @@ def _tune(recipe: str, settings: PipelineOptions, show: int | None, data: str, t
     if folder is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
     with only_data_on_stdout(settings.as_json):
-        examples = show_examples(rows, Tokenizer.load(folder), show, documents=2 if training == "dpo" else 1)
+        examples = show_examples(rows, Tokenizer(folder), show, documents=2 if training == "dpo" else 1)
         for name, example in examples:
             screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
             screen().print(example, markup=False, highlight=False)

@@ -12,7 +12,6 @@ from affinage.config.yaml import parse
 
 POCKET_WORLD = "pocket-world"
 POCKET_BYTES = 3_000_000  # of the pocket world, where a recipe gives no size
-_DEFAULT_THRESHOLD = 0.8  # of language id
 _PLACE = ("path", "dataset", "config", "data_dir", "split", "revision")
 _SUFFIX = re.compile(
     r"\.(txt|md|markdown|jsonl|ndjson|parquet|warc|wet|xml)(\.(gz|zst|bz2|xz))?$|\.(gz|zst|bz2|xz)$", re.IGNORECASE
@@ -151,25 +150,13 @@ class FilterSettings(Settings):
     """split: cut long documents at the ends of paragraphs."""
     min_alnum_ratio: Share = 0.7
     """Share of letters and digits among non-space characters."""
-    language_threshold: Share | dict[str, Share] = _DEFAULT_THRESHOLD
-    """Probability of lid.176.ftz below which a document is removed; 0 turns language id off. A mapping has it by
-    language or source, and `default` for all others: {default: 0.8, fr: 0.7, wikipedia: 0.65}."""
+    language_threshold: Share = 0.8
+    """Probability of lid.176.ftz below which a document is removed; 0 turns language id off."""
+    mixed_languages: bool = False
+    """Add up the probabilities of the recipe's languages."""
     datatrove: dict[DatatroveName, dict[str, Any]] = {}
     """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
     {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""
-
-    @property
-    def identifies_languages(self) -> bool:
-        """Whether the language of any document is identified."""
-        least = self.language_threshold
-        return any(least.values()) or least.get("default") is None if isinstance(least, dict) else least > 0
-
-    def threshold_of(self, source: str, language: str = "") -> float:
-        """The language threshold of a document, by the name of its source, or else by its language."""
-        least = self.language_threshold
-        if not isinstance(least, dict):
-            return least
-        return next((least[key] for key in (source, language, "default") if key in least), _DEFAULT_THRESHOLD)
 
 
 class DedupSettings(Settings):

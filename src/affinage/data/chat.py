@@ -31,19 +31,16 @@ ROLES = ("system", "user", "assistant")
 REASONING = "reasoning_content"  # of a message: the thoughts before its content
 _WHERE = "chat_template"  # the setting that messages name
 _PROBE = "Zq7"  # a text that no template has of itself
-_THINK = "<think>"
-_TAIL = 40  # characters by which the end of a content is found
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
 _OPENING = "{{- bos_token -}}"  # of a ChatML template
 _START, _END = CONTROL_PIECES[IM_START], CONTROL_PIECES[IM_END]
 _RENDERING = threading.Lock()  # transformers' tracker of generation blocks serves one rendering at a time
-_NO_CLOCK = "{% set strftime_now = a_clock %}"  # which is undefined
+_NO_CLOCK = "{% set strftime_now = no_clock %}"  # which is undefined
 
-_NO_SYSTEM = "If it knows no system messages, set `system_prompt: ''` and leave them out of the conversations."
-_TURNS = "Many templates want the user to begin and the roles to alternate: leave out others with `on_error: skip`."
-_DATE = (
-    "There is no clock, because token shards must be the same tomorrow. Write the date into the first line of the "
-    "template: {% macro strftime_now(format) %}2026-01-31{% endmacro %}"
+_REFUSED = (
+    "Leave such conversations out with `on_error: skip`. Many templates want the user to begin and the roles to "
+    "alternate; for one without system messages set `system_prompt: ''`. One that writes the date needs it in its "
+    "first line: {% macro strftime_now(format) %}2026-01-31{% endmacro %}"
 )
 _MARK = (
     "Mark what the assistant says with {% generation %} and {% endgeneration %} in the template. One that reads "
@@ -52,12 +49,12 @@ _MARK = (
 
 
 class ChatTemplate:
-    """A Jinja template with the special tokens that it may name, {bos_token: its spelling, ...}."""
+    """A Jinja template of a tokenizer, whose special tokens it may name."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises UserError if the source is not Jinja."""
-        self.source = source
-        self.special_tokens = dict(special_tokens)
+    def __init__(self, source: str, tokenizer: "Tokenizer", special_tokens: Mapping[str, str] | None = None) -> None:
+        """Raises UserError if the source is not Jinja. `special_tokens` stand in for the tokenizer's."""
+        self.source, self.tokenizer = source, tokenizer
+        self.special_tokens = dict(tokenizer.special_tokens if special_tokens is None else special_tokens)
         self.marks_answers = _GENERATION.search(source) is not None
         self._rendered_source = _NO_CLOCK + source if "strftime_now" in source else source
         self._try(_talk("?"))
@@ -74,21 +71,20 @@ class ChatTemplate:
         render: Any = render_jinja_template  # its annotations do not know what it returns
         try:
             with _RENDERING:
-                texts, spans = render(
+                texts, blocks = render(
                     [[{key: message[key] for key in message if key != "train"} for message in messages]],
                     chat_template=self._rendered_source,
                     return_assistant_tokens_mask=self.marks_answers,
                     add_generation_prompt=add_generation_prompt,
                     **self.special_tokens,
                 )
-            return texts[0], [tuple(span) for span in spans[0]] if spans else []
-        except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
-            raise UserError(f"this is not a chat template: {error}", where=_WHERE) from error
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            roles = [message["role"] for message in messages]
-            fix = _DATE if "a_clock" in str(error) else _NO_SYSTEM if "system" in roles else _TURNS
-            what = f"the chat template refuses a conversation of {', '.join(roles)}: {error}"
-            raise UserError(what.replace("a_clock", "strftime_now"), where=_WHERE, fix=fix) from error
+            return texts[0], [tuple(block) for block in blocks[0]] if blocks else []
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+                RecursionError, MemoryError) as error:  # fmt: skip
+            roles = ", ".join(message["role"] for message in messages)
+            fix = "" if isinstance(error, jinja2.TemplateSyntaxError | RecursionError | MemoryError) else _REFUSED
+            what = f"the chat template refuses a conversation of {roles}: {error}"
+            raise UserError(what, where=_WHERE, fix=fix) from error
 
     def _try(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return `render`, or "" for a conversation that the template refuses, such as one without a system message."""
@@ -100,37 +96,58 @@ class ChatTemplate:
             return ""
 
     @cached_property
-    def asks_with_a_space(self) -> bool:
+    def prompt_ends_in_space(self) -> bool:
         """Whether the text by which the model is asked for an answer ends in a space, which may join the answer."""
         return self._try(_talk("?"), add_generation_prompt=True).endswith(" ")
 
     @cached_property
-    def is_stable(self) -> bool:
-        """Whether turns without reasoning are written the same whether or not others follow."""
-        talk = _talk(*(f"{n} {_PROBE}." for n in range(6)))
-        whole = self._try(talk)
-        parts = [self._try(talk[:n], add_generation_prompt=n % 2 == 1) for n in range(1, 6)]
-        return all(part and whole.startswith(part.rstrip()) for part in parts)
+    def writes_reasoning(self) -> bool:
+        """Whether the reasoning of a last answer is written."""
+        question, answer = _talk("?", "!")
+        return _PROBE in self._try([question, {**answer, REASONING: _PROBE}])
 
-    def end_of_answers(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
-        """Return the control token that ends an answer; nothing where the template has none."""
+    @cached_property
+    def turn(self) -> tuple[str, str, str, str, str] | None:
+        """What is written between a question and its answer, after an answer before a question, and after the last one.
+
+        Also what of this is trained: before and after the content of an answer. None where turns differ, or where one
+        is written otherwise once another follows.
+        """
+        talk = _talk(*(f"{number}{_PROBE}{number}" for number in range(6)))
+        try:
+            text, spans = _answer(self, talk, 5)
+        except UserError:
+            return None
+        parts = re.split("|".join(each["content"] for each in talk), text)
+        prefixes = [self._try(talk[:n], add_generation_prompt=n % 2 == 1) for n in range(1, 6)]
+        if len(parts) != 7 or not all(prefix and text.startswith(prefix.rstrip()) for prefix in prefixes):
+            return None
+        between, after, tail = parts[1], parts[2], parts[6]
+        opening, _, closing = text[spans[0][0] : spans[-1][1]].partition(talk[5]["content"])
+        alike = parts[3:6] == [between, after, between] and between.endswith(opening) and after.startswith(closing)
+        return (between, after, tail, opening, closing) if alike else None
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The control token that ends an answer; nothing where the template has none."""
         _, written, after = self._try(_talk("?", _PROBE)).rpartition(_PROBE)
-        controls = set(tokenizer.controls.values())
-        return tuple(id_ for id_ in tokenizer.encode_rendered(after)[0] if written and id_ in controls)[:1]
+        controls = set(self.tokenizer.controls.values())
+        return tuple(id_ for id_ in self.tokenizer.encode_rendered(after)[0] if written and id_ in controls)[:1]
 
-    def boundary_ids(self, tokenizer: "Tokenizer") -> Marks:
-        """Return the ids by which rows of its conversations are read: each is ended by a token that none of them holds.
+    @cached_property
+    def marks(self) -> Marks:
+        """The ids by which rows of its conversations are read: each is ended by a token that none of them holds.
 
         Raises UserError if the vocabulary has no control token but those that the template writes.
         """
-        talk = _talk("?", "!", "?", "!")
+        tokenizer, talk = self.tokenizer, _talk("?", "!", "?", "!")
         thoughtful = [{**message, REASONING: "?"} if number % 2 else message for number, message in enumerate(talk)]
         written = {id_ for each in (talk, thoughtful) for id_ in tokenizer.encode_rendered(self.render(each))[0]}
-        likely = [tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values()]
-        found = next((id_ for id_ in likely if id_ is not None and id_ not in written), None)
-        if found is None:
+        likely = (tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values())
+        end = next((id_ for id_ in likely if id_ is not None and id_ not in written), None)
+        if end is None:
             raise UserError("the vocabulary has no token that could stand between conversations", where=_WHERE)
-        return Marks(None, found, found if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad)
+        return Marks(None, end, end if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad)
 
 
 def _talk(*contents: str) -> list[Message]:
@@ -147,9 +164,8 @@ def check_messages(messages: Sequence[Message], *, where: str = "") -> None:
     for number, message in enumerate(messages, 1):
         role = message.get("role")
         if role not in ROLES:
-            raise UserError(
-                f"message {number} has the role {role!r}", where=where, fix=f"Roles are {', '.join(ROLES)}."
-            )
+            fix = f"Roles are {', '.join(ROLES)}."
+            raise UserError(f"message {number} has the role {role!r}", where=where, fix=fix)
         for name, text in (("content", message.get("content")), (REASONING, message.get(REASONING, ""))):
             if not isinstance(text, str):
                 raise UserError(f"the {name} of message {number} is not a text but {reprlib.repr(text)}", where=where)
@@ -169,20 +185,23 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message
 
     Tags of an assistant such as <think> are structure, but not in ChatML, which has none.
     """
-
-    found: list[Message] = []
+    safe: list[Message] = []
     for message in messages:
         tags = message["role"] == "assistant" and tokenizer.template is not None
         texts = {key: tokenizer.guard(message[key], tags=tags) for key in ("content", REASONING) if key in message}
-        found.append({**message, **texts})
-    return found
+        safe.append({**message, **texts})
+    return safe
 
 
-def write_conversation(
+def encode_conversation(
     messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> list[Written]:
-    """Return a conversation, guarded, as texts, and the parts of each that are trained: see `encode_conversation`.
+) -> list[Encoded]:
+    """Return the tokens of a conversation, and which of them are trained on.
 
+    In the tokenizer's template, which may make several texts of one conversation: see `_write_answers`. Or in ChatML,
+    what a text begins with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`. Trained are
+    the assistant's content and the token that ends it, from the message `trained_from` on, but for messages with
+    `train: False`. ChatML has no place for reasoning.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
@@ -195,34 +214,9 @@ def write_conversation(
     ]
     safe = guarded(prompted, tokenizer)
     if tokenizer.template is not None:
-        return write_turns(tokenizer.template, safe, trained, tokenizer)
-    _ = tokenizer.chat_ids  # raises where there are none
-    text, spans = "", []
-    for number, message in enumerate(safe):
-        text += f"{_START}{message['role']}\n"
-        begin = len(text)
-        text += message["content"] + _END
-        if number in trained:
-            spans.append((begin, len(text)))
-        text += "\n"
-    return [(text, spans)]
-
-
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> list[Encoded]:
-    """Return the tokens of a conversation, and which of them are trained on.
-
-    In the tokenizer's template, which may make several texts of one conversation: see `write_turns`. Or in ChatML,
-    what a text begins with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`. Trained are
-    the assistant's content and the token that ends it, from the message `trained_from` on, but for messages with
-    `train: False`. ChatML has no place for reasoning: see `drops_reasoning`.
-    Raises UserError as `write_conversation` does.
-    """
-    written = write_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
-    encoded = [tokenizer.encode_rendered(text, spans) for text, spans in written]
-    opening = list(tokenizer.opening) if tokenizer.template is None else []
-    return [([*opening, *ids], [False] * len(opening) + trained) for ids, trained in encoded]
+        return [tokenizer.encode_rendered(*written) for written in _write_answers(tokenizer.template, safe, trained)]
+    ids, mask = tokenizer.encode_rendered(*_write_chatml(safe, trained, tokenizer))
+    return [([*tokenizer.opening, *ids], [False] * len(tokenizer.opening) + mask)]
 
 
 def encode_documents(
@@ -238,12 +232,12 @@ def encode_documents(
 
 def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
     """Return the tokens of the conversation so far, and of ChatML `<|im_start|>assistant\\n`: the answer follows."""
-    if tokenizer.template is None:
-        [(text, _)] = write_conversation(messages, tokenizer, system_prompt)
-        return [*tokenizer.opening, *tokenizer.encode_rendered(f"{text}{_START}assistant\n")[0]]
     check_messages(messages)
-    prompted = guarded(with_system_prompt(messages, system_prompt), tokenizer)
-    return tokenizer.encode_rendered(tokenizer.template.render(prompted, add_generation_prompt=True))[0]
+    safe = guarded(with_system_prompt(messages, system_prompt), tokenizer)
+    if tokenizer.template is not None:
+        return tokenizer.encode_rendered(tokenizer.template.render(safe, add_generation_prompt=True))[0]
+    text, _ = _write_chatml(safe, (), tokenizer)
+    return [*tokenizer.opening, *tokenizer.encode_rendered(f"{text}{_START}assistant\n")[0]]
 
 
 def unstopped_answers(tokens: Sequence[int], trained: Sequence[bool], stops: Sequence[int]) -> int:
@@ -253,31 +247,28 @@ def unstopped_answers(tokens: Sequence[int], trained: Sequence[bool], stops: Seq
     return int(np.count_nonzero(before[ends] == before[begins]))
 
 
-def drops_reasoning(
-    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> bool:
-    """Return whether some reasoning is in none of the texts of `write_conversation`; raise UserError as it does."""
-    reasoning = [thought for message in messages if (thought := message.get(REASONING, "").strip())]
-    if not reasoning:
-        return False
-    written = write_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
-    texts = [tokenizer.unguard(text) for text, _ in written]
-    return any(all(one not in text for text in texts) for one in reasoning)
+def drops_reasoning(messages: Sequence[Message], tokenizer: "Tokenizer") -> bool:
+    """Return whether messages have reasoning beside their content that is not written."""
+    writes = tokenizer.template is not None and tokenizer.template.writes_reasoning
+    return not writes and any(message.get(REASONING, "").strip() for message in messages)
 
 
-def cut_document(tokens: list[int], trained: list[bool], length: int, marks: Marks) -> Encoded:
-    """Cut a document at its end to `length` tokens, but for the one that keeps it apart from the next document."""
-    if len(tokens) <= length or marks.begin is not None:
-        return tokens[:length], trained[:length]
-    return [*tokens[: length - 1], marks.end], [*trained[: length - 1], False]
+# ---- answers in a text ----
 
 
-# ---- answers in a template ----
+def _write_chatml(messages: Sequence[Message], trained: Sequence[int], tokenizer: "Tokenizer") -> Written:
+    tokenizer.require_chat_tokens()
+    text, spans = "", []
+    for number, message in enumerate(messages):
+        text += f"{_START}{message['role']}\n"
+        begin = len(text)
+        text += message["content"] + _END
+        spans += [(begin, len(text))] if number in trained else []
+        text += "\n"
+    return text, spans
 
 
-def write_turns(
-    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], tokenizer: "Tokenizer"
-) -> list[Written]:
+def _write_answers(template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int]) -> list[Written]:
     """Return a conversation as texts, and the parts of each that are the answers of the messages `trained`.
 
     Those are the {% generation %} blocks where the template has such. Otherwise what an answer adds to the text by
@@ -290,46 +281,39 @@ def write_turns(
     Raises UserError for a template that does not write an answer, or asks for it with a text that does not begin it.
     """
     text, blocks = template.render_blocks(messages)
-    if not trained:
-        return [(text, [])]
-    if (spans := _spans_at_once(template, messages, trained, text, blocks, tokenizer)) is not None:
+    spans = _spans_at_once(template, messages, trained, text, blocks) if trained else []
+    if spans is not None:
         return [(text, spans)]
-    left = [_answer(template, messages, number, tokenizer) for number in trained]  # the text up to each, and its parts
-    found: list[Written] = []
-    while left:
-        here = [answer for answer in left if text.startswith(answer[0][: answer[1][-1][1]])]
-        if here:
-            found.append((text, [span for _, spans in here for span in spans]))
-        left = [answer for answer in left if answer not in here]
-        text = left[-1][0] if left else ""
-    return found[::-1]
+    answers = [_answer(template, messages, number) for number in trained]  # the text up to each, and its parts
+    texts: list[Written] = []
+    while answers:
+        here = [answer for answer in answers if text.startswith(answer[0][: answer[1][-1][1]])]
+        texts += [(text, [span for _, spans in here for span in spans])] if here else []
+        answers = [answer for answer in answers if answer not in here]
+        text = answers[-1][0] if answers else ""
+    return texts[::-1]
 
 
 def _spans_at_once(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    trained: Sequence[int],
-    text: str,
-    blocks: Sequence[Span],
-    tokenizer: "Tokenizer",
+    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str, blocks: Sequence[Span]
 ) -> list[Span] | None:
     """Return the answers of a conversation whose every turn has the same form, in time linear in its turns.
 
     None where they cannot be found so: then each answer is found in its own conversation.
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if any(REASONING in message or "think>" in message["content"] for message in messages):
+    if any(REASONING in message or "think>" in message["content"] for message in messages) or template.turn is None:
         return None
-    if template.marks_answers and template.is_stable:
+    if template.marks_answers:
         if len(blocks) != len(answers):
             return None
         for number, (start, end) in zip(answers, blocks, strict=True):
             _check_written(messages[number], number, text[start:end])
-        return [blocks[answers.index(number)] for number in trained]
+        return [block for number, block in zip(answers, blocks, strict=True) if number in trained]
     talk = messages[messages[0]["role"] == "system" :]
-    if (form := tokenizer.turn_form) is None or [each["role"] for each in talk] != ["user", "assistant"] * len(answers):
+    if [each["role"] for each in talk] != ["user", "assistant"] * len(answers):
         return None
-    between, after, tail, opening, closing = form
+    between, after, tail, opening, closing = template.turn
     for contents in ([each["content"] for each in talk], [each["content"].strip() for each in talk]):  # some strip them
         seams = [between, after] * (len(answers) - 1) + [between, tail]
         parts = [part for pair in zip(contents, seams, strict=True) for part in pair]
@@ -340,42 +324,23 @@ def _spans_at_once(
     return None
 
 
-def turn_form(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[str, str, str, str, str] | None:
-    """Return what a template writes between a question and its answer, after an answer before a question, and at last.
-
-    Also what of this is trained: before and after the content of an answer. None where turns differ.
-    """
-    talk = _talk(*(f"{n}{_PROBE}{n}" for n in range(4)))
-    try:
-        text, spans = _answer(template, talk, 3, tokenizer)
-    except UserError:
-        return None
-    parts = re.split("|".join(str(message["content"]) for message in talk), text)
-    if len(parts) != 5 or parts[1] != parts[3] or not template.is_stable:
-        return None
-    start = len(text) - len(parts[4])
-    opening = text[spans[0][0] : start - len(str(talk[3]["content"]))]
-    closing = text[start : spans[0][1]]
-    alike = parts[1].endswith(opening) and parts[2].startswith(closing)
-    return (parts[1], parts[2], parts[4], opening, closing) if alike else None
-
-
-def _answer(template: ChatTemplate, messages: Sequence[Message], number: int, tokenizer: "Tokenizer") -> Written:
+def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) -> Written:
     """Return the text up to the answer `number`, and its own blocks or what it adds to the text that asks for it."""
     text, blocks = template.render_blocks(messages[: number + 1])
     if template.marks_answers:
-        begin = _common(template.render(messages[:number]), text) if number else 0
+        before = template.render(messages[:number]) if number else ""
+        begin = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text)))
         spans = [block for block in blocks if block[0] >= begin]
         earlier = sum(message["role"] == "assistant" for message in messages[:number])
         if not spans or len(blocks) - len(spans) < earlier:
-            what = f"{len(blocks)} generation blocks for {earlier + 1} answers, and message {number + 1} has none"
-            raise UserError(f"the chat template has {what} that is its own", where=_WHERE)
+            raise UserError(f"the chat template has no generation block for message {number + 1}", where=_WHERE)
     else:
         before = template.render(messages[:number], add_generation_prompt=True)
         begin = len(before)
         if not text.startswith(before):
-            text = before + _continuation(template, messages[: number + 1], before)
-        spans = [(begin, begin + _turn_end(text[begin:], messages[number]["content"], tokenizer))]
+            what = f"the chat template asks for message {number + 1} with another text than it writes before it"
+            raise UserError(f"{what}: what the model would have said is a guess", where=_WHERE, fix=_MARK)
+        spans = [(begin, begin + _turn_end(text[begin:], template.tokenizer))]
     _check_written(messages[number], number, text[begin:])
     return text, spans
 
@@ -383,59 +348,24 @@ def _answer(template: ChatTemplate, messages: Sequence[Message], number: int, to
 def _check_written(message: Message, number: int, text: str) -> None:
     words = message["content"].split()
     if words and words[-1] not in text:
-        raise UserError(
-            f"the chat template does not write what message {number + 1} says",
-            where=_WHERE,
-            fix="Some want messages that are lists of texts and pictures; take one for texts.",
-        )
+        fix = "Some want messages that are lists of texts and pictures; take one for texts."
+        raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
 
 
-def _turn_end(said: str, content: str, tokenizer: "Tokenizer") -> int:
-    """Return where the turn ends: after the first control tokens that follow the content and nothing else follows.
+def _turn_end(answer: str, tokenizer: "Tokenizer") -> int:
+    """Return where the turn ends: after the first of the control tokens that nothing but others and space follows.
 
     Some templates write an end of the text after them. All of it is the turn where no such end is found.
     """
-    closing: list[Span] = []  # after which nothing stands but others of these and white space
-    for _, start, end in reversed(tokenizer.control_spans(said)):
-        if said[end : closing[0][0] if closing else len(said)].strip():
+    closing: list[Span] = []
+    for _, start, end in reversed(tokenizer.control_spans(answer)):
+        if answer[end : closing[0][0] if closing else len(answer)].strip():
             break
         closing.insert(0, (start, end))
-    if not closing or content.rstrip()[-_TAIL:] not in said[: closing[0][0]]:
-        return len(said)
-    end = closing[0][0]
+    end = closing[0][0] if closing else len(answer)
     for start, stop in closing:
         end = stop if start == end else end
     return end
-
-
-def _common(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _continuation(template: ChatTemplate, messages: Sequence[Message], before: str) -> str:
-    """Return how the model completes the last message after a text that begins the answer for it, with its end.
-
-    Such a text is `<think>`, where the template writes no reasoning of answers that are given. Reasoning beside the
-    content then stands before it as it does in DeepSeek R1's answers.
-    """
-    *earlier, answer = messages
-    written = template.render([*earlier, {**answer, "content": _PROBE}])
-    begun = before[_common(before, written) :]
-    content, opening, thought = answer["content"].lstrip(), begun.strip(), answer.get(REASONING, "").strip()
-    if opening == _THINK and thought and thought not in written and not content.startswith(opening):
-        content = f"{_THINK}\n{thought}\n</think>\n\n{content}"
-    probe = written.rfind(_PROBE)
-    if probe < 0 or not opening or not content.startswith(opening):
-        wanted = f", and it does not begin with {opening!r}" if opening else ""
-        raise UserError(
-            f"the chat template asks for message {len(messages)} with another text than it writes before it{wanted}: "
-            "what the model would have said is a guess",
-            where=_WHERE,
-            fix=_MARK,
-        )
-    space = begun[len(begun.rstrip()) :]
-    return content.removeprefix(opening).removeprefix(space) + written[probe + len(_PROBE) :]
 
 
 # ---- ChatML as a template ----
@@ -463,14 +393,9 @@ def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
 
 def system_prompt_in(template: str) -> str | None:
     """Return the system prompt with which `chat_template` makes this template; None if it makes no such template."""
-    found = re.search(r"system\\n' \+ (\"(?:[^\"\\]|\\.)*\") \+", template)
+    match = re.search(r"system\\n' \+ (\"(?:[^\"\\]|\\.)*\") \+", template)
     try:
-        system_prompt: str = json.loads(found[1]) if found else ""
+        system_prompt: str = json.loads(match[1]) if match else ""
     except ValueError:
         return None  # it only looks like ChatML of this program
     return system_prompt if template in (chat_template(system_prompt, opened=o) for o in (True, False)) else None
-
-
-def opens(template: str) -> bool:
-    """Return whether it is a template of `chat_template` that begins a conversation with the bos_token."""
-    return system_prompt_in(template) is not None and template.startswith(_OPENING)

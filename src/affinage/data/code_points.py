@@ -1,19 +1,28 @@
-"""What each Unicode code point is to the text kernels, as tables that a kernel indexes by code point."""
+"""Compilation of the text kernels, and what each Unicode code point is to them, as tables indexed by code point."""
 
 import unicodedata
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numba import njit
 
-from affinage.data.compiled import Array, kernel
-
+Array = np.ndarray
 CODE_POINTS = 0x110000
 SEPARATOR, BLANK, WORD, SINGLE = 0, 1, 2, 3  # classes of `word_table`, in its upper 8 bits
 _ALPHANUMERIC, _SKIPPED = 1, 2  # bits of `_count_table`
 
 _SCANNED = [*range(0x20000), *range(0x2F800, 0x2FA20), *range(0xE0000, 0xE01F0)]  # where marks and signs are
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function with numba, without the GIL; the machine code is cached where a cache can be written."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
+        return njit(nogil=True)(function)
 
 
 @cache

@@ -23,7 +23,7 @@ class DatatroveFilters:
         self._filters = {name: own for name, own in settings.items() if name.endswith("Filter")}
         self._formatters = [_make(name, "en", own) for name, own in settings.items() if name.endswith("Formatter")]
         self.has_formatters = bool(self._formatters)
-        self._made: dict[str, list[tuple[str, Any]]] = {}  # by language
+        self._by_language: dict[str, list[tuple[str, Any]]] = {}
         self._of("en")  # a mistake in the arguments is reported before the work
 
     def format(self, text: str) -> str:
@@ -37,16 +37,16 @@ class DatatroveFilters:
         from datatrove.data import Document
 
         for name, step in self._of(language):
-            found = step.filter(Document(text=text, id=""))
-            passes, reason = found if isinstance(found, tuple) else (found, "removed")
+            result = step.filter(Document(text=text, id=""))
+            passes, reason = result if isinstance(result, tuple) else (result, "removed")
             if not passes:
                 return f"{name}: {reason}", ""
         return None
 
     def _of(self, language: str) -> list[tuple[str, Any]]:
-        if language not in self._made:
-            self._made[language] = [(name, _make(name, language, own)) for name, own in self._filters.items()]
-        return self._made[language]
+        if language not in self._by_language:
+            self._by_language[language] = [(name, _make(name, language, own)) for name, own in self._filters.items()]
+        return self._by_language[language]
 
 
 def _make(name: str, language: str, arguments: Mapping[str, Any]) -> Any:

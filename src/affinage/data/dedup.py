@@ -25,8 +25,7 @@ import pyarrow.compute as pc
 from pyarrow import feather
 
 from affinage.config.data import DedupSettings
-from affinage.data.code_points import text_buffers
-from affinage.data.compiled import Array, kernel
+from affinage.data.code_points import Array, kernel, text_buffers
 from affinage.data.documents import document_files, row_groups, write_table
 from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
 from affinage.data.minhash import jaccard, shingle_sets, sign

@@ -18,8 +18,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int64, UInt
 
-from affinage.data.code_points import CODE_POINTS, decode, letters_table, text_buffers
-from affinage.data.compiled import kernel
+from affinage.data.code_points import CODE_POINTS, decode, kernel, letters_table, text_buffers
 
 # Classes of characters by which texts are cut into words.
 OTHER, LETTER, SPACE, ALONE = 0, 1, 2, 3  # ALONE: newline and tab, tokens of their own that never join

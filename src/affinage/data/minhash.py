@@ -7,8 +7,7 @@ row, or of all words of a shorter text. Hashes have 64 bits and are stored in sc
 import numpy as np
 import pyarrow as pa
 
-from affinage.data.code_points import BLANK, SINGLE, WORD, decode, text_buffers, word_table
-from affinage.data.compiled import Array, kernel
+from affinage.data.code_points import BLANK, SINGLE, WORD, Array, decode, kernel, text_buffers, word_table
 
 _SEED = 0x5851F42D4C957F2D
 _PRIME = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio's, odd

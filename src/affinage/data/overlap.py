@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, search_texts
-from affinage.data.code_points import text_buffers, word_table
-from affinage.data.compiled import Array, kernel
+from affinage.data.code_points import Array, kernel, text_buffers, word_table
 from affinage.data.foreign_json import encodable
 from affinage.data.minhash import hash_words, longest_text, mix
 from affinage.data.repair import repair
@@ -184,4 +183,4 @@ def _changes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 def normalized(texts: Sequence[str]) -> pa.Array:
     """Texts from anywhere in the form in which they are searched."""
-    return repair(pa.array([encodable(text) for text in texts], pa.string())).text
+    return repair(pa.array([encodable(text) for text in texts], pa.string()))

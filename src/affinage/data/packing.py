@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from affinage.data.compiled import kernel
+from affinage.data.code_points import kernel
 
 PIECES_PER_WINDOW = 1_000_000  # among which best fit looks for company; more would gain nothing
 

@@ -2,15 +2,11 @@
 
 import re
 import unicodedata
-from dataclasses import dataclass
 
 import ftfy
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from ftfy.fixes import fix_c1_controls
-
-from affinage.data.code_points import count_characters
 
 _UNSEEN = (0xAD, 0x200B, 0x200E, 0x200F, *range(0x202A, 0x202F), 0x2060, *range(0x2066, 0x206A), 0xFEFF)
 _NO_CHARACTERS = [plane * 0x10000 + low for plane in range(17) for low in (0xFFFE, 0xFFFF)]
@@ -28,26 +24,15 @@ _MISREAD = "[ÂÃâðÎÏÐÑ][\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ�
 _SPECIAL = _MISREAD + "|[" + "".join(rf"\x{{{point:x}}}" for point in (*_REPLACED, 0x200C, 0x200D)) + "]"
 
 
-@dataclass(frozen=True)
-class Repaired:
-    """Repaired texts and int64 [N] each: characters, those that count (no spaces, no marks), letters and digits."""
-
-    text: pa.Array
-    characters: np.ndarray
-    counted: np.ndarray
-    alphanumeric: np.ndarray
-
-
-def repair(text: pa.Array) -> Repaired:
+def repair(text: pa.Array) -> pa.Array:
     """Repair a batch of texts.
 
     Text that was decoded with the wrong encoding is decoded again (ftfy), control characters, zero-width characters
     and byte order marks go, line ends become \\n, U+2581 becomes _, and the result is in Unicode's normal form C.
     """
     special = pc.match_substring_regex(text, _SPECIAL).to_pylist()
-    texts = [_repair(one) if odd else unicodedata.normalize("NFC", one) for one, odd in zip(text.to_pylist(), special)]
-    repaired = pa.array(texts, pa.string())
-    return Repaired(repaired, *count_characters(repaired))
+    pairs = zip(text.to_pylist(), special)
+    return pa.array([_repair(each) if odd else unicodedata.normalize("NFC", each) for each, odd in pairs], pa.string())
 
 
 def _repair(text: str) -> str:

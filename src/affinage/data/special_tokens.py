@@ -1,6 +1,6 @@
-"""The ten ids that every tokenizer of affinage begins with, and what gives rows their structure in any tokenizer."""
+"""The ten ids that every tokenizer of affinage begins with, and the ids that divide rows of any tokenizer."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PAD, UNK, BOS, EOS, CODE, ENDCODE, IM_START, IM_END, NEWLINE, TAB = range(10)
 
@@ -10,18 +10,11 @@ CONTROL_PIECES = ("<pad>", "<unk>", "<s>", "</s>", "<|code|>", "<|endcode|>", "<
 # segment equal to encoding it whole, because every segment of ChatML begins or ends at a newline or a control token.
 FIXED_PIECES = (*CONTROL_PIECES, "\n", "\t")
 
-# What stands in a document's `language` if it is source code: its tokens are wrapped in <|code|> and <|endcode|>. Only
-# a source's settings give it; what a document says of itself never does.
+# The `language` of source code, which is wrapped in <|code|> and <|endcode|>. Only a source's settings give it.
 CODE_LANGUAGE = "code"
 
 
-def frame(language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids before and after the tokens of a document: `<s>` and `</s>`, around source code its own pair as well."""
-    return ((BOS, CODE), (ENDCODE, EOS)) if language == CODE_LANGUAGE else ((BOS,), (EOS,))
-
-
-@dataclass(frozen=True)
-class Marks:
+class Marks(NamedTuple):
     """The ids that rows are read by. A segment begins with `begin`, and after `end`."""
 
     begin: int | None  # None: the tokenizer puts nothing before a text

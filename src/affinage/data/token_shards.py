@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -215,7 +215,7 @@ def write_facts(folder: Path, facts: dict[str, Any], marks: Marks = MARKS) -> di
 
     With `facts["url"]` a copy of it goes there.
     """
-    facts = facts | ({} if marks == MARKS else {"marks": asdict(marks)})
+    facts = facts | ({} if marks == MARKS else {"marks": marks._asdict()})
     write_json(folder / FACTS, facts)
     if url := facts.get("url", ""):
         patient(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)

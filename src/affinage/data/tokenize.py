@@ -179,7 +179,7 @@ def _plan(
 
 @lru_cache(maxsize=1)
 def _loaded(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder)
+    return Tokenizer(folder)
 
 
 def write_documents(task: ShardTask) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Text to token ids and back, by a tokenizer.json: one of affinage's, whose first ten ids are fixed, or of any model.
 
-No text ever becomes a control token. The library matches control tokens in text before anything else, so here each of
-them is renamed to a spelling that no text has (`_renamed`). What a chat template writes gets its control tokens by
-`encode_rendered`, and what a message says is guarded from that by `guard`.
+No text ever becomes a control token. The library matches control tokens in text before anything else, so each of them
+is renamed here to a spelling that no text has (`_renamed`). What a chat template writes gets its control tokens by
+`encode_rendered`; `guard` protects the messages in it.
 """
 
 import json
@@ -10,7 +10,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,15 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 
 from affinage.data.atomic import write_atomically, write_json
-from affinage.data.chat import ChatTemplate, opens, turn_form
+from affinage.data.chat import ChatTemplate
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.foreign_json import encodable, read_object
 from affinage.data.special_tokens import (
     BOS,
+    CODE,
+    CODE_LANGUAGE,
     CONTROL_PIECES,
+    ENDCODE,
     EOS,
     FIXED_PIECES,
     IM_END,
@@ -34,7 +36,6 @@ from affinage.data.special_tokens import (
     PAD,
     UNK,
     Marks,
-    frame,
 )
 from affinage.errors import UserError
 
@@ -44,8 +45,8 @@ TEMPLATE = "chat_template.jinja"  # where transformers 5 writes it
 _GENERATION = "generation_config.json"
 _COPIED = (FILE, CONFIG, "special_tokens_map.json", TEMPLATE, "tokenizer.model")
 
-REPLACEMENT = "\ufffd"  # what decoding gives for bytes and ids that are no text
-_SPACE = "\u2581"  # how pieces spell a space
+REPLACEMENT = "\ufffd"  # what decoding returns for bytes and ids that are no text
+SPACE = "\u2581"  # how pieces spell a space
 _MARK, _GUARD = "\U0010fffe", "\U0010ffff"  # noncharacters: no text has them after `_plain`
 _MARKUP = re.compile(r"[<>\[\]|｜]")  # what an added token that is not special has if it is more than a word
 _TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant itself writes
@@ -62,62 +63,61 @@ class Tokenizer:
     the tokenizer itself puts before a text, the text, and its end-of-text token.
     """
 
-    template: ChatTemplate | None = None  # in which conversations are written; None: ChatML
-
     def __init__(self, folder: Path | str) -> None:
         """Read the tokenizer in a folder. Raises UserError if there is none."""
         self.folder = Path(folder)
+        self.template: ChatTemplate | None = None  # in which conversations are written; None: ChatML
         if not (self.folder / FILE).is_file():
-            fix = "A tokenizer's folder holds tokenizer.json; transformers makes it of others' files:\n"
+            fix = "A tokenizer's folder holds tokenizer.json; transformers converts other files:\n"
             fix += "  AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             raise UserError("there is no tokenizer here", where=str(self.folder), fix=fix)
-        self._config: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", CONFIG):
-            if (self.folder / name).is_file():
-                named = read_object(self.folder / name)
-                self._config |= {key: value for key, value in named.items() if value is not None}
         state = read_object(self.folder / FILE)
         try:
             self._build(state)
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"this is not a tokenizer: {error}", where=str(self.folder / FILE)) from error
-
-    @classmethod
-    def load(cls, folder: Path | str) -> "Tokenizer":
-        """Return the tokenizer in a folder. Raises UserError if there is none."""
-        return cls(folder)
+        self.special_tokens = self._named_tokens()
+        """Spellings of the tokens that a chat template may name, such as `bos_token`."""
 
     def _build(self, state: dict[str, Any]) -> None:
         added, model = {token["content"]: token for token in state.get("added_tokens", ())}, state["model"]
         vocab = model["vocab"]
-        ids = dict(vocab) if isinstance(vocab, dict) else {piece: at for at, (piece, _) in enumerate(vocab)}
+        ids = dict(vocab) if isinstance(vocab, dict) else {piece: id_ for id_, (piece, _) in enumerate(vocab)}
         ids |= {content: token["id"] for content, token in added.items()}
-        controls = {
-            content: token
+        controls = [
+            content
             for content, token in added.items()
             if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
-        }
+        ]
         self.controls = {content: ids[content] for content in sorted(controls, key=ids.__getitem__)}
-        self._special = frozenset(ids[content] for content, token in controls.items() if token["special"])
+        self._special = frozenset(ids[content] for content in controls if added[content]["special"])
         self._pieces = {id_: piece for piece, id_ in ids.items()}
         self.vocabulary = 1 + max(ids.values())
-        self.fixed_ids = [self._pieces.get(at) for at in range(10)] == list(FIXED_PIECES)
+        self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
         self.kind = "hub" if not self.fixed_ids else "bpe" if model.get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
-        # Where a normalizer decides what spells a token, the library finds them; otherwise looking up is faster.
-        normalized = state.get("normalizer") and any(token["normalized"] for token in controls.values())
-        finds = normalized or any(token["single_word"] for token in controls.values())
-        self._finder = FastTokenizer.from_str(json.dumps(_finder(state, controls))) if finds else None
-        self._found = [-1, *(ids[content] for content in controls)]  # ids by those of the finder
+        # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
         prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
-        self._lengths = {  # of the control tokens that may follow a prefix, the longest first
+        self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
+        self._lengths = {
             prefix: sorted({len(c) for c in controls if c[:3] == prefix or prefix.startswith(c)}, reverse=True)
             for prefix in prefixes
         }
-        self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
-        pieces = {piece.replace(_SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
+        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
         self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
+
+    def _named_tokens(self) -> dict[str, str]:
+        if self.fixed_ids:
+            named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
+            return {name: CONTROL_PIECES[token] for name, token in named.items()}
+        config: dict[str, Any] = {}
+        for file in (self.folder / "special_tokens_map.json", self.folder / CONFIG):
+            if file.is_file():
+                config |= {name: token for name, token in read_object(file).items() if token is not None}
+        spelled = {name: config.get(name) for name in _NAMED}
+        spelled = {name: token.get("content") if isinstance(token, dict) else token for name, token in spelled.items()}
+        return {name: token for name, token in spelled.items() if isinstance(token, str)}
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
@@ -129,83 +129,63 @@ class Tokenizer:
 
     def use_template(self, source: str | None) -> None:
         """Write conversations in this Jinja template; in ChatML if None. Raises UserError if it is not one."""
-        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
-        for name in ("stops", "conversation_marks", "turn_form"):
-            self.__dict__.pop(name, None)
+        self.template = None if source is None else ChatTemplate(source, self)
 
     # ---- special ids ----
 
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """Spellings of the tokens that a chat template may name."""
-        if self.fixed_ids:
-            named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
-            return {name: CONTROL_PIECES[token] for name, token in named.items()}
-        return {name: spelled for name in _NAMED if (spelled := self._spelling(name)) is not None}
-
-    def _spelling(self, name: str) -> str | None:
-        token = self._config.get(name)
-        spelled = token.get("content") if isinstance(token, dict) else token
-        return spelled if isinstance(spelled, str) else None
+    def id_of(self, piece: str) -> int | None:
+        """Return the id of a piece or a control token, None if the vocabulary lacks it."""
+        id_: int | None = self.controls.get(piece, self._fast.token_to_id(piece))
+        return id_
 
     def _named(self, name: str) -> int | None:
-        spelled = self._spelling(name)
-        return None if spelled is None else self._id_of(spelled)
-
-    def _id_of(self, piece: str) -> int | None:
-        found = self.controls.get(piece)
-        return self._fast.token_to_id(piece) if found is None else found
+        return self.id_of(self.special_tokens.get(name, ""))
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
-        """Ids that a text begins with: <s>; what another tokenizer itself puts before a text.
-
-        Its bos_token also where only a chat template of ours says so: tokenizer.json does not, as `encode` adds none.
-        """
+        """Ids that a text begins with: <s>; what another tokenizer itself puts before a text."""
         if self.fixed_ids:
             return (BOS,)
-        plain = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
-        whole = self._fast.encode(_ANCHOR).ids
-        before = tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
-        begin = self._named("bos_token")
-        return (begin,) if not before and begin is not None and opens(template_in(self.folder) or "") else before
+        plain: list[int] = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
+        whole: list[int] = self._fast.encode(_ANCHOR).ids
+        return tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
 
     @property
     def bos(self) -> int:
         """The id that stands for an empty context: that of <s>, or else of the end of a text."""
-        named = BOS if self.fixed_ids else self._named("bos_token")
-        return self.eos if named is None else named
+        begin = self._named("bos_token")
+        return self.eos if begin is None else begin
 
     @property
     def eos(self) -> int:
         """The id that ends a text. Raises UserError if the tokenizer names none."""
         # GPT-2's configuration leaves it to the class.
-        named = EOS if self.fixed_ids else self._id_of(self._spelling("eos_token") or "<|endoftext|>")
-        if named is None:
+        end = EOS if self.fixed_ids else self.id_of(self.special_tokens.get("eos_token", "<|endoftext|>"))
+        if end is None:
             raise UserError("this tokenizer names no eos_token", where=str(self.folder / CONFIG))
-        return named
+        return end
 
     @property
     def pad(self) -> int | None:
         """The id that fills rows up, if there is one for it."""
-        return PAD if self.fixed_ids else self._named("pad_token")
+        return self._named("pad_token")
 
     @cached_property
     def _configured_stops(self) -> tuple[int, ...]:
         """The eos_token_id, one or several, that the model's own files name."""
         for name in () if self.fixed_ids else (_GENERATION, "config.json"):
             if (self.folder / name).is_file():
-                named = read_object(self.folder / name).get("eos_token_id")
-                found = [id_ for id_ in (named if isinstance(named, list) else [named]) if type(id_) is int]
-                if found:
-                    return tuple(id_ for id_ in found if 0 <= id_ < self.vocabulary)
+                ends = read_object(self.folder / name).get("eos_token_id")
+                ends = [id_ for id_ in (ends if isinstance(ends, list) else [ends]) if type(id_) is int]
+                if ends:
+                    return tuple(id_ for id_ in ends if 0 <= id_ < self.vocabulary)
         return ()
 
-    @cached_property
+    @property
     def stops(self) -> tuple[int, ...]:
-        """Ids that end what a model says: ends of texts, of messages, and those that the model's files name."""
-        own = (EOS, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self._id_of(CONTROL_PIECES[IM_END]))
-        ends = () if self.template is None else self.template.end_of_answers(self)
+        """Ids that end an answer of a model: ends of texts, of messages, and those that the model's files name."""
+        own = (EOS, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self.id_of(CONTROL_PIECES[IM_END]))
+        ends = () if self.template is None else self.template.ends
         return tuple(dict.fromkeys(id_ for id_ in (*own, *self._configured_stops, *ends) if id_ is not None))
 
     @cached_property
@@ -217,40 +197,37 @@ class Tokenizer:
         if self.fixed_ids:
             return MARKS
         end: int | None = self.eos
-        if end == self._id_of(CONTROL_PIECES[IM_END]):
-            end = self._id_of("<|endoftext|>")
+        if end == self.id_of(CONTROL_PIECES[IM_END]):
+            end = self.id_of("<|endoftext|>")
             end = self.pad if end is None else end
         if end is None:
             raise UserError("this tokenizer has no token that ends a document", where=str(self.folder / CONFIG))
         begin = self.opening[0] if self.opening and self.opening[0] != end else None
         return Marks(begin, end, end if self.pad in (None, begin) else int(self.pad or 0))
 
-    @cached_property
+    @property
     def conversation_marks(self) -> Marks:
-        """The ids by which rows of conversations are read. Raises UserError if none can stand between them."""
-        return self.marks if self.template is None else self.template.boundary_ids(self)
-
-    @cached_property
-    def turn_form(self) -> tuple[str, str, str, str, str] | None:
-        """See `affinage.data.chat.turn_form`."""
-        return None if self.template is None else turn_form(self.template, self)
+        """The ids by which rows of conversations are read. Raises UserError if these cannot be written."""
+        if self.template is not None:
+            return self.template.marks
+        self.require_chat_tokens()
+        return self.marks
 
     def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and after the text of a document; affinage's own put a pair around source code, too."""
-        return frame(language) if self.fixed_ids else (self.opening, (self.marks.end,))
+        if self.fixed_ids and language == CODE_LANGUAGE:
+            return (BOS, CODE), (ENDCODE, EOS)
+        return self.opening, (self.marks.end,)
 
-    @property
-    def chat_ids(self) -> tuple[int, int]:
-        """The ids of ChatML's <|im_start|> and <|im_end|>. Raises UserError where the vocabulary lacks one."""
-        start, end = (self._id_of(CONTROL_PIECES[at]) for at in (IM_START, IM_END))
-        if start is None or end is None:
+    def require_chat_tokens(self) -> None:
+        """Raise UserError where the vocabulary lacks a token of ChatML."""
+        if None in (self.id_of(CONTROL_PIECES[token]) for token in (IM_START, IM_END)):
             raise UserError(
                 "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks",
                 where=str(self.folder),
-                fix="Take them in with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune it; "
-                "or keep the template that it has: `chat_template: tokenizer`.",
+                fix="Add them with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune the model; "
+                "or keep its own template: `chat_template: tokenizer`.",
             )
-        return start, end
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
@@ -269,34 +246,29 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of every text."""
-        if self._fast_bpe is not None and sum(map(len, texts)) >= WORTH_COMPILING:
-            flat, ends = self.encode_flat(texts)
-            return [part.tolist() for part in np.split(flat, ends[:-1])]
-        return [each.ids for each in self._fast.encode_batch(list(map(_plain, texts)), add_special_tokens=False)]
+        flat, ends = self.encode_flat(texts)
+        return [part.tolist() for part in np.split(flat, ends)[:-1]]
 
     def encode_flat(self, texts: Sequence[str], *, of: float = 0) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
         """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them.
 
-        `of` is about how many characters there will be in all; the compiled encoder is worth its start for many.
+        `of` is about how many characters there will be in all: the compiled encoder is worth its start for many.
         """
         if self._fast_bpe is not None and max(of, sum(map(len, texts))) >= WORTH_COMPILING:
-            return self._fast_bpe.encode([_plain(text).replace(_SPACE, " ") for text in texts])
-        encoded = self.encode_batch(texts)
-        ends = np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
-        return np.fromiter(chain.from_iterable(encoded), self.dtype, int(ends[-1]) if len(ends) else 0), ends
+            return self._fast_bpe.encode([_plain(text).replace(SPACE, " ") for text in texts])
+        encodings = self._fast.encode_batch_fast(list(map(_plain, texts)), add_special_tokens=False)
+        ids = [np.array(encoding.ids, self.dtype) for encoding in encodings]
+        return np.concatenate([np.zeros(0, self.dtype), *ids]), np.cumsum([len(each) for each in ids], dtype=np.int64)
 
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Return where control tokens are spelled in a text: (id, first character, end) of each."""
-        if self._finder is not None:
-            encoded = self._finder.encode(text, add_special_tokens=False)
-            return [(self._found[at], *span) for at, span in zip(encoded.ids, encoded.offsets, strict=True) if at]
-        spans, at = [], 0
-        while match := self._prefixes.search(text, at):
+        spans, place = [], 0
+        while match := self._prefixes.search(text, place):
             start = match.start()
-            pieces = (text[start : start + length] for length in self._lengths[match[0]])
-            piece = next((piece for piece in pieces if piece in self.controls), "")
-            at = start + max(len(piece), 1)
-            spans += [(self.controls[piece], start, at)] if piece else []
+            spellings = (text[start : start + length] for length in self._lengths[match[0]])
+            spelling = next((spelling for spelling in spellings if spelling in self.controls), "")
+            place = start + max(len(spelling), 1)
+            spans += [(self.controls[spelling], start, place)] if spelling else []
         return spans
 
     def guard(self, text: str, *, tags: bool = False) -> str:
@@ -304,12 +276,12 @@ class Tokenizer:
 
         With `tags`, tags such as <think> are structure, where they are no special tokens.
         """
-        text, at, parts = _plain(text), 0, []
+        text, place, parts = _plain(text), 0, []
         for id_, start, _ in self.control_spans(text):
             if not (tags and id_ not in self._special and _TAG.fullmatch(self._pieces[id_])):
-                parts += [text[at : start + 1], _GUARD]
-                at = start + 1
-        return "".join([*parts, text[at:]])
+                parts += [text[place : start + 1], _GUARD]
+                place = start + 1
+        return "".join([*parts, text[place:]])
 
     def unguard(self, text: str) -> str:
         """Return a text without the guards of `guard`."""
@@ -325,21 +297,18 @@ class Tokenizer:
         edits = [(start, end, _name(id_)) for id_, start, end in self.control_spans(text)]
         if _GUARD in text:
             edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
-        parts, at, growth = [], 0, [0]
+        parts, place, growth = [], 0, [0]
         for start, end, name in edits:
-            parts += [text[at:start], name]
-            at = end
+            parts += [text[place:start], name]
+            place = end
             growth.append(growth[-1] + len(name) - (end - start))
-        named, starts = "".join([*parts, text[at:]]), [start for start, *_ in edits]
+        named, starts = "".join([*parts, text[place:]]), [start for start, *_ in edits]
         encoded = self._fast.encode(named, add_special_tokens=False)
         ids: list[int] = encoded.ids
         trained = [False] * len(ids)
         for span in spans:
             begin, stop = (place + growth[bisect_left(starts, place)] for place in span)
-            found = map(encoded.char_to_token, range(begin, len(named)))
-            first = next((token for token in found if token is not None), len(ids))
-            found = map(encoded.char_to_token, range(stop, len(named)))
-            end = next((token for token in found if token is not None), len(ids))
+            first, end = (_token_at(encoded, place, len(named), len(ids)) for place in (begin, stop))
             while end < len(ids) and (encoded.token_to_chars(end) or (stop, stop))[0] < stop:
                 end += 1
             trained[first:end] = [True] * (end - first)
@@ -355,14 +324,14 @@ class Tokenizer:
     def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
         """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
         controls, alphabet = set(self.controls.values()), frozenset(pre_tokenizers.ByteLevel.alphabet())
-        found = np.zeros(self.vocabulary, np.int64)
+        sizes = np.zeros(self.vocabulary, np.int64)
         for token, piece in self._pieces.items():
             if token not in controls:
                 # Byte-level pieces spell every byte as a character.
                 is_bytes = self._byte_level and alphabet.issuperset(piece)
-                plain = len(piece) if is_bytes else len(piece.replace(_SPACE, " ").encode())
-                found[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
-        return found
+                plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
+                sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
+        return sizes
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
         """Return the UTF-8 bytes that each id of `encode(text)` stands for; they sum to the text's bytes.
@@ -387,7 +356,7 @@ class Tokenizer:
         """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
         if self._spells_everything:
             return 0
-        text, unknown = _plain(text), UNK if self.fixed_ids else self._named("unk_token")
+        text, unknown = _plain(text), self._named("unk_token")
         encoded = self._fast.encode(text, add_special_tokens=False)
         spelled = np.array(list(map(str.isspace, text)), bool)
         for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
@@ -418,9 +387,8 @@ class Tokenizer:
         if not ids:
             return ""
         # After another token: some decoders drop the space that the first token of a text begins with.
-        anchor = self._anchor
-        text: str = self._fast.decode([*anchor, *ids], skip_special_tokens=False)
-        return text[len(self._fast.decode(anchor, skip_special_tokens=False)) :]
+        text: str = self._fast.decode([*self._anchor, *ids], skip_special_tokens=False)
+        return text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :]
 
     @cached_property
     def _anchor(self) -> list[int]:
@@ -430,9 +398,7 @@ class Tokenizer:
 def add_chat_tokens(folder: Path) -> tuple[int, ...]:
     """Give a tokenizer those of ChatML's two tokens that it lacks, after its last id; return their ids."""
     tokenizer, state = Tokenizer(folder), read_object(folder / FILE)
-    lacking = [CONTROL_PIECES[at] for at in (IM_START, IM_END) if CONTROL_PIECES[at] not in tokenizer.controls]
-    if len(tokenizer._pieces) < tokenizer.vocabulary and lacking:
-        raise UserError("its ids have gaps, so none can be added", where=str(folder / FILE))
+    lacking = [CONTROL_PIECES[token] for token in (IM_START, IM_END) if CONTROL_PIECES[token] not in tokenizer.controls]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": id_, "content": piece, **flags} for id_, piece in enumerate(lacking, tokenizer.vocabulary)]
     write_json(folder / FILE, state | {"added_tokens": [*state.get("added_tokens", ()), *added]})
@@ -441,17 +407,17 @@ def add_chat_tokens(folder: Path) -> tuple[int, ...]:
 
 def template_in(folder: Path) -> str | None:
     """The chat template of a tokenizer's folder, its default one if it has several; None if it has none."""
-    own_file, config = folder / TEMPLATE, folder / CONFIG
-    if own_file.is_file():
+    if (folder / TEMPLATE).is_file():
         try:
-            return own_file.read_text(encoding="utf-8")
+            return (folder / TEMPLATE).read_text(encoding="utf-8")
         except ValueError as error:
-            raise UserError(f"this is no text: {error}", where=str(own_file)) from error
-    found = read_object(config).get("chat_template") if config.is_file() else None
-    if isinstance(found, list):  # several, by name
-        several = [each for each in found if isinstance(each, dict)]
-        found = next((each.get("template") for each in several if each.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+            raise UserError(f"this is no text: {error}", where=str(folder / TEMPLATE)) from error
+    template = read_object(folder / CONFIG).get("chat_template") if (folder / CONFIG).is_file() else None
+    if isinstance(template, list):  # several, by name
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}.get(
+            "default"
+        )
+    return template if isinstance(template, str) else None
 
 
 def _plain(text: str) -> str:
@@ -466,29 +432,25 @@ def _name(id_: int) -> str:
     return f"{_MARK}{id_}{_MARK}"
 
 
+def _token_at(encoded: Any, place: int, end: int, tokens: int) -> int:
+    """The token that holds the first character in [place, end) that has one; `tokens` if none has."""
+    places = map(encoded.char_to_token, range(place, end))
+    return next((token for token in places if token is not None), tokens)
+
+
 def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
     """The content of tokenizer.json with `_name` for every control token, wherever text could become one."""
     names = {content: _name(id_) for content, id_ in controls.items()}
     model = dict(state["model"])
-    vocab = model["vocab"]
-    if isinstance(vocab, dict):
-        model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in vocab.items()}
+    if isinstance(model["vocab"], dict):
+        if "merges" in model and not names.keys().isdisjoint(model["vocab"]):
+            pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"])
+            model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
+        model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
     else:
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
-    if any(piece in names for piece in (vocab if isinstance(vocab, dict) else ())) and "merges" in model:
-        pairs = (tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in model["merges"])
-        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    model |= {"unk_token": names[model["unk_token"]]} if model.get("unk_token") in names else {}
     # A byte's piece is the model's own affair; "<0x41>" in a text is six characters.
     added = [token for token in state.get("added_tokens", ()) if not _BYTE.fullmatch(token["content"])]
     added = [token | {"content": names.get(token["content"], token["content"])} for token in added]
     return state | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
-
-
-def _finder(state: dict[str, Any], controls: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json that finds control tokens, with ids from 1 on, and nothing else."""
-    added = [token | {"lstrip": False, "rstrip": False, "id": at} for at, token in enumerate(controls.values(), 1)]
-    parts = dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder"))
-    model = {"type": "WordLevel", "vocab": {_MARK: 0}, "unk_token": _MARK}
-    return {"version": "1.0", **parts, "normalizer": state.get("normalizer"), "added_tokens": added, "model": model}

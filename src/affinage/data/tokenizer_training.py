@@ -50,7 +50,7 @@ def train_tokenizer(
         model = train_bpe(texts, settings)
         write_atomically(folder / "tokenizer.model", model)  # for programs that read SentencePiece's models
         write_atomically(folder / FILE, bpe_json(model))
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer(folder)
     summary |= {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}
     return summary | {"seconds": time.monotonic() - started}
 
@@ -239,7 +239,7 @@ def compare(
     for path in map(from_home, paths):
         folder = path.parent if path.name == FILE else path
         progress(f"measuring {folder.name}")
-        other = Tokenizer.load(folder)
+        other = Tokenizer(folder)
         name = folder.name or folder.resolve().name
         results.append({"name": name, "vocabulary": other.vocabulary, **measure(other, split_folder)})
     return {"tokenizers": results}

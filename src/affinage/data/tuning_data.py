@@ -43,6 +43,7 @@ from affinage.data.files import SourceFile
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
+from affinage.data.special_tokens import Marks
 from affinage.data.token_shards import Document, TokenShards, find_shard_folders, open_shards, write_facts, write_shard
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
@@ -224,7 +225,7 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
 
 @lru_cache(maxsize=1)
 def _loaded(folder: Path, template: str | None) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer(folder)
     tokenizer.use_template(template)
     return tokenizer
 
@@ -315,7 +316,7 @@ def encode_line(
     counts["unstopped"] += sum(chat.unstopped_answers(*each, tokenizer.stops) for each in documents)
     if too_long:
         room = seq_len // 2 if pair else seq_len
-        documents = [chat.cut_document(*each, room, tokenizer.conversation_marks) for each in documents]
+        documents = [cut_document(*each, room, tokenizer.conversation_marks) for each in documents]
     documents = [each for each in documents if any(each[1])]
     if not documents or (pair and (len(documents) < 2 or documents[0] == documents[1])):
         counts["identical"] += identical
@@ -323,16 +324,22 @@ def encode_line(
         return []
     counts["truncated"] += too_long
     counts["unrolled"] += unrolled
-    written = partial(chat.drops_reasoning, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
-    counts["reasoning_dropped"] += any(map(written, talks))
+    counts["reasoning_dropped"] += any(chat.drops_reasoning(talk, tokenizer) for talk in talks)
     if pair:
         (chosen, of_chosen), (rejected, of_rejected) = documents
         return [(chosen + rejected, of_chosen + of_rejected)]
-    if tokenizer.template is not None and tokenizer.template.asks_with_a_space:  # it may join the answer's first word
+    if tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
         before = next((number for number, message in enumerate(talks[0]) if message["role"] == "assistant"), 0)
         prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
         counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
     return documents
+
+
+def cut_document(tokens: list[int], trained: list[bool], length: int, marks: Marks) -> Encoded:
+    """Cut a document at its end to `length` tokens, but for the one that keeps it apart from the next document."""
+    if len(tokens) <= length or marks.begin is not None:
+        return tokens[:length], trained[:length]
+    return [*tokens[: length - 1], marks.end], [*trained[: length - 1], False]
 
 
 def _finish(

@@ -62,7 +62,7 @@ class JaxLM(TemplateLM):
         own, tokenizer = model.tokenizer.template, model.tokenizer
         source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
         named = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
-        self._template = ChatTemplate(source, named if own is None else own.special_tokens)
+        self._template = ChatTemplate(source, tokenizer, named if own is None else own.special_tokens)
 
     @property
     def eot_token_id(self) -> int:

@@ -42,7 +42,7 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         from affinage.data.tokenizer import Tokenizer
 
         def of_chats(chat: Path, tokenizer: Path) -> "Iterable[Any]":
-            return texts_of_rows(chat / "train", Tokenizer.load(tokenizer))
+            return texts_of_rows(chat / "train", Tokenizer(tokenizer))
 
         chosen = settings or DecontaminateSettings()
         index, found = ItemIndex(items, chosen), []

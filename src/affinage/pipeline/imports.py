@@ -117,7 +117,7 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
     """The tokenizer of a folder of the hub; UserError if it does not fit a model of `vocabulary` ids."""
     from affinage.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(source)
+    tokenizer = Tokenizer(source)
     mute = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2
     if tokenizer.vocabulary > vocabulary or mute:
         what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"

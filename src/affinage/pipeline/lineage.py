@@ -86,7 +86,7 @@ class TrainingRows:
         """The tokenizer of the rows."""
         from affinage.data.tokenizer import Tokenizer
 
-        return Tokenizer.load(self._there(made_from(self.folder, "train-tokenizer")))
+        return Tokenizer(self._there(made_from(self.folder, "train-tokenizer")))
 
     def where(self, step: int, row: int | None = None) -> list[dict[str, Any]]:
         """What lies in the batch of a step, counted from 1 as metrics.jsonl does, or in one row of it.

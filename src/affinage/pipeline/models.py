@@ -462,7 +462,7 @@ def load_trained(
     from affinage.data.tokenizer import Tokenizer
 
     facts, graph = _facts_and_graph(folder)
-    opened = Tokenizer.load(tokenizer)
+    opened = Tokenizer(tokenizer)
     opened.use_template(facts.get("chat_template"))
     params = partial(trained_params, folder, graph, step)
     facts = {key: facts[key] for key in ("context", "system_prompt", "precision")}

@@ -3,21 +3,22 @@
 A result is there once its manifest is, which is copied last, and is taken only if every file has the hash in it.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
-from affinage.checkpoint.remote import RemoteError, RemoteFolder, has_hash, is_inside, reached
-from affinage.checkpoint.uploader import CHECKPOINTS
-from affinage.errors import UserError
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
+from affinage.checkpoint.store import CHECKPOINTS
+from affinage.errors import UserError, first_line
 from affinage.pipeline.store import Request, Store, read_manifest
 from affinage.results import MANIFEST, Manifest
 
 # Large results that only the next step reads whole. From others' inputs, a report reads the small files.
 _LARGE = frozenset({"ingest", "filter", "dedup", "decontaminate", "tokenize"})
 _SMALL_FILE = 1_000_000  # bytes
-_FIX = "`--set runtime.remote=null` does without the copy."
 
 
 class RemoteResults:
@@ -54,7 +55,7 @@ class RemoteResults:
             done.add(name)
             request = requests[name]
             if not self._store.is_complete(request) and (whole or read_manifest(self._store.path(request)) is None):
-                with locked(request) as missing, reached("runtime.remote", _FIX):
+                with locked(request) as missing:
                     if missing:
                         self._fetch(request, say, whole=whole)
             left += [(other, other not in _LARGE) for other in request.inputs]
@@ -68,9 +69,9 @@ class RemoteResults:
             say(f"copying {name} from {self._remote.url}: {sum(f.bytes for f in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
         for file, facts in files.items():
-            if not has_hash(part / file, facts.sha256):
+            if not _has_hash(part / file, facts.sha256):
                 self._remote.get(f"{name}/{file}", part / file)
-            if not has_hash(part / file, facts.sha256):
+            if not _has_hash(part / file, facts.sha256):
                 shutil.rmtree(part)
                 fix = f"Remove its {MANIFEST}, and it is made again."
                 raise UserError(f"{file} is not what was copied there", where=f"{self._remote.url}/{name}", fix=fix)
@@ -83,8 +84,7 @@ class RemoteResults:
         """The manifest of a result that is there; None if there is none, or it is of another result."""
         name = self._store.path(request).name
         if name not in self._manifests:
-            with reached("runtime.remote", _FIX):
-                text = self._remote.read(f"{name}/{MANIFEST}")
+            text = self._remote.read(f"{name}/{MANIFEST}")
             try:
                 found = Manifest.model_validate(json.loads(text or b"{}"))
             except (ValueError, RecursionError):
@@ -96,7 +96,10 @@ class RemoteResults:
     def copy(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
         folder = self._store.path(request)
-        there, manifest = self._remote / folder.name, Manifest.model_validate(read_manifest(folder))
+        there, manifest = (
+            RemoteFolder(f"{self._remote.url}/{folder.name}"),
+            Manifest.model_validate(read_manifest(folder)),
+        )
         try:
             there.remove([MANIFEST])
             sizes = there.sizes()
@@ -109,6 +112,14 @@ class RemoteResults:
             there.remove([name for name in others if name not in manifest.files])
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
         except (RemoteError, OSError) as error:
-            self.failure = str(error)
+            self.failure = first_line(error)
             return
         self._manifests[folder.name] = manifest
+
+
+def _has_hash(path: Path, digest: str) -> bool:
+    """Whether there is a file with this SHA-256."""
+    if not path.is_file() or path.is_symlink():
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == digest

@@ -95,7 +95,7 @@ def base_tokenizer(context: StepContext) -> Summary:
 
     folder = initial_folder(context.loaded)
     assert folder is not None
-    given = Tokenizer.load(folder / TOKENIZER)
+    given = Tokenizer(folder / TOKENIZER)
     given.write(context.folder)
     facts = {"kind": given.kind, "vocabulary": given.vocabulary}
     return facts | (measure(given, context.inputs["split"]) if "split" in context.inputs else {})
@@ -106,7 +106,7 @@ def compare_tokenizers(context: StepContext) -> Summary:
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tokenizer_training import compare
 
-    ours = Tokenizer.load(context.inputs["train-tokenizer"])
+    ours = Tokenizer(context.inputs["train-tokenizer"])
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
@@ -115,7 +115,7 @@ def tokenize(context: StepContext) -> Summary:
     from affinage.data.tokenize import tokenize
     from affinage.data.tokenizer import Tokenizer
 
-    recipe, split, trained = context.recipe, context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
+    recipe, split, trained = context.recipe, context.inputs["split"], Tokenizer(context.inputs["train-tokenizer"])
     with _workers(context) as how:
         how["progress"] = context.progress
         return tokenize(split, trained, context.folder, recipe.packing, recipe.seed, **how)
@@ -210,7 +210,7 @@ def chat_tokenizer(context: StepContext) -> "Tokenizer":
     """The step's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
+    tokenizer = Tokenizer(context.inputs["train-tokenizer"])
     tokenizer.use_template(chat_template_of(context.loaded, context.inputs["train-tokenizer"]))
     return tokenizer
 
@@ -258,7 +258,7 @@ def check_filter(loaded: LoadedRecipe) -> None:
     data = loaded.recipe.data
     assert data is not None
     places: list[tuple[str, tuple[str | int, ...]]] = []
-    if data.filters.identifies_languages:
+    if data.filters.language_threshold:
         places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
     for index, source in enumerate(data.sources):
         if source.language and source.kind != "code" and source.language not in data.languages:

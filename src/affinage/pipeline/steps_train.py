@@ -61,7 +61,7 @@ def sft(context: StepContext) -> Summary:
     assert asked is not None
     if Processes.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
-        for _, example in show_examples(rows, Tokenizer.load(context.inputs["train-tokenizer"]), 1):
+        for _, example in show_examples(rows, Tokenizer(context.inputs["train-tokenizer"]), 1):
             rich.get_console().print(example, markup=False, highlight=False)
     feed, validation = token_rows(context, asked, rows)
     settings = within_epochs(asked, feed, "sft")
@@ -172,7 +172,7 @@ def _job(
     **fields: Any,
 ) -> "TrainJob":
     """The job of a step, with more of its `fields`; `remat: auto` is chosen for `model`, or else for the graph."""
-    from affinage.checkpoint.uploader import Uploader
+    from affinage.checkpoint.remote import Uploader
     from affinage.hardware.devices import acquire
     from affinage.parallel import MeshLayout, make_mesh, table_with
     from affinage.planning.auto_remat import remat_for_devices
@@ -211,7 +211,6 @@ def _job(
 
 def _train(context: StepContext, job: "TrainJob", graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the step's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
-    from affinage.checkpoint.store import remove_incomplete
     from affinage.training import train
 
     settings = job.settings
@@ -223,10 +222,7 @@ def _train(context: StepContext, job: "TrainJob", graph: "Graph", facts: dict[st
         facts[BEGUN_WITH] = origin
     if Processes.current.first:
         write_json(context.folder / MODEL, facts)
-    summary = train(job)
-    if Processes.current.first:
-        remove_incomplete(context.folder / "checkpoints")  # they are no part of the result
-    return summary
+    return train(job)
 
 
 def _chat_facts(context: StepContext, feed: "DataLoader", system_prompt: str) -> dict[str, Any]:
@@ -258,7 +254,7 @@ def graph_of(context: StepContext) -> "Graph":
     from affinage.data.tokenizer import Tokenizer
     from affinage.model import parse
 
-    vocabulary, locate = Tokenizer.load(context.inputs["train-tokenizer"]).vocabulary, context.loaded.locate
+    vocabulary, locate = Tokenizer(context.inputs["train-tokenizer"]).vocabulary, context.loaded.locate
     graph = parse(with_vocabulary(context.recipe.model, vocabulary), locate)
     if vocabulary > graph.vocabulary:
         raise _too_few(vocabulary, graph, locate(("model", "nodes")))
@@ -337,7 +333,7 @@ def bring_from_remote(context: StepContext, forced: bool) -> None:
     url = remote_of(context)
     if url is None:
         return
-    from affinage.checkpoint.uploader import download_newest, forget
+    from affinage.checkpoint.remote import download_newest, forget
 
     if forced:
         forget(url)
@@ -402,7 +398,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     from affinage.model import abstract_params, logical_axes, parse
     from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
-    from affinage.tracking import check_trackers
+    from affinage.tracking import trackers_of
     from affinage.training import rows_per_step
     from affinage.training.frozen import split_params
     from affinage.training.layerwise import check_remat, check_update
@@ -410,7 +406,7 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
 
     recipe, settings, line = loaded.recipe, getattr(loaded.recipe, name), partial(at, loaded)
     with line("runtime", "trackers"):
-        check_trackers(recipe.runtime.trackers)
+        trackers_of(recipe.runtime.trackers, recipe=recipe.name, training=name, runs=Path())
     _check_monitor(loaded, name, settings.monitor)
     _check_from_step(loaded, name)
     wanted = recipe.tokenizer.vocab_size
@@ -421,10 +417,10 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
 
         with line("init_from"):
             initial_params(folder, graph)
-            given = Tokenizer.load(folder / TOKENIZER)
+            given = Tokenizer(folder / TOKENIZER)
             if recipe.sft is not None or recipe.dpo is not None:
                 given.use_template(chat_template_of(loaded, folder / TOKENIZER))
-                _ = given.chat_ids if given.template is None else given.conversation_marks
+                _ = given.conversation_marks
     elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise _too_few(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))

@@ -1,78 +1,62 @@
 """The trackers that come with affinage; see `affinage.tracking.Tracker`. Each imports its library in `start`."""
 
+import json
 import logging
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from affinage.tracking.trackers import Ending, TrackedRun, Tracker
-
-_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_MLFLOW_PARAMETERS = 100  # that its service takes at once
+from affinage.tracking.trackers import Ending, TrackedRun
 
 
-@dataclass(kw_only=True)
-class TensorBoard:
+class _TensorBoard:
     """Event files by tensorboardX, in a folder for each training, which is the id."""
 
-    name: str
-    folder: str
+    def __init__(self, *, name: str, recipe: str, runs: Path) -> None:
+        self._folder = str(runs / "tensorboard" / name)
 
     def start(self, run: TrackedRun) -> str:
-        """Hide what an earlier start wrote of later steps."""
         from tensorboardX import SummaryWriter
 
-        folder = run.id or str(Path(self.folder) / self.name)
-        step = run.start + 1 if run.id else None
+        hide_from = run.start + 1 if run.id else None  # what an earlier start wrote of later steps
         # Files are read in the order of their names, which by themselves have whole seconds.
-        self._writer = SummaryWriter(folder, purge_step=step, filename_suffix=f".{time.time_ns()}")
-        if not run.id:
-            rows = "".join(f"| {name} | {value} |\n" for name, value in _flat(run.facts))
-            self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.start)
-        return folder
+        self._writer = SummaryWriter(self._folder, purge_step=hide_from, filename_suffix=f".{time.time_ns()}")
+        self._writer.add_text("settings", f"```\n{json.dumps(run.facts, indent=1)}\n```", run.start)
+        return self._folder
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """On disk when it returns."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def finish(self, ending: Ending) -> None:
-        """Close the file."""
         self._writer.close()
 
 
-@dataclass(kw_only=True)
-class WeightsAndBiases:
+class _WeightsAndBiases:
     """A run with the same id at every start; offline, a folder for each start, for `wandb sync`."""
 
-    name: str
-    mode: str
-    project: str
-    entity: str
-    folder: str
+    def __init__(self, *, name: str, recipe: str, runs: Path, project: str = "", mode: str = "offline") -> None:
+        self._name, self._project, self._runs, self._mode = name, project or recipe, runs, mode
 
     def start(self, run: TrackedRun) -> str:
-        """Send neither the command line, nor the environment, nor the code."""
         import wandb
 
-        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        self._runs.mkdir(parents=True, exist_ok=True)
+        # Neither the command line, nor the environment, nor the code is sent.
         private: dict[str, Any] = dict.fromkeys(
             ("silent", "disable_git", "disable_code", "disable_job_creation", "x_disable_meta", "x_disable_stats"), True
         )
         self._run = wandb.init(
-            project=self.project,
-            entity=self.entity or None,
-            name=self.name,
+            project=self._project,
+            name=self._name,
             id=run.id or uuid4().hex,
             resume="allow",
-            mode="online" if self.mode == "online" else "offline",
-            dir=self.folder,
+            mode="online" if self._mode == "online" else "offline",
+            dir=str(self._runs),
             config=dict(run.facts),
             settings=wandb.Settings(console="off", **private),
         )
@@ -80,119 +64,77 @@ class WeightsAndBiases:
         return str(self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the step as a metric."""
         self._run.log({**values, "step": step})
 
     def finish(self, ending: Ending) -> None:
-        """Mark the run."""
         self._run.finish(exit_code=0 if ending == "finished" else 1)
 
 
-@dataclass(kw_only=True)
-class Trackio:
+class _Trackio:
     """Trackio's database on this machine. The id is the run's name."""
 
-    name: str
-    project: str
-    folder: str
+    def __init__(self, *, name: str, recipe: str, runs: Path, project: str = "") -> None:
+        self._name, self._project = name, project or recipe
+        os.environ["TRACKIO_DIR"] = str(runs / "trackio")  # read when the library is imported
 
     def start(self, run: TrackedRun) -> str:
-        """Keep what the library prints off the terminal."""
-        os.environ["TRACKIO_DIR"] = str(Path(self.folder).absolute())  # read when it is imported
         import trackio
-        import trackio.run
-        import trackio.utils
 
-        for module in (trackio, trackio.run, trackio.utils):
-            vars(module)["print"] = lambda *_, **__: None  # it has no option for this
-        name = run.id or f"{self.name}-{uuid4().hex[:8]}"
-        facts = {key: value for key, value in run.facts.items() if not key.startswith("_")}
+        name = run.id or f"{self._name}-{uuid4().hex[:8]}"
         quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        self._run = trackio.init(project=self.project, name=name, config=facts, resume="allow", **quiet)
+        self._run = trackio.init(project=self._project, name=name, config=dict(run.facts), resume="allow", **quiet)
         return name
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a step."""
         self._run.log(dict(values), step=step)
 
     def finish(self, ending: Ending) -> None:
-        """Write out what is left."""
         self._run.finish()
 
 
-@dataclass(kw_only=True)
-class Mlflow:
+class _Mlflow:
     """An MLflow run on a server, or in a database on this machine."""
 
-    name: str
-    uri: str
-    experiment: str
-    folder: str
+    def __init__(self, *, name: str, recipe: str, runs: Path, uri: str = "", experiment: str = "") -> None:
+        self._name, self._experiment = name, experiment or recipe
+        self._uri = uri or f"sqlite:///{runs / 'mlflow.db'}"
 
     def start(self, run: TrackedRun) -> str:
-        """Create the experiment and the run where there are none."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+        import mlflow
 
         for library in ("mlflow", "alembic"):
             logging.getLogger(library).setLevel(logging.WARNING)
-        local = self.uri.startswith("sqlite:///")
-        if local:
-            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        self._client, self._id = MlflowClient(tracking_uri=self.uri), run.id
-        if run.id:
-            self._client.update_run(run.id, status="RUNNING")
-            return run.id
-        found = self._client.get_experiment_by_name(self.experiment)
-        where = Path(self.folder).as_uri() if local else None
-        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment, where)
-        self._id = str(self._client.create_run(experiment, run_name=self.name).info.run_id)
-        parameters = [Param(_name(key), str(value)[:500]) for key, value in _flat(run.facts)]
-        for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[first : first + _MLFLOW_PARAMETERS])
-        return self._id
+        mlflow.set_tracking_uri(self._uri)
+        mlflow.set_experiment(self._experiment)
+        info = mlflow.start_run(run_id=run.id or None, run_name=self._name).info
+        if not run.id:
+            mlflow.log_params(_flat(run.facts))
+        return str(info.run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a step in one request."""
-        from mlflow.entities import Metric
+        import mlflow
 
-        now = int(time.time() * 1000)
-        metrics = [Metric(_name(key), value, now, step) for key, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        mlflow.log_metrics(dict(values), step=step)
 
     def finish(self, ending: Ending) -> None:
-        """Set the status."""
-        self._client.set_terminated(self._id, status=_MLFLOW_STATUS[ending])
+        import mlflow
+
+        mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])
 
 
-LIBRARIES: dict[str, Callable[..., Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-    "mlflow": Mlflow,
+LIBRARIES: dict[str, Any] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "trackio": _Trackio,
+    "mlflow": _Mlflow,
 }
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 
 
-def defaults(recipe: str, runs: Path) -> dict[str, dict[str, str]]:
-    """The options of each library that a recipe leaves out."""
-    return {
-        "tensorboard": {"folder": str(runs / "tensorboard")},
-        "wandb": {"mode": "offline", "project": recipe, "entity": "", "folder": str(runs)},
-        "trackio": {"project": recipe, "folder": str(runs / "trackio")},
-        "mlflow": {"uri": f"sqlite:///{runs / 'mlflow.db'}", "experiment": recipe, "folder": str(runs / "mlflow")},
-    }
-
-
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
     for key, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _name(name: str) -> str:
-    """A name that MLflow takes: letters, digits and a few signs."""
-    return re.sub(r"[^\w.\-/ :]", "_", name)
+        nested = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)[:500]}
+    return flat

@@ -1,13 +1,11 @@
 """From the loop to the trackers: each has a thread and a bounded queue, and fails or hangs by itself."""
 
-import contextlib
 import importlib.util
 import inspect
-import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import Any, Literal, Protocol, TypeVar
 from affinage.errors import Preempted, UserError, did_you_mean, first_line
 from affinage.secrets import masked
 
-FILE = "trackers.json"  # in the folder of the training: the id of its run in each tracker
 _WHEN_PREEMPTED = 5.0  # seconds at the end
 
 Ending = Literal["finished", "stopped", "failed"]  # done; preempted, and to be resumed; by an error
@@ -36,10 +33,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one training. All calls come from one thread, which may wait as long as it likes.
-
-    What a method raises is reported once, and the training continues.
-    """
+    """Takes the metrics of one training, all from one thread. What a method raises is reported once."""
 
     def start(self, run: TrackedRun) -> str:
         """Begin, or resume what is called `run.id`. Returns the id to resume with."""
@@ -54,79 +48,57 @@ class Tracker(Protocol):
         ...
 
 
-_own: dict[str, Callable[..., Tracker]] = {}
+_plugins: dict[str, Callable[..., Tracker]] = {}
 
 
 def tracker(name: str) -> Callable[[T], T]:
     """Register a class with the methods of `Tracker`; its options in a recipe are its keyword arguments."""
 
-    def add(made_by: T) -> T:
-        _own[name] = made_by
-        return made_by
+    def add(maker: T) -> T:
+        _plugins[name] = maker
+        return maker
 
     return add
-
-
-def check_trackers(trackers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that the trackers are known and installed, and have their options. Raises UserError."""
-    from affinage.tracking.libraries import LIBRARIES, PACKAGES
-
-    known = {**LIBRARIES, **_own}
-    for name, options in trackers.items():
-        where = f"runtime.trackers.{name}"
-        if name not in known:
-            fix = did_you_mean(name, known) or "Name the file that registers it in `plugins`."
-            raise UserError(f"there is no tracker `{name}`", where=where, fix=fix)
-        parameters = [each for each in inspect.signature(known[name]).parameters if each != "name"]
-        for option in options:
-            if option not in parameters:
-                fix = did_you_mean(option, parameters) or f"It has {', '.join(parameters)}."
-                raise UserError(f"the tracker {name} has no option `{option}`", where=where, fix=fix)
-        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-            what = f"the tracker {name} needs the package `{PACKAGES[name]}`"
-            raise UserError(what, where=where, fix=f"Install it: pip install 'affinage[{name}]'")
 
 
 def trackers_of(
     trackers: Mapping[str, Mapping[str, Any]], *, recipe: str, training: str, runs: Path
 ) -> dict[str, Callable[[], Tracker]]:
-    """Return what makes each tracker, by name.
-
-    Args:
-        trackers: the options of each, by its name.
-        recipe: the name of the recipe.
-        training: the step.
-        runs: the folder of all runs.
+    """Return what makes each tracker, by name; `runs` is the folder of all runs.
 
     Raises:
-        UserError: there is no such tracker, or it has no such option.
+        UserError: a tracker is unknown or not installed, or has no such option.
     """
-    from affinage.tracking.libraries import LIBRARIES, defaults
+    from affinage.tracking.libraries import LIBRARIES, PACKAGES
 
-    check_trackers(trackers)
-    given = {
-        name: {"name": f"{recipe}/{training}", **found} for name, found in defaults(recipe, runs.absolute()).items()
-    }
-    return {
-        name: partial(LIBRARIES[name], **{**given[name], **options})
-        if name in LIBRARIES
-        else partial(_own[name], **options)
-        for name, options in trackers.items()
-    }
+    makers: dict[str, Callable[[], Tracker]] = {}
+    for name, options in trackers.items():
+        where = f"runtime.trackers.{name}"
+        maker = LIBRARIES.get(name) or _plugins.get(name)
+        if maker is None:
+            fix = did_you_mean(name, [*LIBRARIES, *_plugins]) or "Name the file that registers it in `plugins`."
+            raise UserError(f"there is no tracker `{name}`", where=where, fix=fix)
+        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+            what = f"the tracker {name} needs the package `{PACKAGES[name]}`"
+            raise UserError(what, where=where, fix=f"Install it: pip install 'affinage[{name}]'")
+        own = {"name": f"{recipe}/{training}", "recipe": recipe, "runs": runs.absolute()} if name in LIBRARIES else {}
+        known = [each for each in inspect.signature(maker).parameters if each not in own]
+        for option in options:
+            if option not in known:
+                fix = did_you_mean(option, known) or f"It has {', '.join(known)}."
+                raise UserError(f"the tracker {name} has no option `{option}`", where=where, fix=fix)
+        makers[name] = partial(maker, **own, **options)
+    return makers
 
 
 class Trackers:
     """The trackers of a training. While entered, `log` hands lines over, which takes microseconds.
 
-    A tracker that fails, hangs or is too slow is reported once. One that the training has no id of yet gets the lines
-    of earlier starts, too.
-
     Args:
         makers: by name; each is called in the tracker's own thread, as it may import much.
         run: as trackers see it.
-        folder: of the training; the ids are kept there.
-        before: the lines of metrics.jsonl up to the step that the training resumes from.
-        say: takes lines for the user.
+        folder: of the training; the ids are kept there, in `tracker-NAME.id`.
+        say: takes lines for the user: a tracker that fails, hangs or is too slow is reported once.
         waiting: the most lines that wait for a tracker; it loses those beyond.
         close_seconds: the time at the end, for all trackers together.
     """
@@ -137,18 +109,16 @@ class Trackers:
         run: TrackedRun,
         folder: Path,
         *,
-        before: Sequence[Row],
         say: Callable[[str], None],
         waiting: int = 1000,
         close_seconds: float = 30.0,
     ) -> None:
-        self.run, self.before, self.say, self.waiting = run, before, say, waiting
-        self._file, self._ids, self._close_seconds = folder / FILE, threading.Lock(), close_seconds
-        self._threads = [_Delivery(name, make, self) for name, make in makers.items()]
+        self.run, self.folder, self.say, self._waiting, self._close_seconds = run, folder, say, waiting, close_seconds
+        self._threads = [_Delivery(name, maker, self) for name, maker in makers.items()]
 
     def __enter__(self) -> "Trackers":
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -157,84 +127,58 @@ class Trackers:
         ending: Ending = "finished" if kind is None else "stopped" if issubclass(kind, Preempted) else "failed"
         seconds = min(self._close_seconds, _WHEN_PREEMPTED) if ending == "stopped" else self._close_seconds
         until = time.monotonic() + seconds
-        for each in self._threads:
-            each.ending = ending
-        for each in self._threads:
-            each.join(max(0.0, until - time.monotonic()))
-            if each.is_alive():
-                each.report("does not finish; it is left behind")
+        for thread in self._threads:
+            thread.lines.put(ending)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                thread.report("does not finish; it is left behind")
 
     def log(self, row: Row) -> None:
         """Hand over a line of metrics.jsonl."""
-        for each in self._threads:
-            each.put(row)
-
-    def ids(self, **new: str) -> dict[str, str]:
-        """The id of the training's run in each tracker, after adding a new one."""
-        with self._ids:
-            found: dict[str, str] = {}
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                found = dict(json.loads(self._file.read_text(encoding="utf-8")))
-            if new:
-                part = self._file.with_suffix(".part")
-                part.write_text(json.dumps({**found, **new}, indent=1) + "\n", encoding="utf-8")
-                part.replace(self._file)
-        return {**found, **new}
+        for thread in self._threads:
+            if thread.lines.qsize() >= self._waiting:
+                thread.report(f"is slower than the training: it loses lines, {self._waiting:,} wait for it")
+            elif thread.is_alive():
+                thread.lines.put(row)
 
 
 class _Delivery(threading.Thread):
     """The thread of one tracker."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], all_trackers: Trackers) -> None:
+    def __init__(self, name: str, maker: Callable[[], Tracker], trackers: Trackers) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
-        self._tracker, self._make, self._all = name, make, all_trackers
-        self._queue: queue.Queue[Row] = queue.Queue(all_trackers.waiting)
+        self._maker, self._trackers, self._id_file = maker, trackers, trackers.folder / f"tracker-{name}.id"
+        self.lines: queue.SimpleQueue[Row | Ending] = queue.SimpleQueue()
         self._reported = False
-        self.ending: Ending | None = None
-
-    def put(self, row: Row) -> None:
-        try:
-            if self.is_alive():
-                self._queue.put_nowait(row)
-        except queue.Full:
-            self.report(f"is slower than the training: it loses lines, {self._queue.maxsize:,} wait for it")
 
     def run(self) -> None:
-        tracker, known = None, self._all.ids().get(self._tracker, "")
-        with self._reporting():
-            made = self._make()
-            self._all.ids(**{self._tracker: made.start(replace(self._all.run, id=known))})
-            tracker = made
-        if tracker is None:
+        if (tracker := self._guarded(self._start)) is None:
             return
-        for row in () if known else self._all.before:
-            self._log(tracker, row)
-        while self.ending is None or not self._queue.empty():
-            with contextlib.suppress(queue.Empty):
-                self._log(tracker, self._queue.get(timeout=0.1))
-        with self._reporting():
-            tracker.finish(self.ending)
+        while not isinstance(line := self.lines.get(), str):
+            self._guarded(tracker.log, line["step"], metrics_of(line))
+        self._guarded(tracker.finish, line)
 
-    def _log(self, tracker: Tracker, row: Row) -> None:
-        with self._reporting():
-            tracker.log(row["step"], metrics_of(row))
+    def _start(self) -> Tracker:
+        tracker = self._maker()
+        known = self._id_file.read_text(encoding="utf-8") if self._id_file.exists() else ""
+        self._id_file.write_text(tracker.start(replace(self._trackers.run, id=known)), encoding="utf-8")
+        return tracker
 
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         try:
-            yield
+            return work(*args)
         except BaseException as error:  # SystemExit, too: some libraries exit where there is no key
             self.report(f"fails: {type(error).__name__}: {first_line(error)}")
 
     def report(self, what: str) -> None:
         if not self._reported:
             self._reported = True
-            line = f"the tracker {self._tracker} {what}. The training continues; metrics.jsonl has every line."
-            self._all.say(masked(line))
+            self._trackers.say(masked(f"the {self.name} {what}. The training continues; metrics.jsonl has every line."))
 
 
 def metrics_of(row: Row) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl by the names that trackers show: train/loss, validation/NAME/loss."""
+    """Return the numbers of a line of metrics.jsonl as trackers show them: train/loss, validation/NAME/loss."""
     part = next((part for part in ("validation", "evaluation") if part in row), "")
     numbers = _numbers(row[part], part) if part else _numbers(row, "train")
     return {name: value for name, value in numbers if name != "train/step"}

@@ -13,8 +13,7 @@ import jax
 
 import affinage
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.compatibility import IDENTITY, check_compatible
-from affinage.checkpoint.metadata import checksums
+from affinage.checkpoint.metadata import IDENTITY, check_compatible, checksums
 from affinage.checkpoint.store import IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
@@ -115,7 +114,6 @@ class Checkpointer:
             facts = {
                 "name": job.name,
                 IDENTITY: identity(trainer),
-                "settings": job.settings.model_dump(mode="json"),
                 "mesh": dict(trainer.mesh.shape),
                 "remat": trainer.remat,
                 **self._goodput.facts(),
@@ -139,8 +137,8 @@ class Checkpointer:
 
     def _accept(self, meta: Mapping[str, Any]) -> None:
         allowed, where = self._keep.allow_changes, str(self._job.folder / "checkpoints")
-        for change in check_compatible(meta, identity(self._trainer), allowed, where=where):
-            warnings.warn(f"{self._job.name} resumes with another {change}", CheckpointWarning, stacklevel=2)
+        for name, change in check_compatible(meta, identity(self._trainer), allowed, where=where).items():
+            warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)
 
     def _extend(self) -> Restored:
         """The checkpoint of another training; its metrics are copied, so that the curve is complete.
@@ -160,9 +158,7 @@ class Checkpointer:
         meta, now = store.metadata(extension.step).facts, identity(self._trainer)
         if IDENTITY in meta and "mixture" not in self._keep.allow_changes:
             _check_past_mixture(meta[IDENTITY], now, extension.step, job.name)
-        for change in check_compatible(meta, now, (*self._keep.allow_changes, *_OPEN), where=str(store.folder)):
-            if change.name.partition(".")[0] not in _OPEN:
-                warnings.warn(f"{job.name} is extended with another {change}", CheckpointWarning, stacklevel=2)
+        check_compatible(meta, now, (*self._keep.allow_changes, *_OPEN), where=str(store.folder))
         frozen = kept_frozen(extension.training, self._trainer.abstract.frozen)
         state = TrainState(**store.restore(extension.step, self._trainer.abstract.named()), frozen=frozen)
         lines, own = extension.training / METRICS, job.folder / METRICS

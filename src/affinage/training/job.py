@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from affinage.checkpoint.uploader import Uploader
+from affinage.checkpoint.remote import Uploader
 from affinage.config.parallel import ParallelSettings
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import TrainSettings

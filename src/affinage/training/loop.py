@@ -17,7 +17,7 @@ from affinage.training.evaluator import Evaluator
 from affinage.training.goodput import GoodputTimer
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain
 from affinage.training.job import TrainJob
-from affinage.training.metrics import ConsoleWriter, MetricLogger, read_rows
+from affinage.training.metrics import ConsoleWriter, MetricLogger
 from affinage.training.preemption import PreemptionGuard
 from affinage.training.profiler import Profiler
 from affinage.training.summary import facts_for_trackers, summarize
@@ -67,7 +67,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- the newest checkpoint, or the first weights ----
         if job.uploader is not None and processes.first:
-            stack.enter_context(job.uploader)
+            job.uploader.start()
         checkpointer = Checkpointer(trainer, goodput)
         stack.callback(checkpointer.close)
         watchdog.beat("the restore", at_most=checkpointer.seconds_to_restore)
@@ -80,10 +80,9 @@ def train(job: TrainJob) -> dict[str, Any]:
             if other is not None:
                 other.say = console.say
         makers = job.trackers if processes.first else {}
-        before = [row for row in read_rows(job.folder) if row["step"] <= start] if makers else []
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(trainer))
         seconds = job.close_trackers_within
-        trackers = Trackers(makers, tracked, job.folder, before=before, say=console.say, close_seconds=seconds)
+        trackers = Trackers(makers, tracked, job.folder, say=console.say, close_seconds=seconds)
         logger = MetricLogger(trainer, goodput, start, stack.enter_context(trackers), console)
         stack.enter_context(logger)
         health = meta.get("health", {})
@@ -184,8 +183,5 @@ def _finish_upload(job: TrainJob, watchdog: Watchdog, preemption: PreemptionGuar
         return None if left is None else left - _TO_LEAVE
 
     missing = uploader.settle(seconds_left) if Processes.current.first else ""
-    line = f"copied to {uploader.url}"
-    if missing:
-        newest = "no checkpoint is" if uploader.newest is None else f"checkpoint {uploader.newest:,} is the newest"
-        line = f"NOT everything was copied to {uploader.url}: {missing}; {newest} there"
+    line = f"NOT everything was copied to {uploader.url}: {missing}" if missing else f"copied to {uploader.url}"
     console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))

@@ -1,0 +1,179 @@
+"""A training that is copied to a URL: what is there is whole or not taken, and a machine without it resumes from it."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.metadata import METADATA
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, Uploader, download_newest, forget, is_inside
+from affinage.checkpoint.store import COMMIT
+from affinage.errors import UserError
+
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=HERE)}}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"memory://{tmp_path.name}/pretrain-0"
+
+
+@pytest.fixture(params=["file", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("s3", "gs"))])
+def any_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A place of each kind where nothing is yet."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/elsewhere/pretrain-0"
+        return
+    import object_stores
+
+    with object_stores.bucket(request.param, monkeypatch) as url_of:
+        yield url_of("pretrain-0")
+
+
+def state(value: float) -> dict:
+    return {"params": {"w": jnp.arange(16, dtype=jnp.float32).reshape(8, 2) + value}}
+
+
+def saved(folder: Path, *steps: int, uploader: Uploader | None = None, settles: bool = False, **rules: Any) -> None:
+    store = CheckpointStore(folder / "checkpoints", uploader=uploader, **rules)
+    for step in steps:
+        store.save(step, state(step), {"saved": "today"})
+        store.wait()
+        assert not settles or uploader is None or uploader.settle() == ""
+
+
+def complete_at(url: str) -> list[int]:
+    names = [name.split("/") for name in RemoteFolder(url).sizes()]
+    return sorted(int(parts[1]) for parts in names if parts[0] == "checkpoints" and parts[2] == COMMIT)
+
+
+def assert_brings(url: str, folder: Path, step: int) -> None:
+    assert step in download_newest(url, folder, print)
+    restored = CheckpointStore(folder / "checkpoints").restore_newest(ABSTRACT)
+    assert restored is not None and restored[0] == step
+    np.testing.assert_array_equal(restored[1]["params"]["w"], state(step)["params"]["w"])
+
+
+def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(any_url: str, tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    saved(here, 1, 2)
+    (here / "metrics.jsonl").write_text("{}\n")
+    (here / "frozen" / "0").mkdir(parents=True)
+    (here / "frozen" / "0" / COMMIT).write_text("of something\n")
+    (here / "alive").write_text("of this machine\n")
+    uploader = Uploader(any_url, here)
+    uploader.start()
+    assert uploader.settle() == ""
+    saved(here, 3, uploader=uploader)
+    (here / "metrics.jsonl").write_text("{}\n{}\n")
+    assert uploader.settle() == ""
+    assert complete_at(any_url) == [2, 3]
+    assert_brings(any_url, there, 3)
+    assert (there / "metrics.jsonl").read_text() == "{}\n{}\n"
+    assert (there / "frozen" / "0" / COMMIT).read_text() == "of something\n"
+    assert not (there / "alive").exists()
+    assert download_newest(any_url, there, print) == []  # it has it
+    saved(there, 4)
+    assert download_newest(any_url, there, print) == []  # what is newer here stays
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("any_url", ["gs"], indirect=True)
+def test_contents_arrive_as_they_are(any_url: str, tmp_path: Path):
+    folder, file = RemoteFolder(any_url), tmp_path / "a file"
+    # Two of these are the lines between which gcsfs puts what it sends.
+    for contents in (b"", b"\r\n", b"--", b"a text\n--==0==--", b"\n--==0==\nmore", b"\r\n--==0==--\r\n"):
+        file.write_bytes(contents)
+        folder.write("written", contents)
+        folder.put(file, "put")
+        assert [folder.read(name) for name in ("written", "put")] == 2 * [contents]
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint 2")
+@pytest.mark.parametrize("damaged", [COMMIT, METADATA, "a bit of the arrays"])
+def test_the_step_before_a_damaged_copy_is_taken(url: str, tmp_path: Path, damaged: str):
+    uploader, remote = Uploader(url, tmp_path / "here"), RemoteFolder(url)
+    saved(tmp_path / "here", 1, 2, uploader=uploader, settles=True)
+    if damaged in (COMMIT, METADATA):
+        remote.remove([f"checkpoints/2/{damaged}"])
+    else:
+        name = next(name for name in remote.sizes() if name.startswith("checkpoints/2/") and "/d/" in name)
+        contents = bytearray(remote.read(name) or b"")
+        contents[len(contents) // 2] ^= 1
+        remote.write(name, bytes(contents))
+    assert_brings(url, tmp_path / "there", 1)
+
+
+def test_a_copy_that_is_cut_off_is_not_taken_and_is_tried_again(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here, lines, write = tmp_path / "here", [], RemoteFolder.write
+    uploader = Uploader(url, here)
+    saved(here, 1, uploader=uploader, settles=True)
+    left = iter(range(len(RemoteFolder(url).sizes()) - 1))  # all but its mark
+
+    def failing(folder: RemoteFolder, name: str, contents: bytes) -> None:
+        if next(left, None) is None:
+            raise RemoteError("nobody answers")
+        write(folder, name, contents)
+
+    uploader.say = lines.append
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "write", failing)
+        saved(here, 2, uploader=uploader)
+        assert uploader.settle() == "nobody answers" and lines  # the training continues meanwhile
+        assert_brings(url, tmp_path / "there", 1)
+    assert uploader.settle() == "" and complete_at(url) == [1, 2]
+
+
+def test_a_step_that_is_being_copied_is_not_removed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    put, begun, go_on = RemoteFolder.put, threading.Event(), threading.Event()
+
+    def slow(folder: RemoteFolder, file: Path, name: str) -> None:
+        begun.set()
+        go_on.wait(300)
+        put(folder, file, name)
+
+    uploader = Uploader(url, tmp_path)
+    monkeypatch.setattr(RemoteFolder, "put", slow)
+    saved(tmp_path, 1, uploader=uploader)
+    assert begun.wait(300)
+    saved(tmp_path, 2, 3, 4, uploader=uploader, keep_last=1)
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 4]
+    assert uploader.settle(lambda: 0.0) == "there was no time for it"
+    go_on.set()
+    assert uploader.settle() == ""
+    assert complete_at(url)[-1] == 4
+
+
+def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):
+    rules = {"keep_last": 1, "keep_every": 4}
+    uploader = Uploader(url, tmp_path, **rules)
+    for step in range(1, 10):
+        saved(tmp_path, step, uploader=uploader, settles=step % 3 == 0, **rules)
+    assert complete_at(url) == [4, 8, 9]
+    assert {name.split("/")[1] for name in RemoteFolder(url).sizes()} == {"4", "8", "9"}
+    forget(url)
+    assert not RemoteFolder(url).sizes()
+
+
+def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match="memoryy://x"):
+        Uploader("memoryy://x", tmp_path)
+    fails = lambda *_: (_ for _ in ()).throw(RemoteError("nobody answers"))  # noqa: E731
+    monkeypatch.setattr(RemoteFolder, "write", fails)
+    with pytest.raises(UserError, match="nobody answers"):
+        Uploader(url, tmp_path).start()
+
+
+def test_names_that_lead_elsewhere_are_not_followed():
+    outside = ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a\\b", "a\0b", "a/./b", None, 3]
+    assert not any(is_inside(name) for name in outside)
+    assert is_inside("params/d/0a") and is_inside("..a/b..")
