@@ -188,12 +188,6 @@ class TokenizerResult(Result):
     round_trip: RoundTrip = RoundTrip()
 
 
-class CompareTokenizersResult(Result):
-    """The tokenizer of the run, and then published ones, measured on the same documents."""
-
-    tokenizers: list[TokenizerResult] = []
-
-
 class _SequencesResult(Result):
     context: int | None = None  # tokens of a sequence
     train: Size = Size()
@@ -408,7 +402,6 @@ RESULTS: dict[str, type[Result]] = {
     "synthesize": SynthesizeResult,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
-    "compare-tokenizers": CompareTokenizersResult,
     "tokenize": TokenizeResult,
     **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),

@@ -50,24 +50,24 @@ def compare(
 
 
 def _entrant(target: "Target", runs: Path) -> "Entrant":
-    """What is known of a run or model. Raises UserError if it is neither a complete run nor has results."""
+    """What is known of a target. Raises UserError if it is neither a complete run nor a model with results."""
     from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.models import command, results_of, run_of
+    from affinage.pipeline.models import TRAININGS, command, results_of, run_of
     from affinage.report.comparison import entrant
 
-    name, run, parts = target.name, None, None
-    results = eval_results(name, runs)
+    name, run, parts = target.name, target.run, None
     if target.kind in ("recipe", "run"):
         run = run_of(target, runs)
-        results = results or eval_results(str(run), runs)
-    elif target.run is not None and target.is_training and target.step is None:
-        parts = results_of(target.path.resolve(), target.run)
-        run = target.run if parts else None
+        results = eval_results(name if target.kind == "run" else str(run), runs)
+    else:
+        results = eval_results(name, runs)
+        is_training = run is not None and target.path.name in TRAININGS and target.step is None
+        parts = results_of(target.path.resolve(), run) if run is not None and is_training else None
+        run = run if parts else None
     if run is None and results is None:
         fix = f"Make them: {command('eval', name, '--tasks', 'TASKS', runs=runs)}, with the tasks of the others."
-        raise UserError(f"there are no results of `{name}`", fix=fix)
-    folder, again = (None, "") if results is None else (results.folder, results.again)
-    return entrant(name, run, folder, again=again, parts=parts)
+        raise UserError(f"there are no results of `{name}` as it is now", fix=fix)
+    return entrant(name, run, results, parts=parts)
 
 
 def _view(compared: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
@@ -91,8 +91,5 @@ def _view(compared: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Tabl
         yield ""
         yield Table(["setting", *(each.name for each in compared.entrants)], rows)
     yield from dict.fromkeys(note for pair in compared.paired for note in notes(pair, Language("en")))
-    for each in compared.entrants:
-        if each.again:
-            yield f"{each.name} has changed since these answers. To evaluate it again: {each.again}"
     if len({row["task"] for row in differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

@@ -1,7 +1,7 @@
 """The verb `data`: run the data steps, and look at what they made of which document."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,11 +9,11 @@ from typer.core import TyperGroup
 
 from affinage.cli import options
 from affinage.cli.options import arg, find, opt, verbs, with_options
-from affinage.cli.output import Table, described, emit, table, working
+from affinage.cli.output import emit, table, working
 from affinage.cli.run import SampleOption, run_pipeline, sampled
 from affinage.errors import UserError
 
-_LAST = ("tokenize", "compare-tokenizers", "sft-data", "preference-data")  # the last of the data steps
+_LAST = ("tokenize", "sft-data", "preference-data")  # the last of the data steps
 _SHOWN = 200  # characters of a text in a list
 
 
@@ -85,32 +85,20 @@ def search(
     if not text:
         raise UserError("there is nothing to look for", where="TEXT", fix="Give a text of at least one character.")
     folder, _ = _run_and_step(run, runs)
-    from affinage.pipeline.lineage import TrainingRows, last_seen
+    from affinage.pipeline.lineage import TrainingRows
 
     with working(f"reading the documents of {folder.name}"):
         documents = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
-    earlier = {} if documents else last_seen(folder, text)
-    facts = {"run": str(folder), "text": text, "documents": documents[:limit], "earlier": earlier}
-    facts["more"] = len(documents) > limit
-    emit(facts, as_json, _search_view(facts))
-
-
-def _search_view(facts: Mapping[str, Any]) -> "Iterator[str | Table]":
-    if facts["documents"]:
-        yield table(
-            [
-                {key: value for key, value in document.items() if key != "rows"}
-                | {"shard": f"{row['folder']} {row['number']}", "read at steps": row["steps"]}
-                for document in facts["documents"]
-                for row in document["rows"] or [{"folder": "held out", "number": "", "steps": []}]
-            ]
-        )
-        yield from ["There are more: --limit shows them."] if facts["more"] else []
-        return
-    yield "In no document that was trained on or held out."
-    seen = [*facts["earlier"].items(), ("split", 0)]
-    for (step, count), (following, left) in itertools.pairwise(seen):
-        yield f"    {step}: in {count:,} documents" + (f"; `{following}` removed {count - left:,}" * (count > left))
+    more, documents = len(documents) > limit, documents[:limit]
+    rows = [
+        {key: value for key, value in document.items() if key != "rows"}
+        | {"shard": f"{row['folder']} {row['number']}", "read at steps": row["steps"]}
+        for document in documents
+        for row in document["rows"] or [{"folder": "held out", "number": "", "steps": []}]
+    ]
+    view = [table(rows) if rows else "In no document that was trained on or held out."]
+    view += ["There are more: --limit shows them."] if more else []
+    emit({"run": str(folder), "text": text, "documents": documents, "more": more}, as_json, view)
 
 
 @group.command()
@@ -118,7 +106,6 @@ def head(
     run: Annotated[str, arg("RUN[/STEP]", "A run, or one of its data steps.")],
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
     reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
-    table_name: Annotated[str | None, opt("removed (of dedup) or matches (of decontaminate).", "--table")] = None,
     source: Annotated[str | None, opt("Only documents of this source.")] = None,
     language: Annotated[str | None, opt("Only documents in this language.")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
@@ -131,14 +118,12 @@ def head(
     Example: affinage data head quickstart/filter --reason "too short"
     """
     folder, named = _run_and_step(run, runs)
-    from affinage.pipeline.lineage import documents, removed, table_beside
+    from affinage.pipeline.lineage import documents, removed
 
     step = step or named or "split"
     rows: Iterator[dict[str, Any]]
     if reason is not None:
         rows = iter(removed(folder, step, reason))
-    elif table_name is not None:
-        rows = table_beside(folder, step, table_name)
     else:
         rows = documents(folder, step, part=part, source=source, language=language)
     page = list(itertools.islice(rows, limit))
@@ -150,26 +135,20 @@ def head(
 def stats(
     run: options.RunArgument, runs: options.RunsOption = options.RUNS, as_json: options.JsonOption = False
 ) -> None:
-    """Count documents, bytes and tokens by step, source and language; epochs, and tokens per word.
+    """Count what each data step kept and removed, and the tokens of each source and language.
 
     Example: affinage data stats quickstart
     """
     folder, _ = _run_and_step(run, runs)
-    from affinage.pipeline.lineage import data_facts
+    from affinage.results import DOCUMENT_STEPS, TokenizeResult, read_result
 
-    facts = data_facts(folder)
-    packed, epochs = facts.get("rows") or {}, (facts.get("training") or {}).get("epochs", {})
     counts = ("documents_in", "documents_out", "bytes_out", "removed")
-    view = {
-        "steps": {name: {key: each.get(key) for key in counts} for name, each in facts["stages"].items()},
-        "trained on": {name: each | {"epochs": epochs.get(name)} for name, each in facts.get("groups", {}).items()},
-        "held out": {name: {**each} for name, each in packed.get("validation", {}).items()},
-        "packing": {key: value for key, value in packed.items() if not isinstance(value, Mapping) and key != "url"},
-        "tokenizer": facts.get("tokenizer", {}).get("languages"),
-    }
-    for each in [*view["trained on"].values(), *view["held out"].values()]:
-        each["bytes/token"] = each["bytes"] / each["tokens"] if each["tokens"] else None
-    emit(facts, as_json, described(view))
+    results = {name: read_result(folder / name, kind) for name, kind in DOCUMENT_STEPS.items()}
+    steps = {name: {key: getattr(result, key) for key in counts} for name, result in results.items() if result}
+    packed = read_result(folder / "tokenize", TokenizeResult)
+    parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
+    facts = {"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}
+    emit(facts, as_json)
 
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:

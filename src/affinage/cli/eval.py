@@ -97,8 +97,7 @@ def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> 
     from affinage.config.data import POCKET_WORLD
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
-    from affinage.pipeline.contamination import contamination_search
-    from affinage.pipeline.eval_results import model_fingerprint, results_folder, training_of
+    from affinage.pipeline.eval_results import contamination_search, model_fingerprint, results_folder, training_of
     from affinage.pipeline.models import made_from, recorded
     from affinage.stopping import StopSignals
 

@@ -1,7 +1,7 @@
 """How verbs open a model: over which devices, and for how many tokens at once."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -98,4 +98,4 @@ def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce:
             limited = f"`{name}` can read {longest:,} tokens at once; {length:,} are used"
             print(f"{limited}. More take more memory: --max-model-len {longest}", file=sys.stderr)
     model = replace(model, context=length or longest)
-    return Opened(model, target, is_chat(target.path), state.to_dict() if state else {})
+    return Opened(model, target, is_chat(target.path), asdict(state) if state else {})

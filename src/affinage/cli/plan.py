@@ -135,14 +135,14 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe, load_saved
     from affinage.data.tuning_data import documents_in_a_row
-    from affinage.pipeline.models import RECIPE, resolve, run_folder
+    from affinage.pipeline.models import RECIPE, resolve
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
     from affinage.results import ChatDataResult, TokenizeResult, TokenizerResult, read_result
     from affinage.training.optimizer import check_choices
 
     target = resolve(name, runs)
-    run = run_folder(target, loaded, runs)
+    run = target.run or runs / loaded.recipe.name
     file = str(loaded.path if target.run is None else run / RECIPE)
     if training:
         overrides = [*overrides, *only(training, loaded.recipe)]

@@ -71,8 +71,7 @@ def _tune(recipe: str, settings: PipelineOptions, show: int | None, data: str, t
     if folder is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
     with only_data_on_stdout(settings.as_json):
-        examples = show_examples(rows, Tokenizer(folder), show, documents=2 if training == "dpo" else 1)
-        for name, example in examples:
+        for name, example in show_examples(rows, Tokenizer(folder), show):
             screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
             screen().print(example, markup=False, highlight=False)
 
@@ -177,7 +176,6 @@ def run_pipeline(
         from affinage.cli.watch import Watch, show_plan, show_result, warn_of
         from affinage.cluster.processes import init_distributed
         from affinage.pipeline.build import build_steps
-        from affinage.pipeline.plan import check
         from affinage.pipeline.runner import PipelineRunner
 
         steps = build_steps(loaded, write_report)
@@ -190,7 +188,7 @@ def run_pipeline(
         prepare_process(loaded)
         if settings.dry_run:
             plan = runner.plan()
-            check(loaded, plan)
+            runner.check(plan)
             show_plan(plan, settings.as_json)
             warn_of(loaded, plan)
             return runner.folder
@@ -207,7 +205,7 @@ def run_pipeline(
                 fix = f"Run them: {command('run', name, *words, runs=runs)}"
                 raise UserError(f"steps that come before are not complete: {', '.join(before)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
-                check(loaded, plan)
+                runner.check(plan)
             warn_of(loaded, plan)
             pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
             if pretrain is not None and tokens is not None and "pretrain" in waiting:

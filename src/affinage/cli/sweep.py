@@ -36,7 +36,6 @@ def sweep(
     from affinage.cli.watch import Watch
     from affinage.data.atomic import write_json
     from affinage.pipeline.models import RECIPE, resolve
-    from affinage.pipeline.plan import check
     from affinage.pipeline.runner import points
     from affinage.stopping import StopSignals, without_readers
 
@@ -50,7 +49,8 @@ def sweep(
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in grid:  # all of them first: a mistake in the last is not found after days of the others
             try:
-                check(point.loaded, _runner(point, runs).plan())
+                runner = _runner(point, runs)
+                runner.check(runner.plan())
             except UserError as error:
                 error.where = f"{point.number} of {len(grid)}, {_settings(point)}: {error.where}"
                 raise

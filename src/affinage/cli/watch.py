@@ -15,8 +15,7 @@ from affinage.errors import plain
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.pipeline.plan import PlannedStep
-    from affinage.pipeline.runner import PipelineRunner
+    from affinage.pipeline.runner import PipelineRunner, PlannedStep
 
 _NAME = 16  # columns for the names of steps
 _WORDS = 4  # of a prompt

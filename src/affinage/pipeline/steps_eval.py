@@ -11,7 +11,7 @@ from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
-from affinage.pipeline.contamination import contamination_search
+from affinage.pipeline.eval_results import contamination_search
 from affinage.pipeline.models import CHAT, TRAININGS, load_trained
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.steps_train import mesh_of, with_vocabulary
