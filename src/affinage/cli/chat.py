@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import JsonOption, LangOption, ModelArgument, app, opt, with_options
+from affinage.cli.options import JsonOption, ModelArgument, app, opt, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.sampling import SamplingParams
-    from affinage.serving.server import Place
 
 _KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
 _VARIABLE = "AFFINAGE_API_KEY"
@@ -89,27 +89,23 @@ def chat(
     question: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Ask and leave.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     system: SystemOption = None,
-    lang: LangOption = None,
     *,
     sampling: SamplingOptions,
     opening: OpenOptions,
 ) -> None:
     """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
 
-    Messages are in the language of the terminal (LANG), or in that of --lang.
-
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
     "".join([*(question or ()), system or ""]).encode()  # as in `generate`
-    locale = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    language = lang or ("fr" if locale.startswith("fr") else "en")
     loaded = opened(model, opening)
-    from affinage.generation.chat import ChatSession, base_model_warning, converse
+    from affinage.generation.chat import ChatSession, converse
 
     write = partial(print, end="", flush=True)
-    session = ChatSession(loaded.model, sampling.params(max_new_tokens), language)
+    session = ChatSession(loaded.model, sampling.params(max_new_tokens))
     if not loaded.is_chat:
-        print(base_model_warning(model, language), file=sys.stderr)
+        note = "is not a chat model. It continues texts: affinage generate"
+        print(f"Warning: {model} {note} {shlex.quote(model)} ...", file=sys.stderr)
     if system is not None:
         session.set_system(system)
     for text in question or ():
@@ -119,7 +115,7 @@ def chat(
         write("\n")
     if not question:
         if sys.stdin.isatty():
-            print(session.greeting(), file=sys.stderr)
+            print(f"This is {loaded.model.name}. /help lists the commands, /quit leaves.", file=sys.stderr)
         converse(session, read_line, write)
 
 
@@ -158,15 +154,15 @@ def serve(
         fix = "Use letters, digits and signs, without spaces."
         raise UserError("this is not a key that a header can carry", where=str(api_key_file or _VARIABLE), fix=fix)
     loaded = opened(model, opening, reserves=True).model
-    from affinage.serving.server import Limits, Place, run
+    from affinage.serving.server import run
 
-    def announce(url: str, place: "Place") -> None:
-        page = f"{url}/#token={'YOURS' if key else place.key}" if place.key else f"{url}/"
-        print(f"{url}/v1 is the base URL for OpenAI clients (API key: {'yours' if key else place.key or 'any'}).")
+    def announce(url: str, used: str | None) -> None:
+        page = f"{url}/#token={'YOURS' if key else used}" if used else f"{url}/"
+        print(f"{url}/v1 is the base URL for OpenAI clients (API key: {'yours' if key else used or 'any'}).")
         print(f"{page} is a page to talk with it. Ctrl-C ends it.", flush=True)
 
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
     print("Compiling ...", flush=True)
-    place, limits = Place(host, port, key, grace), Limits(max_tokens=max_tokens)
-    run(loaded, place, limits, max_num_seqs=max_num_seqs, max_queue=max_queue, ready=announce)
+    limits = {"max_num_seqs": max_num_seqs, "max_queue": max_queue, "max_tokens": max_tokens}
+    run(loaded, announce, host=host, port=port, key=key, grace=grace, **limits)

@@ -63,7 +63,6 @@ def export(
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, opt("Of the weights; default: float32.")] = None,
     license: Annotated[str | None, opt("SPDX identifier of the weights; default: apache-2.0.")] = None,
-    trim: Annotated[bool, opt("Leave out ids that the tokenizer does not have.", "--trim-vocabulary")] = False,
     adapter: Annotated[bool, opt("With --to: only the trained LoRA adapters, for PEFT.", "--adapter")] = False,
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
@@ -88,7 +87,7 @@ def export(
             raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
         _write_adapter(model, runs, to, base)
         return
-    chosen: dict[str, Any] = {"dtype": dtype, "license": license, "trim_vocabulary": trim}
+    chosen: dict[str, Any] = {"dtype": dtype, "license": license}
     chosen = {name: value for name, value in chosen.items() if value}
     if to is None:
         settings = [f"export.{name}={json.dumps(value)}" for name, value in chosen.items()]
