@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Integer
+from jaxtyping import Integer
 
 from affinage.data.code_points import kernel
 
@@ -29,13 +29,6 @@ class Layout:
         for document, offset, row, start, length in zip(*(column.tolist() for column in columns), strict=True):
             rows[row, start : start + length] = documents[document][offset : offset + length]
         return rows
-
-    @property
-    def cut(self) -> Bool[np.ndarray, " documents"]:
-        """Whether no row holds the whole of each document."""
-        cut = np.zeros(self.document.max(initial=-1) + 1, bool)
-        cut[self.document[self.offset > 0]] = True
-        return cut
 
 
 def concatenate(lengths: Integer[np.ndarray, " documents"], seq_len: int, overlap: int = 0) -> Layout:

@@ -44,7 +44,7 @@ from affinage.data.lineage import spans_of_rows
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
-from affinage.data.token_shards import Document, find_shard_folders, open_shards, write_facts, write_shard
+from affinage.data.token_shards import Document, find_shard_folders, finish_folder, open_shards, write_shard
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
 
@@ -370,10 +370,9 @@ def _finish(
         for name, members in of_part.items():
             sums[part][name] = {key: sum(shard[key] for shard in members) for key in _COUNTS}
             sums[part][name]["bytes"] = sums[part][name].pop("row_bytes")
-            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": np.dtype(tokenizer.dtype).name}
-            facts |= sums[part][name] | {"most_in_a_row": max(shard["most_in_a_row"] for shard in members)}
-            facts["files"] = {file: about for shard in members for file, about in shard["files"].items()}
-            write_facts(tasks[0].folder / part / name, facts, tokenizer.conversation_marks)
+            most, dtype = max(shard["most_in_a_row"] for shard in members), np.dtype(tokenizer.dtype).name
+            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
+            finish_folder(tasks[0].folder / part / name, members, tokenizer.conversation_marks, **facts)
     train = sums["train"]
     return {
         "train": {key: sum(each[key] for each in train.values()) for key in next(iter(train.values()))},
