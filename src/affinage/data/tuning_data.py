@@ -40,7 +40,7 @@ from affinage.data.dataloader import read_rows
 from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
-from affinage.data.lineage import spans_of_rows
+from affinage.data.lineage import spans_of_row
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
@@ -401,7 +401,7 @@ def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tu
     places = ((name, row) for row in range(count) for name, shards in sources.items() if row < shards.rows)
     for name, row in itertools.islice(places, count):
         tokens, mask = (rows[0] for rows in read_rows(sources[name], np.array([row])))
-        here, text = np.arange(spans_of_rows(sources[name], [row])[row][0]["stop"]), Text()
+        here, text = np.arange(spans_of_row(sources[name], row)[0]["stop"]), Text()
         for run in np.split(here, np.flatnonzero(np.diff(mask[here])) + 1):
             said = tokenizer.decode(tokens[run], keep_special=True)
             text.append(f"⟦{said}⟧" if mask[run[0]] else said, style="bold green" if mask[run[0]] else "dim")
