@@ -313,13 +313,6 @@ class Sample(Result):
     answer: str = ""
 
 
-class Generation(Result):
-    """Texts that were generated, and the share of them that ended by a control token."""
-
-    texts: int | None = None
-    stopped: Metric = Metric()
-
-
 class TaskContamination(Result):
     """The items of a task that are in the training text, and its metrics without them."""
 
@@ -353,7 +346,6 @@ class EvaluationResult(Result):
     tasks: dict[str, TaskResult] = {}
     bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}
-    generation: Generation = Generation()
     contamination: ContaminationResult = ContaminationResult()
     seconds: float | None = None
     items_per_second: float | None = None

@@ -296,11 +296,11 @@ def token_rows(
 
 def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    from affinage.data.lineage import spans_of_rows
+    from affinage.data.lineage import spans_of_row
 
     found = []
     for row, (folder, number) in enumerate(feed.where(step - 1)):
-        spans = spans_of_rows(feed.shards[folder], [number])[number]
+        spans = spans_of_row(feed.shards[folder], number)
         documents = [f"{span['source']}/{span['id']}" for span in spans]
         found.append({"row": row, "folder": folder, "number": number, "documents": documents})
     return found
