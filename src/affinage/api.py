@@ -26,7 +26,7 @@ from affinage.hardware.devices import prepare
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
-    from affinage.pipeline.plan import PlannedStep
+    from affinage.pipeline.runner import PlannedStep
     from affinage.pipeline.step import StepContext, Summary
     from affinage.results import Result
 
@@ -116,14 +116,13 @@ def run(
         UserError: for a mistake in the recipe or its files.
     """
     from affinage.pipeline.build import build_steps
-    from affinage.pipeline.plan import check
     from affinage.pipeline.runner import PipelineRunner
 
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
     runner = PipelineRunner(loaded, Path(runs), build_steps(loaded, write_report), until=wanted)
     with Processes.current.all_at_work():
-        check(loaded, runner.plan())
+        runner.check(runner.plan())
     runner.run(_Lines(on_metrics or (lambda row: None)))
     return Run(loaded.recipe.name, Path(runs))
 

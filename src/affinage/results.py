@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import (
     AwareDatetime,
@@ -188,12 +188,6 @@ class TokenizerResult(Result):
     round_trip: RoundTrip = RoundTrip()
 
 
-class CompareTokenizersResult(Result):
-    """The tokenizer of the run, and then published ones, measured on the same documents."""
-
-    tokenizers: list[TokenizerResult] = []
-
-
 class _SequencesResult(Result):
     context: int | None = None  # tokens of a sequence
     train: Size = Size()
@@ -244,14 +238,6 @@ class Devices(Result):
         return f"{self.count}\u00a0×\u00a0{self.kind}" if self.count and self.kind else self.kind
 
 
-class Saves(Result):
-    """Checkpoints that were saved, and the seconds for which a save stopped the loop."""
-
-    count: int = 0
-    stall_mean: float = 0.0
-    stall_most: float = 0.0
-
-
 class Memory(Result):
     """Memory of a device."""
 
@@ -283,9 +269,8 @@ class TrainingResult(Result):
     predicted: dict[str, float] = {}
     memory: Memory = Memory()
     devices: Devices = Devices()
-    saves: Saves = Saves()
     resumed_at: list[int] = []
-    ended: str = ""  # why it ended before its last step
+    ended: Literal["", "monitor", "epochs"] = ""  # what ended it before its last step
     epochs: dict[str, float] = {}  # over each group of sequences
 
     @property
@@ -328,13 +313,6 @@ class Sample(Result):
     answer: str = ""
 
 
-class Generation(Result):
-    """Texts that were generated, and the share of them that ended by a control token."""
-
-    texts: int | None = None
-    stopped: Metric = Metric()
-
-
 class TaskContamination(Result):
     """The items of a task that are in the training text, and its metrics without them."""
 
@@ -368,7 +346,6 @@ class EvaluationResult(Result):
     tasks: dict[str, TaskResult] = {}
     bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}
-    generation: Generation = Generation()
     contamination: ContaminationResult = ContaminationResult()
     seconds: float | None = None
     items_per_second: float | None = None
@@ -408,7 +385,6 @@ RESULTS: dict[str, type[Result]] = {
     "synthesize": SynthesizeResult,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
-    "compare-tokenizers": CompareTokenizersResult,
     "tokenize": TokenizeResult,
     **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),

@@ -11,8 +11,6 @@ from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 from tiny_run import WORDS
 
-OLD = "has changed since these answers"
-
 
 @pytest.fixture
 def here(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -46,28 +44,18 @@ def test_cut_items_and_items_in_the_text_are_reported(here: Path, affinage):
     task, piqa = write_task(here / "task", "plain", items), str(write_items(here / "items", ["piqa"], copies=2))
     status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
     assert status == 0, said
-    assert "Longer than the context of 64 tokens" in flat(out) and "2 of plain's 3 items" in flat(out)
+    assert "longer than the context of 64 tokens" in flat(out) and "2 of plain" in flat(out)
     assert "plain: 1 of 3 found: 2" in flat(out) and "without them" in out
 
 
 @pytest.mark.full
-def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new_ones(here: Path, affinage):
+def test_answers_of_a_model_that_was_trained_again_are_not_compared(here: Path, affinage):
     other = "runs/tiny/evaluate-sft"
-
-    def compared(*names: str) -> list[dict]:
-        status, out, said = affinage("compare", *names, "--json")
-        assert status == 0, said
-        return json.loads(out)["runs"]
-
-    assert not any("judged_before" in one for one in compared("tiny", "tiny/pretrain", other)), "the run's own stages"
     assert affinage("eval", "tiny/pretrain", "--limit", "3")[0] == 0
-    assert not any("judged_before" in one for one in compared("tiny/pretrain", "tiny"))
+    assert affinage("compare", "tiny/pretrain", other)[0] == 0
     assert affinage("train", *WORDS, "--set", "pretrain.steps=4")[0] == 0
-    named, of_run, _ = compared("tiny/pretrain", "tiny/evaluate-base", other)
-    assert named["evaluate_again"].startswith("affinage eval tiny/pretrain --tasks ")
-    assert of_run["evaluate_again"].startswith("affinage run ")
-    status, out, _ = affinage("compare", "tiny/pretrain", other, "--html", "page.html")
-    assert status == 0 and OLD in flat(out) and OLD in (here / "page.html").read_text()
+    status, _, said = affinage("compare", "tiny/pretrain@4", "tiny/pretrain")
+    assert status == 2 and "affinage eval tiny/pretrain@4" in flat(said)
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):
@@ -88,7 +76,7 @@ def test_models_of_different_paths_have_different_folders_of_results(tmp_path: P
         (here / place).mkdir(parents=True)
     monkeypatch.chdir(here)
     runs = Path("runs")
-    different = ["a/m", "../a/m", "a-m", "quick", "quick/sft", "quick-sft", "quick@10", "quick/sft@10", "a/m@10"]
+    different = ["a/m", "../a/m", "a-m", "quick", "quick/sft", "quick-sft", "quick@10", "quick/sft@10"]
     for place in ("a/m", "../a/m", "a-m"):
         (here / place / "config.json").touch()
     for place in ("quick/sft", "quick-sft"):

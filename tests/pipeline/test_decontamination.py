@@ -2,13 +2,13 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 from quiet import Quiet
 
 from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.lineage import table_beside
 from affinage.pipeline.runner import PipelineRunner
 from choice_task import write_items, write_task
 
@@ -86,10 +86,8 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     folder = tmp_path / "runs" / "small" / "decontaminate"
     kept = [row["text"] for batch in read_documents(folder) for row in batch.to_pylist()]
     assert kept == ["Something else entirely."]
-    found = [
-        (match["benchmark"], match["item"], match["text"])
-        for match in table_beside(folder.parent, "decontaminate", "matches")
-    ]
+    matches = pq.read_table(folder / "matches.parquet").to_pylist()
+    found = [(match["benchmark"], match["item"], match["text"]) for match in matches]
     assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", "The answer is in the book")]
     assert all(step.complete for step in runner().plan())
     write_items(tmp_path, [ITEM | {"question": "Another question"}])

@@ -1,7 +1,7 @@
 """The way from a step to its documents and back, against a walk over all steps, and what the verbs print of it."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -136,34 +136,14 @@ def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
     return bool(inside[span["offset"] :][: span["stop"] - span["start"]].any())
 
 
-def test_a_text_that_was_removed_is_last_seen_where_it_still_was(run: Path, capsys):
-    found = said(capsys, "data", "search", str(run), "nobody ever wrote this")
-    assert found["documents"] == [] and found["earlier"] == {"ingest": 0, "filter": 0}
-    assert said(capsys, "data", "search", str(run), "ZQ")["earlier"] == {"ingest": 2, "filter": 0}
-    with pytest.raises(SystemExit):
-        main(["data", "search", str(run), "zq"])
-    told = capsys.readouterr().out
-    assert "too short (2)" in told and f"affinage data head {run.name}/filter --reason 'too short'" in told
-
-
 def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
     whole = said(capsys, "data", "head", str(run), "--limit", "1000")
     assert {document["part"] for document in whole} == {"train", "validation"}
-    assert said(capsys, "data", "head", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
+    assert said(capsys, "data", "head", str(run), "--limit", "2") == whole[:2]
     french = said(capsys, "data", "head", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
     assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
     removed = said(capsys, "data", "head", str(run), "--step", "filter", "--reason", "too short")
     assert {each["id"] for each in removed} == {"short"}
-
-
-def test_stats_agree_with_the_feed(run: Path, capsys):
-    facts = said(capsys, "data", "stats", str(run))
-    assert sum(group["rows"] for group in facts["groups"].values()) == facts["rows"]["train"]["rows"]
-    assert facts["stages"]["filter"]["removed"] == {"too short": 2}
-    feed = TrainingRows(run, "pretrain").feed
-    drawn = Counter(folder for step in range(STEPS) for folder, _ in feed.where(step))
-    epochs = {name: count / facts["groups"][name]["rows"] for name, count in drawn.items()}
-    assert facts["training"]["epochs"] == pytest.approx(epochs)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +156,6 @@ def test_stats_agree_with_the_feed(run: Path, capsys):
         (["head", "RUN", "--step", "tokenize"], "`tokenize`"),
         (["head", "RUN", "--step", "dedup"], "ingest, filter, split"),
         (["head", "RUN", "--step", "filter", "--reason", "x"], "'too short' (2)"),
-        (["head", "RUN", "--step", "filter", "--table", "matches"], "`matches`"),
         (["search", "RUN", ""], "nothing to look for"),
     ],
 )

@@ -47,28 +47,6 @@ def test_a_result_is_there_once_its_manifest_is_until_it_is_damaged_or_begun_aga
     assert not (store.begin(REQUEST, resume=False) / "left").exists()
 
 
-def written_later(file: Path, content: bytes, than: Path) -> None:
-    """With the time of its last change put back, as somebody might; what the kernel notes is a tick later."""
-    before = file.stat()
-    while file.stat().st_ctime_ns <= than.stat().st_mtime_ns:
-        file.write_bytes(content)
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def test_other_bytes_of_the_same_number_are_seen_and_the_same_ones_are_read_once(tmp_path):
-    store = Store(tmp_path)
-    folder = store.begin(REQUEST, resume=False)
-    for name in ("a.bin", "b.bin"):
-        (folder / name).write_bytes(b"abc")
-    finish(store)
-    manifest = folder / "manifest.json"
-    written_later(folder / "a.bin", b"abc", than=manifest)
-    sealed = manifest.stat().st_mtime_ns
-    assert store.damage(REQUEST) == "" and manifest.stat().st_mtime_ns > sealed, "what was read is noted"
-    written_later(folder / "b.bin", b"abd", than=manifest)
-    assert "b.bin" in store.damage(REQUEST) and not store.is_complete(REQUEST)
-
-
 @pytest.mark.parametrize(
     "change", [{"step": "split"}, {"version": 2}, {"settings": {}}, {"inputs": {"ingest": "x"}}, {"sources": {}}]
 )

@@ -178,5 +178,3 @@ def test_only_adapters_are_exported_and_name_their_base(own_runs: Path, tmp_path
     assert adapter("tiny")["r"] == 4 and adapter("tiny")["base_model_name_or_path"] is None
     assert str(own_runs / "tiny/sft") in capsys.readouterr().out  # the command that exports the base
     assert adapter("tiny", "--base", "me/base")["base_model_name_or_path"] == "me/base"
-    affinage("run", *tiny_run.WORDS, "--set", "dpo=null", "--set", "name=plain", "--runs", str(own_runs))
-    assert adapter("tiny")["base_model_name_or_path"] == str(own_runs / "plain/export/model")

@@ -1,19 +1,19 @@
 """The verb `data`: run the data steps, and look at what they made of which document."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer.core import TyperGroup
 
 from affinage.cli import options
-from affinage.cli.options import arg, find, opt, verb, verbs, with_options
-from affinage.cli.output import Table, counted, described, emit, table, working
+from affinage.cli.options import arg, find, opt, verbs, with_options
+from affinage.cli.output import emit, table, working
 from affinage.cli.run import SampleOption, run_pipeline, sampled
 from affinage.errors import UserError
 
-_LAST = ("tokenize", "compare-tokenizers", "sft-data", "preference-data")  # the last of the data steps
+_LAST = ("tokenize", "sft-data", "preference-data")  # the last of the data steps
 _SHOWN = 200  # characters of a text in a list
 
 
@@ -30,21 +30,21 @@ group = verbs(
     "data",
     "Run the data steps of a recipe, or look at the documents of a run.\n\n"
     "Example: affinage data quickstart\n\naffinage data lineage quickstart --step 100",
-    _RunByDefault,
+    cls=_RunByDefault,
 )
 
 
-@verb(within=group)
-@with_options(how=options.PipelineOptions)
-def run(recipe: options.RecipeArgument, sample: SampleOption = None, *, how: options.PipelineOptions) -> None:
+@group.command()
+@with_options(settings=options.PipelineOptions)
+def run(recipe: options.RecipeArgument, sample: SampleOption = None, *, settings: options.PipelineOptions) -> None:
     """Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.
 
     Example: affinage data quickstart --set data.sources='[my_folder/]'
     """
-    run_pipeline(recipe, sampled(how, "data", sample), _LAST, any_of=True)
+    run_pipeline(recipe, sampled(settings, "data", sample), _LAST, any_of=True)
 
 
-@verb(within=group)
+@group.command()
 def lineage(
     run: options.RunArgument,
     step: Annotated[int, opt("Of training, from 1, as in metrics.jsonl.", show_default=False)],
@@ -70,7 +70,7 @@ def lineage(
     emit({"run": str(folder), "training": name, "step": step, "rows": rows}, as_json, [table(flat)])
 
 
-@verb(within=group)
+@group.command()
 def search(
     run: options.RunArgument,
     text: Annotated[str, arg("TEXT", "In any letter case.")],
@@ -83,53 +83,32 @@ def search(
     Example: affinage data search quickstart "the currency of Japan"
     """
     if not text:
-        raise UserError("there is nothing to look for", fix="Give a text of at least one character.")
+        raise UserError("there is nothing to look for", where="TEXT", fix="Give a text of at least one character.")
     folder, _ = _run_and_step(run, runs)
-    from affinage.pipeline.lineage import TrainingRows, last_seen
+    from affinage.pipeline.lineage import TrainingRows
 
     with working(f"reading the documents of {folder.name}"):
-        found = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
-    more, found = len(found) > limit, found[:limit]
-    earlier = {} if found else last_seen(folder, text)
-    facts = {"run": str(folder), "text": text, "documents": found, "more": more, "earlier": earlier}
-    emit(facts, as_json, _found(facts, folder, runs))
-
-
-def _found(facts: Mapping[str, Any], run: Path, runs: Path) -> "Iterator[str | Table]":
-    from affinage.pipeline.lineage import lost_at, reasons_of
-    from affinage.pipeline.models import command
-
+        documents = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
+    more, documents = len(documents) > limit, documents[:limit]
     rows = [
         {key: value for key, value in document.items() if key != "rows"}
         | {"shard": f"{row['folder']} {row['number']}", "read at steps": row["steps"]}
-        for document in facts["documents"]
+        for document in documents
         for row in document["rows"] or [{"folder": "held out", "number": "", "steps": []}]
     ]
-    if rows:
-        yield table(rows)
-        yield from ["There are more: --limit shows them."] if facts["more"] else []
-        return
-    yield "In no document that was trained on or held out."
-    for name, count in facts["earlier"].items():
-        yield f"    {name}: in {counted(count, 'document')}"
-    for name, lost in lost_at(facts["earlier"]).items():
-        reasons = reasons_of(run, name)
-        known = ", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "not recorded"
-        yield f"`{name}` removed {lost} of them. Its reasons, for all that it removed: {known}."
-        if reasons:
-            yield f"    {command('data head', f'{run.name}/{name}', '--reason', next(iter(reasons)), runs=runs)}"
+    view = [table(rows) if rows else "In no document that was trained on or held out."]
+    view += ["There are more: --limit shows them."] if more else []
+    emit({"run": str(folder), "text": text, "documents": documents, "more": more}, as_json, view)
 
 
-@verb(within=group)
+@group.command()
 def head(
     run: Annotated[str, arg("RUN[/STEP]", "A run, or one of its data steps.")],
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
     reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
-    table_name: Annotated[str | None, opt("removed (of dedup) or matches (of decontaminate).", "--table")] = None,
     source: Annotated[str | None, opt("Only documents of this source.")] = None,
     language: Annotated[str | None, opt("Only documents in this language.")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
-    skip: Annotated[int, opt("Number of documents to leave out first.", min=0)] = 0,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: options.RunsOption = options.RUNS,
     as_json: options.JsonOption = False,
@@ -139,52 +118,37 @@ def head(
     Example: affinage data head quickstart/filter --reason "too short"
     """
     folder, named = _run_and_step(run, runs)
-    from affinage.pipeline.lineage import documents, removed, table_beside
+    from affinage.pipeline.lineage import documents, removed
 
     step = step or named or "split"
-    chosen: Iterator[dict[str, Any]]
+    rows: Iterator[dict[str, Any]]
     if reason is not None:
-        chosen = iter(removed(folder, step, reason))
-    elif table_name is not None:
-        chosen = table_beside(folder, step, table_name)
+        rows = iter(removed(folder, step, reason))
     else:
-        chosen = documents(folder, step, part=part, source=source, language=language)
-    page = list(itertools.islice(chosen, skip, skip + limit))
+        rows = documents(folder, step, part=part, source=source, language=language)
+    page = list(itertools.islice(rows, limit))
     shown = [row | {"text": str(row["text"])[:_SHOWN]} if "text" in row else row for row in page]
     emit(page, as_json, [table(shown) if shown else "no documents"])
 
 
-@verb(within=group)
+@group.command()
 def stats(
     run: options.RunArgument, runs: options.RunsOption = options.RUNS, as_json: options.JsonOption = False
 ) -> None:
-    """Count documents, bytes and tokens by step, source and language; epochs, and tokens per word.
+    """Count what each data step kept and removed, and the tokens of each source and language.
 
     Example: affinage data stats quickstart
     """
     folder, _ = _run_and_step(run, runs)
-    from affinage.pipeline.lineage import data_facts
+    from affinage.results import DOCUMENT_STEPS, TokenizeResult, read_result
 
-    facts = data_facts(folder)
-    packed, training = facts.get("rows") or {}, facts.get("training") or {}
-    epochs = training.get("epochs", {})
-    view = {
-        "steps": {
-            name: {key: each.get(key) for key in ("documents_in", "documents_out", "bytes_out", "removed")}
-            for name, each in facts["stages"].items()
-        },
-        "trained on": {
-            name: each | _rate(each) | {"epochs": epochs.get(name)} for name, each in facts.get("groups", {}).items()
-        },
-        "held out": {name: each | _rate(each) for name, each in packed.get("validation", {}).items()},
-        "packing": {key: value for key, value in packed.items() if not isinstance(value, Mapping)},
-        "tokenizer": facts.get("tokenizer", {}).get("languages"),
-    }
-    emit(facts, as_json, described(view))
-
-
-def _rate(each: Mapping[str, int]) -> dict[str, float]:
-    return {"bytes/token": each["bytes"] / each["tokens"]} if each["tokens"] else {}
+    counts = ("documents_in", "documents_out", "bytes_out", "removed")
+    results = {name: read_result(folder / name, kind) for name, kind in DOCUMENT_STEPS.items()}
+    steps = {name: {key: getattr(result, key) for key in counts} for name, result in results.items() if result}
+    packed = read_result(folder / "tokenize", TokenizeResult)
+    parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
+    facts = {"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}
+    emit(facts, as_json)
 
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:

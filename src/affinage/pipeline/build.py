@@ -61,9 +61,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         return steps
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     config = _json(data, "sources", "root", "mirror", "sample", "on_error")
-    config["sources"] = [{**source, "download": None} for source in config["sources"]]  # how files get here
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
-    add("ingest", steps_data.ingest, {"data": config}, *world, version=2, files=files, resumable=True)
+    add("ingest", steps_data.ingest, {"data": config}, *world, version=3, files=files, resumable=True)
     config = {"data": _json(data, "filters", "languages")}
     add("filter", steps_data.filter_documents, config, "ingest", version=3, resumable=True)
     if data.dedup is not None:
@@ -79,13 +78,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     if begun:
         add("train-tokenizer", steps_data.base_tokenizer, {}, "split", sources=begun, version=2)
     else:
-        settings = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
-        config = {"data": _json(data, "languages"), "tokenizer": settings, **_part(recipe, "seed")}
+        config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         add("train-tokenizer", steps_data.train_tokenizer, config, "split", version=2)
-    if recipe.tokenizer.compare:
-        config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
-        fn = steps_data.compare_tokenizers
-        add("compare-tokenizers", fn, config, "split", "train-tokenizer", files=files, version=2)
     config = _part(recipe, "packing", "seed")
     add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=3, resumable=True)
     return steps
@@ -325,11 +319,3 @@ def warnings(loaded: LoadedRecipe) -> Iterator[str]:
         for key, benchmarks in asked:
             if benchmarks is not None and any(map(of_pocket_world, benchmarks.tasks)):
                 yield f"{key}.tasks are benchmarks of the pocket world, whose facts are not in your text"
-    if recipe.mesh.get("expert", 1) != 1:
-        from affinage.model import parse
-        from affinage.parallel import table_with
-        from affinage.parallel.sharding import without_experts
-
-        graph = parse(steps_train.with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
-        if sentence := without_experts(graph, table_with(recipe.parallel.sharding)):
-            yield sentence

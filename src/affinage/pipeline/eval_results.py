@@ -1,18 +1,18 @@
-"""Which results of benchmarks there are of what a name stands for, and whether they are of the model as it is now."""
+"""The results of benchmarks for what a name stands for, and the search of a model's training text for their items."""
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS
-from affinage.evaluation.results import STATE, read_results
+from affinage.config.data import DecontaminateSettings
 from affinage.pipeline.models import (
-    COMMAND,
     EVALUATIONS,
     ITEMS,
     MODEL,
@@ -20,64 +20,53 @@ from affinage.pipeline.models import (
     Target,
     averaged_steps,
     checkpoints_of,
-    command,
     incomplete,
-    is_current,
     is_hub_folder,
     locate,
-    planned_trainings,
+    made_from,
     recorded,
     resolve,
 )
 from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import read_manifest, read_request
-from affinage.results import read_json
 
-_STEPS = {step: training for training, step in EVALUATIONS.items()}
+if TYPE_CHECKING:
+    from affinage.data.benchmark_items import BenchmarkItem
+    from affinage.data.contamination import Contamination, Occurrences
+    from affinage.data.overlap import ItemIndex
+    from affinage.evaluation.run import Seen
+
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
+_VERSION = 1  # of the code that searches the training text
 
 
-@dataclass(frozen=True)
-class EvalResults:
-    """A folder of results, and where they are not of the model as it is now, the command that makes them again."""
+def eval_results(name: str, runs: Path) -> Path | None:
+    """The folder with the answers of a run, a model or a step of evaluation; None if there are none of it as it is now.
 
-    folder: Path
-    again: str = ""
+    Of a model, the results of `affinage eval` come before those of its run's own evaluation.
+    """
+    from affinage.evaluation.results import STATE, read_results
 
-
-def eval_results(name: str, runs: Path) -> EvalResults | None:
-    """The results of a run, a model or a step; of several for one model, those of it as it is now come first."""
-    kept, found = results_folder(name, runs), []
-    try:
-        target = resolve(name, runs)
-    except UserError:  # the model is gone, and its results are all there is of it
-        return EvalResults(kept) if (kept / ITEMS).is_dir() else None
+    target = resolve(name, runs)
     if target.kind == "result":
-        again = _step_again(target.path.parent, target.path.name)
-        return EvalResults(target.path, again) if (target.path / ITEMS).is_dir() else None
-    if (kept / ITEMS).is_dir():
-        found.append(EvalResults(kept, _kept_again(kept, target, runs)))
-    run, last = (target.path, "") if target.kind == "run" else (target.path.parent, target.path.name)
-    if target.step is None and target.kind in ("run", "model"):
-        steps = [EVALUATIONS[last]] if last in EVALUATIONS else [EVALUATIONS[name] for name in TRAININGS]
-        found += [EvalResults(run / step, _step_again(run, step)) for step in steps if (run / step / ITEMS).is_dir()][
-            :1
-        ]
-    return next((one for one in found if not one.again), found[0] if found else None)
+        return target.path if (target.path / ITEMS).is_dir() else None
+    folder, run = results_folder(name, runs), target.path
+    if (folder / ITEMS).is_dir() and read_results(folder).get(STATE) == model_fingerprint(target, runs):
+        return folder
+    steps = [EVALUATIONS[training] for training in TRAININGS]
+    if target.kind == "model":
+        run, steps = run.parent, [EVALUATIONS[run.name]] if run.name in EVALUATIONS else []
+    steps = steps if target.step is None else []
+    return next((run / step for step in steps if (run / step / ITEMS).is_dir()), None)
 
 
 def results_folder(name: str, runs: Path) -> Path:
-    """Where the results of a model are kept that no recipe evaluates; its name has a hash of the model's path."""
-    try:
-        target = resolve(name, runs)
-        place, step = target.path, "" if target.step is None else f"@{target.step}".replace(":", "-")
-    except UserError:
-        word, at, number = name.partition("@")
-        place, step = Path(word), at + number.replace(":", "-")
-    place, root = Path(os.path.abspath(place)), Path(os.path.abspath(runs))
-    inside = place.is_relative_to(root)
-    path = str(place.relative_to(root) if inside else place)
-    called = re.sub(r"[^A-Za-z0-9._-]+", "-", path if inside else place.name)
+    """Where `affinage eval` keeps the results of a model; another name than its path has a hash of the path."""
+    target = resolve(name, runs)
+    step = "" if target.step is None else f"@{target.step}".replace(":", "-")
+    place, root = Path(os.path.abspath(target.path)), Path(os.path.abspath(runs))
+    path = str(place.relative_to(root) if place.is_relative_to(root) else place)
+    called = re.sub(r"[^A-Za-z0-9._-]+", "-", path if place.is_relative_to(root) else place.name)
     if called != path:
         called = f"{called}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}"
     return runs / "evaluations" / f"{called}{step}"
@@ -94,8 +83,8 @@ def model_fingerprint(target: Target, runs: Path) -> str:
         parts = [[Path(file).name, digest] for file, digest in fingerprints(map(str, files)).items()]
     else:
         checkpoints = checkpoints_of(folder, step)
-        there = averaged_steps(step, complete_steps(checkpoints))
-        parts = [[str(each), fingerprint(checkpoints / str(each))] for each in there]
+        steps = averaged_steps(step, complete_steps(checkpoints))
+        parts = [[str(each), fingerprint(checkpoints / str(each))] for each in steps]
         parts += [["average", step]] if isinstance(step, str) else []
         parts.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
@@ -107,44 +96,72 @@ def training_of(target: Target) -> dict[str, Any]:
 
     folder, step, is_hub = target.path, target.step, is_hub_folder(target.path)
     request = read_request(folder.parent if is_hub else folder)  # of an export, or of the training
-    if request is None:
+    if request is None or isinstance(step, str):  # an average of checkpoints is the result of no training
         return {}
     if is_hub:
         return next(({"key": request[0].inputs[name]} for name in TRAININGS if name in request[0].inputs), {})
-    if isinstance(step, str):  # an average of checkpoints is the result of no training
-        return {}
     if step is None and read_manifest(folder) is None:
         step = complete_steps(checkpoints_of(folder))[-1]
     return {"key": request[1]} | ({} if step is None else {"step": step})
 
 
 def is_evaluated(run: Path) -> bool:
-    """Whether all trainings of a run are complete, and evaluated as they are now."""
-    steps = [EVALUATIONS[name] for name in planned_trainings(run)]
-    complete = all(read_manifest(run / step) is not None and not _step_again(run, step) for step in steps)
-    return complete and not incomplete(run) and recorded(run).get("evaluate") is not None
+    """Whether all trainings of a run are complete and evaluated."""
+    recipe = recorded(run)
+    trained = [name for name in TRAININGS if recipe.get(name) is not None and read_manifest(run / name)]
+    evaluated = all(read_manifest(run / EVALUATIONS[name]) for name in trained)
+    return evaluated and not incomplete(run) and recipe.get("evaluate") is not None
 
 
-def _step_again(run: Path, step: str) -> str:
-    """The command of a run whose step has evaluated another training than the run has now; "" where it is the same."""
-    training = _STEPS.get(step, "")
-    request, now = read_request(run / step), read_request(run / training)
-    if not training or request is None or now is None:
-        return ""
-    if request[0].inputs.get(training) == now[1] and is_current(run, training):
-        return ""
-    return str(read_json(run / COMMAND).get("command") or command("run", run.name))
+# ---- the training text ----
 
 
-def _kept_again(kept: Path, target: Target, runs: Path) -> str:
-    results = read_results(kept)
-    try:
-        if results.get(STATE) == model_fingerprint(target, runs):
-            return ""
-    except UserError:
-        return ""
-    if target.kind == "run" and target.run is not None:
-        return command("eval", target.name, runs=runs)
-    tasks = list(results.get("tasks", {}))
-    named = tasks and all(task in BENCHMARKS for task in tasks)  # others may be files, which results do not name
-    return command("eval", target.name, "--tasks", ",".join(tasks) if named else "...", runs=runs)
+def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> "Seen | None":
+    """What finds items in the documents and conversations of a training and of those before it; None if there are none.
+
+    `settings` decide what is a match; by default they are those of decontamination.
+    """
+    split, tokenizer = made_from(training, "split"), made_from(training, "train-tokenizer")
+    chats = [folder for step in ("sft-data", "preference-data") if (folder := made_from(training, step)) is not None]
+    if split is None and not (chats and tokenizer):
+        return None
+
+    def search(items: "Iterable[BenchmarkItem]") -> "Contamination":
+        from affinage.data.contamination import contamination, texts_of_documents, texts_of_rows
+        from affinage.data.overlap import ItemIndex
+        from affinage.data.tokenizer import Tokenizer
+
+        chosen = settings or DecontaminateSettings()
+        index, counts = ItemIndex(items, chosen), []
+        if split is not None:
+            counts.append(_counted(index, [split], partial(texts_of_documents, split / "train")))
+        for chat in chats if tokenizer is not None else ():
+            texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
+            counts.append(_counted(index, [chat, tokenizer], texts))
+        return contamination(index, counts, chosen)
+
+    return search
+
+
+def _counted(index: "ItemIndex", read: list[Path], texts: Callable[[], Any]) -> "Occurrences":
+    """The counts of a search of the texts of the results `read`.
+
+    A search of a corpus takes long, so its counts are stored for every other model that was trained on the same text.
+    """
+    import numpy as np
+
+    from affinage.data.atomic import write_atomically
+    from affinage.data.contamination import Occurrences, count_occurrences
+
+    keys = [request[1] for folder in read if (request := read_request(folder)) is not None]
+    words = index.keys.tobytes() + index.lengths.tobytes()
+    digest = hashlib.sha256(words + " ".join([str(_VERSION), *keys]).encode()).hexdigest()
+    file = read[0].resolve().parent / f"contamination-{digest[:12]}.npz"
+    if file.is_file():
+        with np.load(file) as stored:
+            return Occurrences(int(stored["texts"]), stored["with_run"])
+    counts, content = count_occurrences(texts(), index), io.BytesIO()
+    np.savez(content, texts=counts.texts, with_run=counts.with_run)
+    with contextlib.suppress(OSError):  # the store may be another user's
+        write_atomically(file, content.getvalue())
+    return counts

@@ -5,7 +5,6 @@ A name is a path, a run, or a packaged recipe. A run is named `NAME[/STEP][@N]`:
 last training. Nothing here trains, and nothing imports JAX before a model is opened.
 """
 
-import contextlib
 import os
 import re
 import shlex
@@ -23,7 +22,6 @@ from affinage.plugins import VARIABLE, load_named_plugins
 from affinage.results import read_json
 
 if TYPE_CHECKING:
-    from affinage.checkpoint import CheckpointStore
     from affinage.config.training import PrecisionSettings
     from affinage.generation.model import LoadedModel
     from affinage.model import Adapters, Graph
@@ -42,7 +40,7 @@ TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run
 CHAT = ("dpo", "sft")  # those that make a chat model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
-_LISTED = 5  # names in a message
+_CHECKPOINT = re.compile(r"(.+)@(\d+|ema|mean:[1-9]\d*)")
 Checkpoint = int | str  # a step, "ema" for the moving average at the newest, or "mean:K" for the mean of the last K
 
 
@@ -50,7 +48,7 @@ Checkpoint = int | str  # a step, "ema" for the moving average at the newest, or
 class Target:
     """What a name stands for."""
 
-    name: str  # as it was given
+    name: str  # as the user wrote it
     kind: Literal["recipe", "run", "model", "hub", "result"]  # "model": a training or an import
     path: Path  # the recipe's file, or the folder
     step: Checkpoint | None = None  # of the checkpoint that was named
@@ -63,49 +61,37 @@ class Target:
         folders = () if self.kind == "recipe" else (self.path, self.path.parent)
         return self.belongs_to or next((folder for folder in folders if (folder / RECIPE).is_file()), None)
 
-    @property
-    def is_training(self) -> bool:
-        """Whether it is a training of a run."""
-        return self.kind == "model" and self.run is not None and self.path.name in TRAININGS
-
 
 def resolve(name: str, runs: Path) -> Target:
     """What `name` stands for: a path if it is one, else a run in the folder `runs`, else a packaged recipe.
 
-    A file counts if it is called like a recipe, a folder if it is a run, a model, or the result of a step. Another
-    meaning of the name is put into words in `warning`.
+    A file counts if it has a recipe's suffix, a folder if it is a run, a model, or the result of a step. The target's
+    `warning` names the other meaning where there are two.
 
     Raises:
-        UserError: it stands for nothing; the message lists what there is.
+        UserError: it stands for nothing; the message lists the runs and recipes.
     """
     word: str = name
     step: Checkpoint | None = None
-    if not os.path.exists(name):
-        head, at, number = name.rpartition("@")
-        if at and (number.isdecimal() or number == "ema" or re.fullmatch(r"mean:[1-9]\d*", number)):
-            word, step = head, int(number) if number.isdecimal() else number
-        elif at and "://" not in name:
-            fix = "Write the number of a step, as in @1000, or @ema, or @mean:5 for the mean of the last 5 checkpoints."
-            raise UserError(f"`@{number}` is no checkpoint", where=name, fix=fix)
+    if not os.path.exists(name) and (parts := _CHECKPOINT.fullmatch(name)):
+        word, step = parts[1], int(parts[2]) if parts[2].isdecimal() else parts[2]
     places = [Path(word), *([] if word.startswith((".", "/")) else [runs / word])]
-    found = [Target(name, kind, place, step) for place in places if (kind := _kind(place)) is not None]
-    if len(found) == 2 and os.path.samefile(found[0].path, found[1].path):
-        found.pop()
-    if not found and step is None:
+    targets = [Target(name, kind, place, step) for place in places if (kind := _kind(place)) is not None]
+    if not targets and step is None:
         recipe = packaged_recipes().get(word) or Path(word)
-        found = [Target(name, "recipe", recipe)] if os.path.isfile(recipe) else []  # Path's raises for a long name
-    if not found:
+        targets = [Target(name, "recipe", recipe)] if os.path.isfile(recipe) else []  # Path's raises for a long name
+    if not targets:
         raise _unknown(word, runs)
-    if step is not None and found[0].kind not in ("run", "model"):
+    if step is not None and targets[0].kind not in ("run", "model"):
         raise UserError("this has no checkpoints", where=name, fix=f"Write `{word}`.")
-    if len(found) == 2:
-        other = f"`{word}` is {found[0].path} here; the run of this name is `{found[1].path}`"
-        return replace(found[0], warning=other)
-    return found[0]
+    if len(targets) == 2 and not os.path.samefile(targets[0].path, targets[1].path):
+        warning = f"`{word}` is {targets[0].path} here; the run of this name is `{targets[1].path}`"
+        return replace(targets[0], warning=warning)
+    return targets[0]
 
 
 def _kind(place: Path) -> Any:
-    """The kind of a target that a path is; None for a path that is none."""
+    """The kind of target that a path is; None for a path that is none."""
     if os.path.isfile(place):
         return "recipe" if place.suffix in _RECIPE_SUFFIXES else None
     if not os.path.isdir(place):
@@ -122,21 +108,10 @@ def _kind(place: Path) -> Any:
 def _unknown(word: str, runs: Path) -> UserError:
     if Path(word).suffix in _RECIPE_SUFFIXES:
         find_recipe(word)  # raises, with the nearest file beside it
-    for folder in filter(os.path.isdir, (Path(word), runs / word)):
-        inside: list[str] = []
-        with contextlib.suppress(PermissionError):
-            inside = sorted(str(entry) for entry in folder.iterdir() if _kind(entry) in ("run", "model", "hub"))
-        fix = f"Name one of those in it: {_listed(inside)}." if inside else "Name a run, a model, or a recipe."
-        return UserError("this folder is neither a run nor a model", where=str(folder), fix=fix)
+    what = "the folder `{}` is neither a run nor a model" if os.path.isdir(word) else "nothing is named `{}`"
     made, packaged = run_names(runs), [*packaged_recipes()]
-    parts = [f"{run}/{training}" for run in made for training in trainings_of(runs / run)]
     listed = f"Runs in {runs}: {', '.join(made) or 'none'}. Packaged recipes: {', '.join(packaged)}."
-    known = parts if "/" in word else [*made, *packaged]
-    return UserError(f"there is no path, run or recipe named `{word}`", fix=did_you_mean(word, known) or listed)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    return UserError(what.format(word), fix=did_you_mean(word, [*made, *packaged]) or listed)
 
 
 def run_names(runs: Path) -> list[str]:
@@ -164,13 +139,13 @@ def recipe_of(
     if target.kind == "recipe":
         packaged = target.path == packaged_recipes().get(target.name)
         return load_recipe(target.name if packaged else target.path, overrides)
-    if target.run is None and (target.path / "recipe.yaml").is_file():  # of an import
-        return load_recipe(target.path / "recipe.yaml", overrides)
     if target.run is None:
-        raise UserError(f"`{target.name}` has no recipe", fix="Name a recipe or a run.")
+        if not (target.path / "recipe.yaml").is_file():  # an import has one
+            raise UserError(f"`{target.name}` has no recipe", fix="Name a recipe or a run.")
+        return load_recipe(target.path / "recipe.yaml", overrides)
     file = target.run / RECIPE
     loaded, dropped = (load_recipe(file, overrides), []) if warn is None else load_saved(file, overrides)
-    if dropped and warn is not None:
+    if warn is not None and dropped:
         if overrides and {*dropped} != {*load_saved(file)[1]}:
             load_recipe(file, overrides)  # raises: it is the overrides that are wrong
         warn(f"{file} has settings of another version of affinage, which are left out: {', '.join(dropped)}")
@@ -184,11 +159,6 @@ def recipe_of(
     return replace(loaded, command=shlex.join(words), path=written if written.is_file() else loaded.path)
 
 
-def run_folder(target: Target, recipe: LoadedRecipe, runs: Path) -> Path:
-    """The folder of the run that a target is, or that its recipe has or will have."""
-    return target.run or runs / recipe.recipe.name
-
-
 def run_of(target: Target, runs: Path) -> Path:
     """The folder of the run that a target is or belongs to; of a recipe, that of its name.
 
@@ -198,51 +168,35 @@ def run_of(target: Target, runs: Path) -> Path:
     if target.run is not None or target.kind == "run":
         return target.run or target.path
     if target.kind != "recipe":
-        raise UserError(f"`{target.name}` belongs to no run", fix=f"Runs in {runs}: {_listed(run_names(runs))}.")
+        raise UserError(f"`{target.name}` belongs to no run", fix=f"Runs in {runs}: {', '.join(run_names(runs))}.")
     run = runs / load_recipe(target.path).recipe.name
-    if (run / RECIPE).is_file():
-        return run
-    raise UserError(f"`{target.name}` has not been run yet", fix=f"Run it: {command('run', target.name, runs=runs)}")
+    if not (run / RECIPE).is_file():
+        raise UserError(
+            f"`{target.name}` has not been run yet", fix=f"Run it: {command('run', target.name, runs=runs)}"
+        )
+    return run
 
 
 def recorded(run: Path) -> dict[str, Any]:
     """The settings that a run was last made with, as they were written; {} if it has none."""
     settings = read_json(run / RECIPE)
     if not settings and (run / RECIPE).is_file():
-        fix = "Run its recipe again: what is complete is kept, and this file is written again."
-        raise UserError("this file of the run is damaged", where=str(run / RECIPE), fix=fix)
+        raise UserError("this file of the run is damaged", where=str(run / RECIPE), fix="Run its recipe again.")
     return settings
 
 
 def trainings_of(run: Path) -> list[str]:
-    """The trainings of a run that have begun and are current, the last one first; [] if it is no run."""
-    return [name for name in TRAININGS if (run / name / MODEL).is_file() and is_current(run, name)]
-
-
-def is_current(run: Path, training: str) -> bool:
-    """Whether a run has this training, and it began from the base that the run has now, and that from its own.
-
-    A training that another version of affinage completed is taken for current.
-    """
-    request = read_request(run / training)
-    if request is None:
-        return read_manifest(run / training) is not None
-    bases = {name: key for name, key in request[0].inputs.items() if name in TRAININGS}
-    now = {name: found for name in bases if (found := read_request(run / name)) is not None}
-    return all(found[1] == bases[name] and is_current(run, name) for name, found in now.items())
-
-
-def planned_trainings(run: Path) -> list[str]:
-    """The trainings of a run's recipe, in their order."""
-    recipe = recorded(run)
-    sections = [name for name in reversed(TRAININGS) if recipe.get(name) is not None]
-    return [name for name in sections if name != "pretrain" or recipe.get("data") is not None]
+    """The trainings of a run that have begun, the last one first; [] if it is no run."""
+    return [name for name in TRAININGS if (run / name / MODEL).is_file()]
 
 
 def incomplete(run: Path) -> list[str]:
     """The trainings of a run's recipe that are not complete, in their order."""
-    wanted = planned_trainings(run)
-    return [name for name in wanted if read_manifest(run / name) is None or not is_current(run, name)]
+    recipe = recorded(run)
+    planned = [name for name in reversed(TRAININGS) if recipe.get(name) is not None]
+    if recipe.get("data") is None:
+        planned = [name for name in planned if name != "pretrain"]
+    return [name for name in planned if read_manifest(run / name) is None]
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
@@ -253,11 +207,9 @@ def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
     run = run_of(target, runs) if target.kind in ("run", "recipe") else None
     if run is None or target.step is not None or not (missing := incomplete(run)):
         return
-    if not instead:
-        name = target.name if target.kind == "run" else run.name
-        trained = [Target(f"{name}/{part}", "model", run / part) for part in reversed(trainings_of(run))]
-        there = [str(state) for one in trained if (state := state_of(one, runs)) is not None and state.step]
-        instead = f"Or name what is there: {'; '.join(there)}." if there else ""
+    name = target.name if target.kind == "run" else run.name
+    if not instead and (trained := trainings_of(run)):
+        instead = f"Or name a model that is there: {', '.join(f'{name}/{training}' for training in trained)}."
     fix = "\n  ".join(filter(None, [f"Run it: {command('run', target.name, runs=runs)}", instead]))
     raise UserError(f"`{target.name}` is not complete; to train: {', '.join(missing)}", fix=fix)
 
@@ -269,25 +221,21 @@ def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
 class ModelState:
     """How far the training of a model is."""
 
-    name: str  # of the training, as every verb takes it
+    model: str  # the name of the training, as every verb takes it
     step: int
-    steps: int | None  # that the training has in all, as far as that is known
+    steps: int | None  # that the training has in all; None if that is not known
     missing: tuple[str, ...]  # later trainings of its recipe that are not complete
 
     def __str__(self) -> str:
         whole = "" if self.steps is None else f" of {self.steps:,}"
         rest = f"; not trained yet: {', '.join(self.missing)}" if self.missing else ""
-        return f"{self.name}, step {self.step:,}{whole}{rest}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"model": self.name, "step": self.step, "steps": self.steps, "missing": list(self.missing)}
+        return f"{self.model}, step {self.step:,}{whole}{rest}"
 
 
 def locate(target: Target, runs: Path) -> tuple[Path, Checkpoint | None]:
-    """The folder of the model that a target stands for, in the store if it is a training, and the step it asks for.
+    """The folder of the model that a target stands for, in the store if it is a training, and the named checkpoint.
 
-    Of a run, that is its last training that has begun and is current.
+    Of a run, the model is its last training that has begun.
     """
     if target.kind in ("model", "hub"):
         return target.path.resolve(), target.step
@@ -313,13 +261,13 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
         run = run_of(target, runs)
         name = f"{name if target.kind == 'run' else run.name}/{training}"
     saved = [int(mark.parent.name) for mark in checkpoints_of(folder, step).glob("*/commit_success.txt")]
-    asked = request[0].settings.get(training) or {}
-    known = (read_json(folder / "summary.json"), read_json(folder / "feed.json"), asked)
-    steps = next((facts["steps"] for facts in known if isinstance(facts.get("steps"), int)), None)
     later = TRAININGS[: TRAININGS.index(training)] if training in TRAININGS else ()
-    missing = [name for name in incomplete(run) if name in later] if run is not None else []
-    at = step if isinstance(step, int) else max(saved, default=0)
-    return ModelState(f"{name}@{step}" if isinstance(step, str) else name, at, steps, tuple(missing))
+    return ModelState(
+        model=f"{name}@{step}" if isinstance(step, str) else name,
+        step=step if isinstance(step, int) else max(saved, default=0),
+        steps=(read_json(folder / "summary.json") or read_json(folder / "feed.json")).get("steps"),
+        missing=tuple(each for each in incomplete(run) if each in later) if run is not None else (),
+    )
 
 
 def checkpoints_of(training: Path, step: Checkpoint | None = None) -> Path:
@@ -336,14 +284,14 @@ def made_from(result: Path, step: str) -> Path | None:
     request = read_request(result)
     for name, key in request[0].inputs.items() if request else ():
         read = Store(result.parent).find(name, key)
-        found = read if name == step else made_from(read, step)
-        if found is not None and found.is_dir():
-            return found
+        source = read if name == step else made_from(read, step)
+        if source is not None and source.is_dir():
+            return source
     return None
 
 
 def is_hub_folder(folder: Path) -> bool:
-    """Whether it is a model as Hugging Face's libraries load it, such as an export, and none of affinage's."""
+    """Whether it is a model as Hugging Face's libraries load it, such as an export."""
     return (folder / HUB_CONFIG).is_file() and not (folder / MODEL).is_file()
 
 
@@ -387,13 +335,10 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
     request = read_request(training)
     if request is None:
         return {}
-    found = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
-    found[request[0].step] = training
-    for name, step in EVALUATIONS.items():
-        evaluated, trained = read_request(run / step), found.get(name) and read_request(found[name])
-        if evaluated is not None and trained and evaluated[0].inputs.get(name) == trained[1]:
-            found[step] = run / step
-    return found
+    results = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
+    results[request[0].step] = training
+    evaluated = {step for name, step in EVALUATIONS.items() if name in results and read_manifest(run / step)}
+    return results | {step: run / step for step in evaluated}
 
 
 def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
@@ -406,16 +351,12 @@ def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
     training, _ = locate(target, runs)
     request = read_request(training)
     before = next((name for name in TRAININGS if request is not None and name in request[0].inputs), "")
-    found = made_from(training, before)
-    if request is None or found is None:
+    base = made_from(training, before)
+    if request is None or base is None:
         origin = str(read_json(training / MODEL).get(BEGUN_WITH, ""))
         return "", "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
     step = request[0].settings.get(request[0].step, {}).get("from_step")
-    exports = [] if step else [export_of(found, export.parent) for export in sorted(runs.glob("*/export"))]
-    exported = next(filter(None, exports), None)
-    beside = None if target.run is None else target.run / before
-    model = str(beside if beside is not None and beside.exists() and beside.samefile(found) else found)
-    return model + (f"@{step}" if step else ""), "" if exported is None else os.path.abspath(exported)
+    return str(base if target.run is None else target.run / before) + (f"@{step}" if step else ""), ""
 
 
 # ---- opening ----
@@ -425,8 +366,7 @@ def open_model(name: str, runs: Path, *, mesh: "Sizes | None" = None) -> "Loaded
     """Load the model that `name` stands for, split over devices along the axes of `mesh`; a copy on each without one.
 
     Raises:
-        UserError: there is no such run, training or checkpoint; the message lists what there is. Or the model cannot be
-            split over the mesh.
+        UserError: there is no such run, training or checkpoint, or the model cannot be split over the mesh.
     """
     return open_target(resolve(name, runs), runs, mesh=mesh)
 
@@ -436,10 +376,10 @@ def open_target(target: Target, runs: Path, *, mesh: "Sizes | None" = None) -> "
     folder, step = locate(target, runs)
     if is_hub_folder(folder):
         return _open_hub_folder(folder, target.name, mesh)
-    beside = [folder / TOKENIZER, made_from(folder, "train-tokenizer")]
+    places = [folder / TOKENIZER, made_from(folder, "train-tokenizer")]
     if target.run is not None:  # another version made it; the first edition had it as `tokenizer`
-        beside += [target.run / "train-tokenizer", target.run / TOKENIZER]
-    tokenizer = next((place for place in beside if place is not None and place.is_dir()), None)
+        places += [target.run / "train-tokenizer", target.run / TOKENIZER]
+    tokenizer = next((place for place in places if place is not None and place.is_dir()), None)
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
@@ -464,10 +404,9 @@ def load_trained(
     facts, graph = _facts_and_graph(folder)
     opened = Tokenizer(tokenizer)
     opened.use_template(facts.get("chat_template"))
-    params = partial(trained_params, folder, graph, step)
-    facts = {key: facts[key] for key in ("context", "system_prompt", "precision")}
-    precision = PrecisionSettings(**facts.pop("precision"))
-    return _open(graph, params, precision, mesh, sharding, name=name, tokenizer=opened, **facts)
+    fields = {"name": name, "tokenizer": opened, "context": facts["context"], "system_prompt": facts["system_prompt"]}
+    precision = PrecisionSettings(**facts["precision"])
+    return _open(graph, partial(trained_params, folder, graph, step), precision, mesh, sharding, **fields)
 
 
 def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedModel":
@@ -486,8 +425,8 @@ def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedMo
     def params(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
         return jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
-    facts: dict[str, Any] = {"name": name, "context": model.architecture.context, "system_prompt": system_prompt or ""}
-    return _open(model.graph, params, PrecisionSettings(), mesh, tokenizer=tokenizer, **facts)
+    fields: dict[str, Any] = {"name": name, "tokenizer": tokenizer, "context": model.architecture.context}
+    return _open(model.graph, params, PrecisionSettings(), mesh, system_prompt=system_prompt or "", **fields)
 
 
 def _open(
@@ -522,9 +461,7 @@ def _open(
 def _sharded(abstract: Any, shardings: Any) -> Any:
     import jax
 
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
-    )
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)
 
 
 def _facts_and_graph(folder: Path) -> "tuple[dict[str, Any], Graph]":
@@ -605,39 +542,30 @@ def averaged_steps(step: Checkpoint | None, complete: Sequence[int]) -> list[int
     return list(complete[-count:])
 
 
-def _averaged(store: "CheckpointStore", name: str, abstract: Any) -> Any:
-    """The parameters that `ema` or `mean:K` stands for, averaged in float32."""
+def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
+    """The parameters of a checkpoint, or the average of several in float32.
+
+    Without a `step` they are those of the newest checkpoint; of a complete training, those of its last step.
+    """
     import jax
     import jax.numpy as jnp
 
-    steps, where = averaged_steps(name, store.steps()), str(store.folder)
-    if name == "ema":
-        if not steps or not any(path.startswith("ema_params.") for path in store.metadata(steps[-1]).checksums):
-            fix = "Train with `ema: {decay: 0.999}`, or take the mean of the last checkpoints: @mean:5."
-            raise UserError("the training keeps no moving average of its parameters", where=where, fix=fix)
-        return store.restore_params(steps[-1], abstract, "ema_params")
-    if len(steps) < (wanted := int(name.partition(":")[2])):
-        fix = "Average fewer, or have a training keep more: runtime.checkpoint.keep_last."
-        raise UserError(f"there are {len(steps)} checkpoints, not {wanted}", where=where, fix=fix)
-    in_float32 = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)
-    total = store.restore_params(steps[0], in_float32)
-    for step in steps[1:]:
-        total = jax.tree.map(jnp.add, total, store.restore_params(step, in_float32))
-    return jax.tree.map(lambda leaf, want: (leaf / len(steps)).astype(want.dtype), total, abstract)
-
-
-def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
-    """The parameters of a checkpoint; of a training that is complete, and of no `step`, those of its last step."""
     from affinage.checkpoint import CheckpointStore
 
     folder = checkpoints_of(training, step)
     store = CheckpointStore(folder)
-    if isinstance(step, str):
-        return _averaged(store, step, abstract)
-    if step is not None and step not in store.steps():
-        fix = f"There are {', '.join(f'@{known}' for known in store.steps())}."
-        raise UserError(f"there is no checkpoint of step {step}", where=str(training), fix=fix)
-    if step is None and folder.name != KEPT and read_manifest(training) is not None:
-        steps = read_json(training / "summary.json").get("steps")
-        step = steps if isinstance(steps, int) else None
-    return store.restore_params(step, abstract)
+    if step == "ema":
+        return store.restore_params(None, abstract, "ema_params")
+    if not isinstance(step, str):
+        if step is None and folder.name != KEPT and read_manifest(training) is not None:
+            step = read_json(training / "summary.json").get("steps")
+        return store.restore_params(step, abstract)
+    steps, wanted = averaged_steps(step, store.steps()), int(step.partition(":")[2])
+    if len(steps) < wanted:
+        fix = "Average fewer, or have a training keep more: runtime.checkpoint.keep_last."
+        raise UserError(f"there are {len(steps)} checkpoints, not {wanted}", where=str(folder), fix=fix)
+    in_float32 = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)
+    total = store.restore_params(steps[0], in_float32)
+    for each in steps[1:]:
+        total = jax.tree.map(jnp.add, total, store.restore_params(each, in_float32))
+    return jax.tree.map(lambda leaf, want: (leaf / len(steps)).astype(want.dtype), total, abstract)

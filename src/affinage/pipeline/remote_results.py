@@ -3,17 +3,15 @@
 A result is there once its manifest is, which is copied last, and is taken only if every file has the hash in it.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
 from affinage.checkpoint.store import CHECKPOINTS
 from affinage.errors import UserError, first_line
-from affinage.pipeline.store import Request, Store, read_manifest
+from affinage.pipeline.store import Request, Store, hash_on_disk, read_manifest
 from affinage.results import MANIFEST, Manifest
 
 # Large results that only the next step reads whole. From others' inputs, a report reads the small files.
@@ -25,7 +23,7 @@ class RemoteResults:
     """The results at the recipe's `remote`."""
 
     def __init__(self, url: str, store: Store) -> None:
-        self.failure = ""  # why a result was not copied there
+        self.url, self.failure = url.rstrip("/"), ""  # why a result was not copied there
         self._remote, self._store = RemoteFolder(url), store
         self._manifests: dict[str, Manifest | None] = {}
 
@@ -37,7 +35,6 @@ class RemoteResults:
         self,
         steps: Collection[str],
         requests: Mapping[str, Request],
-        say: Callable[[str], None],
         locked: Callable[[Request], AbstractContextManager[bool]],
         *,
         small: bool = False,
@@ -47,35 +44,31 @@ class RemoteResults:
         Inside of `locked`, no other process writes a result; it yields whether it is still missing. With `small`, only
         small files of large results are copied.
         """
-        left, done = [(name, not small or name not in _LARGE) for name in steps], set()
-        while left:
-            name, whole = left.pop(0)
-            if name in done:
+        wanted = {name: not small or name not in _LARGE for name in steps}
+        for name, request in reversed(requests.items()):  # a step comes after those that it reads
+            if name not in wanted:
                 continue
-            done.add(name)
-            request = requests[name]
-            if not self._store.is_complete(request) and (whole or read_manifest(self._store.path(request)) is None):
+            for other in request.inputs:
+                wanted.setdefault(other, other not in _LARGE)
+            here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))
+            if not here and self.has(request):
                 with locked(request) as missing:
                     if missing:
-                        self._fetch(request, say, whole=whole)
-            left += [(other, other not in _LARGE) for other in request.inputs]
+                        self._fetch(request, whole=wanted[name])
 
-    def _fetch(self, request: Request, say: Callable[[str], None], *, whole: bool) -> None:
+    def _fetch(self, request: Request, *, whole: bool) -> None:
         name, manifest = self._store.path(request).name, self._manifest(request)
-        if manifest is None:
-            return
+        assert manifest is not None
         files = {file: facts for file, facts in manifest.files.items() if whole or facts.bytes <= _SMALL_FILE}
-        if whole:
-            say(f"copying {name} from {self._remote.url}: {sum(f.bytes for f in files.values()) / 1e6:,.1f} MB")
+        print(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
         for file, facts in files.items():
-            if not _has_hash(part / file, facts.sha256):
-                self._remote.get(f"{name}/{file}", part / file)
-            if not _has_hash(part / file, facts.sha256):
-                shutil.rmtree(part)
+            self._remote.get(f"{name}/{file}", part / file)
+            if hash_on_disk(part / file)["sha256"] != facts.sha256:
                 fix = f"Remove its {MANIFEST}, and it is made again."
-                raise UserError(f"{file} is not what was copied there", where=f"{self._remote.url}/{name}", fix=fix)
-        part.mkdir(parents=True, exist_ok=True)
+                raise UserError(f"{file} is not what was copied there", where=f"{self.url}/{name}", fix=fix)
         (part / MANIFEST).write_bytes(self._remote.read(f"{name}/{MANIFEST}") or b"")
         self._store.discard(request)
         part.rename(self._store.path(request))
@@ -86,20 +79,17 @@ class RemoteResults:
         if name not in self._manifests:
             text = self._remote.read(f"{name}/{MANIFEST}")
             try:
-                found = Manifest.model_validate(json.loads(text or b"{}"))
+                manifest = Manifest.model_validate(json.loads(text or b"{}"))
             except (ValueError, RecursionError):
-                found = Manifest()
-            sound = found.key == request.key and all(is_inside(name) and f.sha256 for name, f in found.files.items())
-            self._manifests[name] = found if sound else None
+                manifest = Manifest()
+            sound = manifest.key == request.key and all(map(is_inside, manifest.files))
+            self._manifests[name] = manifest if sound else None
         return self._manifests[name]
 
-    def copy(self, request: Request) -> None:
+    def put(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
         folder = self._store.path(request)
-        there, manifest = (
-            RemoteFolder(f"{self._remote.url}/{folder.name}"),
-            Manifest.model_validate(read_manifest(folder)),
-        )
+        there, manifest = RemoteFolder(f"{self.url}/{folder.name}"), Manifest.model_validate(read_manifest(folder))
         try:
             there.remove([MANIFEST])
             sizes = there.sizes()
@@ -107,19 +97,8 @@ class RemoteResults:
                 # A training has copied its checkpoints itself.
                 if not (name.startswith(f"{CHECKPOINTS}/") and sizes.get(name) == facts.bytes):
                     there.put(folder / name, name)
-            # Checkpoints that were kept, and are not on this machine, stay.
-            others = [name for name in sizes if not name.startswith(f"{CHECKPOINTS}/")]
-            there.remove([name for name in others if name not in manifest.files])
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
         except (RemoteError, OSError) as error:
             self.failure = first_line(error)
             return
         self._manifests[folder.name] = manifest
-
-
-def _has_hash(path: Path, digest: str) -> bool:
-    """Whether there is a file with this SHA-256."""
-    if not path.is_file() or path.is_symlink():
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == digest

@@ -1,4 +1,4 @@
-"""Run a recipe: leave alone the steps that are complete and run the others, one after the other."""
+"""Plan a recipe's steps, and run those that are not complete, one after the other."""
 
 import contextlib
 import hashlib
@@ -7,9 +7,8 @@ import json
 import os
 import platform
 import re
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,9 +17,10 @@ import rich
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.differing import differing
 from affinage.errors import UserError
-from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, reason_to_run, select, sources_of
-from affinage.pipeline.sources import forget_downloads
+from affinage.pipeline.models import COMMAND, RECIPE
+from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
 from affinage.results import RESULTS, Result, read_result
@@ -30,10 +30,32 @@ if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
 
 _SAME, _NEXT = "what is run", "the next step"  # what processes exchange
-_RECIPE, _COMMAND = "recipe.json", "run.json"
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 _POLL = 0.5  # seconds, while another process makes a result
 _SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what another machine wrote
+_REMOTE = "complete at the remote"  # the reason of a step whose result is only there
+_SHOWN = 3  # differences named per step
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step, what its result is a function of, and whether that result is there."""
+
+    step: Step
+    request: Request
+    complete: bool
+    reason: str
+    unchecked: dict[str, str]  # URLs that it reads and of which no server gave the version -> why
+
+    @property
+    def name(self) -> str:
+        """The step's name."""
+        return self.step.name
+
+    @property
+    def forced(self) -> bool:
+        """Whether it runs because of `--force`."""
+        return self.reason.startswith("forced")
 
 
 class ProgressListener(Protocol):
@@ -72,33 +94,42 @@ class PipelineRunner:
         if self.folder == self.store.folder:
             where = loaded.locate(("name",))
             raise UserError("results are kept in `store`", where=where, fix="Give the recipe another name.")
-        select(steps, force)  # refuses names of no step
-        self._all, self._steps, self._force = steps, select(steps, until), force
-        self._taken: dict[str, Sources] = {}  # the sources' fingerprints, which a run takes once
-        self._remote = _remote_of(loaded, self.store)
+        _select(steps, force)  # refuses names of no step
+        self._all, self._steps, self._force = steps, _select(steps, until), force
+        self._sources: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # of each step, read once
+        self._remote: RemoteResults | None = None
+        if loaded.recipe.runtime.remote is not None:
+            from affinage.pipeline import remote_results  # imports JAX, which a plan does without
+
+            self._remote = remote_results.RemoteResults(loaded.recipe.runtime.remote, self.store)
 
     def plan(self) -> list[PlannedStep]:
         """Returns every step with whether it must run and why; nothing is run."""
         planned: dict[str, PlannedStep] = {}
         for step in self._steps:
             before = read_request(self.folder / step.name)
-            if step.name not in self._taken:
-                self._taken[step.name] = sources_of(step, before[0] if before else None)
-            sources, unchecked = self._taken[step.name]
+            if step.name not in self._sources:
+                self._sources[step.name] = _sources_of(step, before[0] if before else None)
+            sources, unchecked = self._sources[step.name]
             inputs = {name: planned[name].request.key for name in step.inputs}
             request = Request(step.name, step.version, step.config, inputs, sources)
+            forced = [name for name in step.inputs if planned[name].forced]
             complete, reason = False, ""
-            if step.name in self._force:
-                reason = "forced"
-            elif forced := [name for name in step.inputs if planned[name].forced]:
-                reason = f"forced by {forced[0]}"
+            if step.name in self._force or forced:
+                reason = f"forced by {forced[0]}" if step.name not in self._force else "forced"
             elif self.store.is_complete(request):
                 complete, reason = True, "complete"
             elif self._remote is not None and self._remote.has(request):
-                complete, reason = True, ELSEWHERE
-            reason = reason or reason_to_run(step, self.store, request, before)
+                complete, reason = True, _REMOTE
+            reason = reason or _reason_to_run(step, self.store, request, before[0] if before else None)
             planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
         return list(planned.values())
+
+    def check(self, planned: Iterable[PlannedStep]) -> None:
+        """Raise UserError for what is known to fail in a step that must run, before the first of them runs."""
+        for each in planned:
+            if not each.complete and each.step.check is not None:
+                each.step.check(self.loaded)
 
     def run(self, listener: ProgressListener) -> list[PlannedStep]:
         """Run what is not complete, and return the steps that ran. The other processes of a run call `follow`.
@@ -144,41 +175,40 @@ class PipelineRunner:
     # ---- the run ----
 
     def _run(self, listener: ProgressListener) -> list[PlannedStep]:
-        steps, store, remote = self.plan(), self.store, self._remote
-        if all(planned.complete and store.is_complete(planned.request) for planned in steps):
+        steps, remote, ran = self.plan(), self._remote, []
+        if all(planned.complete and self.store.is_complete(planned.request) for planned in steps):
             self._note(steps)
             return []
-        ran = []
-        with self._alone():
+        with self._locked(f"{self.loaded.recipe.name}.run", "is at this run"):
+            self.store.sweep()
             steps = self.plan()  # again: another process may have been at some of them
             self._discard([planned for planned in reversed(steps) if planned.forced])
             self._note(steps)
             requests = {planned.name: planned.request for planned in steps}
             if remote is not None:
                 for request in requests.values():
-                    if store.is_complete(request) and not remote.has(request):
-                        remote.copy(request)
+                    if self.store.is_complete(request) and not remote.has(request):
+                        remote.put(request)
                 if all(planned.complete for planned in steps):
-                    remote.bring(list(requests), requests, _print, self._making, small=True)
+                    remote.bring(list(requests), requests, self._making, small=True)
                     self._note(steps)
             for planned in steps:
-                if planned.reason == ELSEWHERE:
+                if planned.reason == _REMOTE:
                     continue
                 with self._making(planned.request) as missing:
                     if missing:
                         StopSignals.raise_pending()
                         if remote is not None:
                             small = bool(planned.step.artifact)
-                            remote.bring(planned.step.inputs, requests, _print, self._making, small=small)
+                            remote.bring(planned.step.inputs, requests, self._making, small=small)
                             self._note(steps)
                         self._make(planned, listener)
                         ran.append(planned)
                 self._link(planned)
                 if missing and remote is not None:
-                    remote.copy(planned.request)
+                    remote.put(planned.request)
             if remote is not None and remote.failure:
-                to = self.loaded.recipe.runtime.remote
-                _print(f"NOT all results were copied to {to}: {remote.failure}; run it again to try")
+                print_line(f"NOT all results were copied to {remote.url}: {remote.failure}; run it again to try")
         return ran
 
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
@@ -189,8 +219,7 @@ class PipelineRunner:
 
         def on_metrics(row: Mapping[str, Any]) -> None:
             store.check_begun(request)  # nothing that a training writes into another folder would be found
-            # One can look at a training while it runs; one that is refused at its beginning leaves the run as it was.
-            link(self.folder / step.name, folder)
+            self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
             listener.on_metrics(row)
 
         inputs = self._inputs(request.inputs)
@@ -227,20 +256,6 @@ class PipelineRunner:
             lock.release()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, this process alone is at the run. A run that is refused before it makes anything leaves no folder."""
-        with self._locked(f"{self.loaded.recipe.name}.run", "is at this run"):
-            was_there = self.folder.exists()
-            self.store.sweep()
-            try:
-                yield
-            except UserError:
-                with contextlib.suppress(OSError):  # the refusal is what matters
-                    if not was_there and {entry.name for entry in self.folder.iterdir()} <= {_RECIPE, _COMMAND}:
-                        shutil.rmtree(self.folder)
-                raise
-
-    @contextlib.contextmanager
     def _making(self, request: Request) -> Iterator[bool]:
         """Inside, a missing result is this process's to make. Yields whether it is missing.
 
@@ -251,7 +266,7 @@ class PipelineRunner:
             if self.store.is_complete(request) or lock.acquire():
                 break
             if attempt == 0:
-                _print(f"{request.step}: waiting for {lock.holder}, which is making it")
+                print_line(f"{request.step}: waiting for {lock.holder}, which is making it")
             time.sleep(_POLL)
         try:
             yield not self.store.is_complete(request)
@@ -283,37 +298,87 @@ class PipelineRunner:
             raise UserError(error.what, where=where or error.where, fix=error.fix) from error
 
     def _link(self, planned: PlannedStep) -> None:
-        result, artifact = self.store.path(planned.request), planned.step.artifact
-        link(self.folder / planned.name, result)
-        if artifact:
-            link(self.folder / artifact, result / artifact)
+        """Link a result in the run's folder, and remove the links to what was made from another result of its step."""
+        path, result, replaced = self.folder / planned.name, self.store.path(planned.request), {planned.name}
+        if path.is_symlink() and Path(os.readlink(path)).name != result.name:
+            for step in self._all:
+                if replaced.intersection(step.inputs):
+                    replaced.add(step.name)
+                    (self.folder / step.name).unlink(missing_ok=True)
+        link(path, result)
+        if planned.step.artifact:
+            link(self.folder / planned.step.artifact, result / planned.step.artifact)
 
     def _note(self, steps: Sequence[PlannedStep]) -> None:
         """Write the settings in effect, link what is complete, and remove links of steps that the recipe lacks now."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / _RECIPE, self.loaded.recipe.model_dump(mode="json"))
+        write_json(self.folder / RECIPE, self.loaded.recipe.model_dump(mode="json"))
         path = os.path.abspath(self.loaded.path)  # its settings may name files relative to it
-        write_json(self.folder / _COMMAND, {"command": self.loaded.command, "recipe": path})
+        write_json(self.folder / COMMAND, {"command": self.loaded.command, "recipe": path})
         for planned in steps:
             if planned.complete and self.store.path(planned.request).is_dir():
                 self._link(planned)
         names = {name for step in self._all for name in (step.name, step.artifact)}
-        store = os.path.normpath(self.store.folder)
         for entry in self.folder.iterdir():
-            leads_to = os.path.normpath(entry.parent / os.readlink(entry)) if entry.is_symlink() else ""
-            if entry.name not in names and Path(leads_to).is_relative_to(store):
+            if entry.name not in names and entry.is_symlink() and self.store.folder.name in entry.readlink().parts:
                 entry.unlink()
 
 
-def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
-    if loaded.recipe.runtime.remote is None:
-        return None
-    from affinage.pipeline.remote_results import RemoteResults  # imports JAX, which a plan does without
-
-    return RemoteResults(loaded.recipe.runtime.remote, store)
+# ---- what must run, and why ----
 
 
-def _print(line: str) -> None:
+def _select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
+    """Returns the steps of `until` and all that they read, in order; every step if `until` is empty."""
+    known = {step.name: step for step in steps}
+    for name in until:
+        if name not in known:
+            raise UserError(f"this recipe has no step `{name}`", fix=f"Its steps: {', '.join(known)}.")
+    wanted = set(until or known)
+    for step in reversed(steps):
+        if step.name in wanted:
+            wanted.update(step.inputs)
+    return [step for step in steps if step.name in wanted]
+
+
+def _sources_of(step: Step, before: Request | None) -> tuple[dict[str, str], dict[str, str]]:
+    """The fingerprints of what a step reads from outside, and the URLs that could not be checked.
+
+    Where the user's files are gone, the fingerprints of `before` stay, as its result is still good.
+    """
+    remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
+    sources = step.sources | fingerprints(step.files) | remote
+    if not sources and before is not None and before.settings == step.config:
+        sources = before.sources
+    return sources, unchecked
+
+
+def _reason_to_run(step: Step, store: Store, request: Request, before: Request | None) -> str:
+    """Why a step must run: how it differs from the request `before`, of the previous run."""
+    folder = store.path(request)
+    if damage := store.damage(request):
+        return f"damaged: {damage}"
+    if read_request(folder):
+        # The mark is what Orbax writes last: `affinage.checkpoint` takes importing JAX.
+        saved = not step.has_progress or any(folder.glob("checkpoints/[0-9]*/commit_success.txt"))
+        return "not finished; resumes" if step.resumable and saved else "not finished; starts again"
+    if before is None:
+        return "never ran"
+    return "; ".join(_differences(before, request)) or "never ran in this store"
+
+
+def _differences(old: Request, new: Request) -> Iterator[str]:
+    for name, word in (("settings", "settings"), ("sources", "files"), ("inputs", "input"), ("version", "version")):
+        parts = []
+        for key, values in differing([getattr(each, name) for each in (old, new)], absent="nothing"):
+            was, now = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values)
+            parts.append(f"{key} {was} → {now}".lstrip() if name in ("settings", "version") else key)
+        if parts:
+            more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+            yield f"{word} changed: {', '.join(parts[:_SHOWN])}{more}"
+
+
+def print_line(line: str) -> None:
+    """Print a line of plain text, whatever is in it."""
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -340,10 +405,10 @@ def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
     if not grid:
         fix = "Give settings and values: --set 'sweep={sft.steps: [100, 300], sft.schedule.peak_lr: [1e-3, 3e-4]}'"
         raise UserError("this recipe has no `sweep`", where=str(loaded.path), fix=fix)
-    found = []
+    made = []
     for number, values in enumerate(itertools.product(*grid.values()), 1):
-        chosen = dict(zip(grid, values))
-        words = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
-        name = f"name={loaded.recipe.name}-{number:03}"
-        found.append(Point(number, chosen, load_recipe(recipe, [*overrides, *words, name, "sweep={}"])))
-    return found
+        settings = dict(zip(grid, values))
+        words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        words += [f"name={loaded.recipe.name}-{number:03}", "sweep={}"]
+        made.append(Point(number, settings, load_recipe(recipe, [*overrides, *words])))
+    return made

@@ -65,30 +65,15 @@ class Store:
         return self.folder / f"{step}-{key[:12]}"
 
     def damage(self, request: Request) -> str:
-        """What is wrong with a result that has a manifest, such as a file that is missing; "" if nothing.
-
-        Only files that changed after the manifest are read, as where a folder was copied, and only once.
-        """
+        """What is wrong with the files of a result that has a manifest; "" if they have their sizes."""
         folder = self.path(request)
-        manifest = read_manifest(folder)
-        if manifest is None:
-            return ""
-        sealed, later = (folder / MANIFEST).stat().st_mtime_ns, []
-        for name, facts in manifest["files"].items():
+        for name, facts in (read_manifest(folder) or {"files": {}})["files"].items():
             try:
-                found = (folder / name).stat()
+                size = (folder / name).stat().st_size
             except OSError:
                 return f"{name} is missing"
-            if found.st_size != facts["bytes"]:
-                return f"{name} has {found.st_size} bytes instead of {facts['bytes']}"
-            if max(found.st_mtime_ns, found.st_ctime_ns) > sealed:
-                later.append(name)
-        for name in later:
-            if _hash(folder / name)["sha256"] != manifest["files"][name]["sha256"]:
-                return f"{name} was changed after it was made"
-        if later:
-            with contextlib.suppress(OSError):  # another user's result is read each time
-                os.utime(folder / MANIFEST)
+            if size != facts["bytes"]:
+                return f"{name} has {size} bytes instead of {facts['bytes']}"
         return ""
 
     def is_complete(self, request: Request) -> bool:
@@ -109,8 +94,8 @@ class Store:
         """Raise UserError if the folder that `begin` returned was deleted or moved."""
         folder = self.path(request)
         if not (folder / REQUEST).is_file():
-            fix = "Put it back, or make it again; both times, run the same command."
-            raise UserError("this folder was deleted or moved while its result was made", where=str(folder), fix=fix)
+            what = "this folder was deleted or moved while its result was made"
+            raise UserError(what, where=str(folder), fix="Run the same command again.")
 
     def discard(self, request: Request) -> None:
         """Remove a result, complete or not."""
@@ -129,13 +114,13 @@ class Store:
         folder = self.path(request)
         self.check_begun(request)
         write_json(folder / RESULT, summary)
-        inside = [path for path in folder.rglob("*") if path != folder / MANIFEST]
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(inside) if path.is_file()}
+        inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
+        files = {path.relative_to(folder).as_posix(): path for path in inside if path.is_file()}
         manifest = {
             "format": FORMAT,
             **asdict(request),
             "key": request.key,
-            "files": {name: _hash(path, to_disk=True) for name, path in files.items()},
+            "files": {name: hash_on_disk(path) for name, path in files.items()},
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.monotonic() - clock, 3),
             "versions": versions(),
@@ -250,11 +235,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in JSON")
 
 
-def _hash(path: Path, *, to_disk: bool = False) -> dict[str, Any]:
+def hash_on_disk(path: Path) -> dict[str, Any]:
+    """The size and hash of a file, once it is on the disk."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if to_disk:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest}
 
 

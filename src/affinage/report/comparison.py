@@ -35,7 +35,6 @@ class Entrant:
     facts: Facts  # of its run; empty for results without a run
     results: Path | None = None  # the folder of its answers to benchmarks
     evaluation: Evaluation | None = None  # what is in it
-    again: str = ""  # the command that evaluates it again, where the answers are not of the model as it is now
     last: bool = False  # whether it is its run's last training, not the whole run, whose first one has the loss
 
     @property
@@ -101,9 +100,8 @@ class Comparison:
             scores = one.evaluation.by_task if one.evaluation else {}
             text = summary(one.facts, "en") if one.is_run else ""
             known = {"bits_per_byte": one.bits_per_byte, "scores": scores}
-            again = {"judged_before": True, "evaluate_again": one.again} if one.again else {}
             quantities = {name: one.quantities.get(name) for name in self.quantities}
-            runs.append({"name": one.name, "summary": text, **quantities, **known, **again})
+            runs.append({"name": one.name, "summary": text, **quantities, **known})
         ends = [({"from": self.entrants[0].name, "to": pair.other.name}, pair) for pair in self.paired]
         return {
             "runs": runs,
@@ -113,13 +111,11 @@ class Comparison:
         }
 
 
-def entrant(
-    name: str, run: Path | None, results: Path | None, *, again: str = "", parts: Mapping[str, Path] | None = None
-) -> Entrant:
+def entrant(name: str, run: Path | None, results: Path | None, *, parts: Mapping[str, Path] | None = None) -> Entrant:
     """One to compare: its run's folder, or those of its `parts` that count, the folder of its results, or both."""
     facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
     evaluation = read_evaluation(name, results) if results is not None else next(reversed(facts.evaluations), None)
-    return Entrant(name, facts, results, evaluation, again, parts is not None)
+    return Entrant(name, facts, results, evaluation, parts is not None)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
@@ -183,9 +179,8 @@ def notes(pair: Paired, t: Language) -> list[str]:
     """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
     found, tasks = [], []
     for one in pair.unlike:
-        items = t("items with another prompt or right answer: {count}", count=one.questions) if one.questions else ""
-        versions = t("versions {a} and {b}", a=one.versions[0], b=one.versions[1]) if one.versions else ""
-        tasks.append(f"{one.task} ({'; '.join(filter(None, (items, versions)))})")
+        items = t("items with another prompt or right answer: {count}", count=one.questions)
+        tasks.append(f"{one.task} ({items})")
     if tasks:
         found.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=", ".join(tasks)))
     metrics = {one.metric.partition(",")[0] for one in pair.differences}
