@@ -61,9 +61,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         return steps
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     config = _json(data, "sources", "root", "mirror", "sample", "on_error")
-    config["sources"] = [{**source, "download": None} for source in config["sources"]]  # how files get here
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
-    add("ingest", steps_data.ingest, {"data": config}, *world, version=2, files=files, resumable=True)
+    add("ingest", steps_data.ingest, {"data": config}, *world, version=3, files=files, resumable=True)
     config = {"data": _json(data, "filters", "languages")}
     add("filter", steps_data.filter_documents, config, "ingest", version=3, resumable=True)
     if data.dedup is not None:
