@@ -114,7 +114,6 @@ class FilterResult(DocumentsResult):
     """Documents that pass the filters of the recipe."""
 
     formatted: int = 0  # texts that a formatter changed, such as one that replaces personal data
-    split: Size = Size()  # documents that were too long, and their parts
 
 
 class BenchmarkMatches(Result):

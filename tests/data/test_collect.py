@@ -58,7 +58,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
         (folder / name).write_text(f"text of {name}\n")
     summary, rows = run(tmp_path, str(folder) + "/")
     assert [row["id"] for row in rows] == ["a.txt", "b.md", "sub/c.txt"]
-    empty = {"chunk": 0, "language": "", "language_score": None, "url": "", "license": ""}
+    empty = {"language": "", "language_score": None, "url": "", "license": ""}
     assert rows[0] == {"id": "a.txt", "source": "my_texts", **empty, "text": "text of a.txt\n"}
     assert summary["removed"] == {"unknown kind of file": 1}
     assert summary["samples"]["unknown kind of file"][0]["id"] == "picture.png"
@@ -119,7 +119,7 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
     write_lines(tmp_path / "a.jsonl", [record])
     _, (row,) = run(tmp_path, str(tmp_path / "a.jsonl"))
     facts = {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "license": "MIT", "text": "t"}
-    assert row == facts | {"chunk": 0, "language_score": None}
+    assert row == facts | {"language_score": None}
     _, (row,) = run(tmp_path, {"path": str(tmp_path / "a.jsonl"), "name": "mine", "language": "fr"})
     assert (row["source"], row["language"], row["language_score"]) == ("mine", "fr", None)
     trusted = {"path": str(tmp_path / "a.jsonl"), "language": "fr", "trust_language": True}
@@ -169,8 +169,8 @@ def test_binary_foreign_and_empty_files_in_a_folder_are_counted(tmp_path):
     for name, content in files.items():
         (folder / name).write_bytes(content)
     summary, rows = run(tmp_path, str(folder))
-    assert [row["text"] for row in rows] == ["fine", "fenêtre"]
-    assert summary["removed"] == {"binary": 1, "empty": 3, "not UTF-8": 1}
+    assert [row["text"] for row in rows] == ["fine"]
+    assert summary["removed"] == {"binary": 2, "empty": 3, "not UTF-8": 1}
 
 
 @pytest.mark.parametrize("path", ["nowhere.jsonl", "*.jsonl", "picture.png", "nosuch://bucket/a.jsonl"])

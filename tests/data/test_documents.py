@@ -22,8 +22,8 @@ def write(folder, texts):
 
 
 def test_documents_come_back_in_order_with_all_fields_from_the_same_bytes(tmp_path):
-    first = {"id": "a", "source": "s", "language": "fr", "url": "u", "license": "CC0", "text": "één", "chunk": 2}
-    second = {"id": "b", "source": "s", "language": "", "url": "", "license": "", "text": "two", "chunk": 0}
+    first = {"id": "a", "source": "s", "language": "fr", "url": "u", "license": "CC0", "text": "één"}
+    second = {"id": "b", "source": "s", "language": "", "url": "", "license": "", "text": "two"}
     first, second = (row | {"language_score": None} for row in (first, second))
     for name in ("one", "two"):
         with DocumentWriter(tmp_path / name) as writer:

@@ -50,13 +50,12 @@ def filter_documents(
 ) -> dict[str, Any]:
     """Normalize and filter documents into `folder/<source>.<language>` and return the step's summary.
 
-    First texts are repaired, formatted, and long documents split, if the settings say so. Then the rules, in this
-    order: `too short`, `too long` (characters), `not enough letters` (letters and digits among the characters that are
-    neither space nor combining mark); language id: `other language` than the source declares or the recipe has, or
-    `language unclear` for one below the threshold; then the rules of datatrove, if any are named. A document is counted
-    for the first rule it breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language
-    and of datatrove. The summary also counts `repaired` and `formatted` texts and `split` documents. An interrupted
-    call resumes with the missing files.
+    First texts are repaired, and formatted if the settings say so. Then the rules, in this order: `too short`,
+    `too long` (characters), `not enough letters` (letters and digits among the characters that are neither space nor
+    combining mark); language id: `other language` than the source declares or the recipe has, or `language unclear` for
+    one below the threshold; then the rules of datatrove, if any are named. A document is counted for the first rule it
+    breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language and of datatrove. The
+    summary also counts `repaired` and `formatted` texts. An interrupted call resumes with the missing files.
 
     Raises UserError for filters that are not installed, and when no document is left.
     """
@@ -77,13 +76,10 @@ def filter_documents(
         raise UserError(
             f"filtering left none of {total.documents_in} documents; {count} are {reason}, such as {example}",
             where="data.filters",
-            fix="See data.filters and data.languages; data.filters.long_documents=split keeps long texts in parts.",
+            fix="See data.filters and data.languages; data.filters.max_characters keeps longer texts.",
         )
-    return total.summary(time.perf_counter() - start) | {
-        "repaired": counts["repaired"],
-        "formatted": counts["formatted"],
-        "split": {"documents": counts["split"], "parts": counts["chunks"]},
-    }
+    changed = {"repaired": counts["repaired"], "formatted": counts["formatted"]}
+    return total.summary(time.perf_counter() - start) | changed
 
 
 def _filter_file(task: _Task) -> tuple[dict[str, Any], Counter[str]]:
@@ -94,7 +90,7 @@ def _filter_file(task: _Task) -> tuple[dict[str, Any], Counter[str]]:
         for group in row_groups(task.path):
             batch = group.read()
             stats.enter(batch.num_rows, text_bytes(batch))
-            batch, verdicts = _judge(_normalize(batch, task.settings, datatrove, counts), task, datatrove)
+            batch, verdicts = _judge(_normalize(batch, datatrove, counts), task, datatrove)
             batch = stats.remove_rows(batch, verdicts)
             for language in pc.unique(batch.column("language")).to_pylist():
                 name = f"{task.path.parent.name}.{safe_name(language) if language else 'unknown'}"
@@ -105,10 +101,8 @@ def _filter_file(task: _Task) -> tuple[dict[str, Any], Counter[str]]:
     return stats.to_json(), counts
 
 
-def _normalize(
-    batch: pa.RecordBatch, settings: FilterSettings, datatrove: DatatroveFilters, counts: Counter[str]
-) -> pa.RecordBatch:
-    """Repair and format the texts of a batch, and split long ones, where the settings say so."""
+def _normalize(batch: pa.RecordBatch, datatrove: DatatroveFilters, counts: Counter[str]) -> pa.RecordBatch:
+    """Repair the texts of a batch, and format them by datatrove's formatters."""
     before = batch.column("text")
     text = repair(before)
     counts["repaired"] += pc.sum(pc.not_equal(text, before)).as_py() or 0
@@ -116,17 +110,7 @@ def _normalize(
         formatted = pa.array([datatrove.format(each) for each in text.to_pylist()], pa.string())
         counts["formatted"] += pc.sum(pc.not_equal(formatted, text)).as_py() or 0
         text = repair(formatted)
-    batch = _with(batch, "text", text)
-    limit = settings.max_characters
-    if settings.long_documents == "remove" or not (count_characters(text)[0] > limit).any():
-        return batch
-    rows: list[dict[str, Any]] = []
-    for row in batch.to_pylist():
-        chunks = split_text(row["text"], limit)
-        if len(chunks) > 1:
-            counts.update({"split": 1, "chunks": len(chunks)})
-        rows += [row | {"chunk": number, "text": chunk} for number, chunk in enumerate(chunks)]
-    return pa.RecordBatch.from_pylist(rows, schema=batch.schema)
+    return _with(batch, "text", text)
 
 
 def _judge(
@@ -193,17 +177,3 @@ def _identify(
         return declared or found, score, ("other language", detail)
     clear = found and score >= settings.language_threshold
     return declared or found, score, None if clear else ("language unclear", detail)
-
-
-def split_text(text: str, limit: int) -> list[str]:
-    """Cut a text into chunks of at most `limit` characters that join to the text.
-
-    A cut is made after the last paragraph, else line, else word that ends in the second half of the chunk.
-    """
-    chunks, start = [], 0
-    while len(text) - start > limit:
-        ends = ((text.rfind(mark, start + limit // 2, start + limit), len(mark)) for mark in ("\n\n", "\n", " "))
-        cut = next((place + size for place, size in ends if place > 0), start + limit)
-        chunks.append(text[start:cut])
-        start = cut
-    return [*chunks, text[start:]]

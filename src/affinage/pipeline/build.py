@@ -64,15 +64,15 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
     add("ingest", steps_data.ingest, {"data": config}, *world, version=3, files=files, resumable=True)
     config = {"data": _json(data, "filters", "languages")}
-    add("filter", steps_data.filter_documents, config, "ingest", version=3, resumable=True)
+    add("filter", steps_data.filter_documents, config, "ingest", version=4, resumable=True)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
         files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
         config = {"data": _json(data, "dedup")}
-        add("dedup", steps_data.dedup, config, "filter", version=3, files=files, resumable=True)
+        add("dedup", steps_data.dedup, config, "filter", version=4, files=files, resumable=True)
     if contamination_targets(recipe):
         config, files = _searched(recipe, data)
-        add("decontaminate", steps_data.decontaminate, config, steps[-1].name, version=3, files=files, resumable=True)
+        add("decontaminate", steps_data.decontaminate, config, steps[-1].name, version=4, files=files, resumable=True)
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
     add("split", steps_data.split, config, steps[-1].name, version=4, resumable=True)
     if begun:
