@@ -204,7 +204,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
             cache = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), state.cache)
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
         lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache, logit_positions=(lengths - 1)[:, None])
-        _, seen, first = _advance(rows, seen, multiply_out(lazy.hidden[:, 0], lazy.kernel, lazy.softcap))
+        _, seen, first = _advance(rows, seen, multiply_out(lazy.hidden[:, 0], lazy.kernel))
 
         def into(old: Array, part: Array) -> Array:
             return old.at[:, slots, :, : part.shape[3]].set(part[:, :, :, : old.shape[3]], mode="drop")
@@ -229,7 +229,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None) -> tuple[Any,
         def one(carry: tuple[Array, State, Rows, Emitted]) -> tuple[Array, State, Rows, Emitted]:
             step, (cache, seen), rows, out = carry
             lazy, cache = logits_of(graph, params, rows.token[:, None], rows.position[:, None], dtype, cache)
-            rows, seen, parts = _advance(rows, seen, multiply_out(lazy.hidden[:, 0], lazy.kernel, lazy.softcap))
+            rows, seen, parts = _advance(rows, seen, multiply_out(lazy.hidden[:, 0], lazy.kernel))
             out = Emitted(*(whole.at[:, step].set(part) for whole, part in zip(out, parts, strict=True)))
             return step + 1, State(cache, seen), rows, out
 
@@ -471,7 +471,7 @@ def _scoring(graph: Graph, dtype: str, layout: MeshLayout | None) -> Any:
     def score(params: PyTree, tokens: Int[Array, "R S"]) -> tuple[Array, ...]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
-        logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel, lazy.softcap)
+        logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel)
         return _top_logprobs(logits, tokens[0, 1:], jnp.bool_(True))
 
     return score

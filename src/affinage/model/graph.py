@@ -120,25 +120,6 @@ class Graph:
         """Names of the node itself and of all nodes that it is computed from."""
         return _ancestors(self._by_name, name)
 
-    def narrowing(self, names: Collection[str]) -> str:
-        """The first of the named nodes that can leave out tokens whose values are not wanted in the end.
-
-        It is the last one that looks at other tokens, if it `narrows` and all later ones read it alone; else the end.
-        """
-        first, later = "", set[str]()
-        read: set[str] = set()  # by the later nodes
-        for node in reversed([node for node in self.nodes if node.name in names]):
-            if not read <= later | {node.name}:
-                break
-            first = node.name if node.layer.narrows else first
-            if not node.layer.by_token:
-                break
-            later.add(node.name)
-            read.update(node.inputs)
-        if not first:
-            raise ValueError("the last node computes all tokens or none")
-        return first
-
     def to_dict(self) -> dict[str, Any]:
         """The `model:` mapping of a recipe that parses to this graph again."""
         nodes: dict[str, Any] = {}

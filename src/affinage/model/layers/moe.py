@@ -207,7 +207,6 @@ class MoeSettings(Settings):
         weights = jnp.ones(taken.shape[:2], jnp.float32)
         if "tokens" in context.batch:
             _, weights = next_tokens(context.batch["tokens"], context.batch)
-        weights = context.narrowed(weights)
         chosen = jnp.sum(jax.nn.one_hot(routing.experts, self.experts), axis=2)
         choices, probability = (jnp.sum(weights[..., None] * v, axis=1) for v in (chosen, routing.probabilities))
         positions, count = jnp.sum(weights, axis=1), jnp.sum(weights)
