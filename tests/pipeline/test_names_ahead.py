@@ -58,11 +58,10 @@ def ahead(tmp_path, monkeypatch):
         pytest.param("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag", marks=pytest.mark.full),  # 13,000 files
         ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
         ("pretrain.mixture=[{weights: {text: 1}}]", "texts"),
-        ("tokenizer.compare=[theirs.model]", "theirs.model"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
-    error = ahead(override, stages={"ingest", "filter", "decontaminate", "tokenize", "compare-tokenizers"})
+    error = ahead(override, stages={"ingest", "filter", "decontaminate", "tokenize"})
     assert named in f"{error.what} {error.fix}" and error.fix and "--set" in error.where
 
 

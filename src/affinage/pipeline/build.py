@@ -79,13 +79,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     if begun:
         add("train-tokenizer", steps_data.base_tokenizer, {}, "split", sources=begun, version=2)
     else:
-        settings = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
-        config = {"data": _json(data, "languages"), "tokenizer": settings, **_part(recipe, "seed")}
+        config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         add("train-tokenizer", steps_data.train_tokenizer, config, "split", version=2)
-    if recipe.tokenizer.compare:
-        config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
-        fn = steps_data.compare_tokenizers
-        add("compare-tokenizers", fn, config, "split", "train-tokenizer", files=files, version=2)
     config = _part(recipe, "packing", "seed")
     add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=3, resumable=True)
     return steps

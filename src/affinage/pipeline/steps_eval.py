@@ -49,7 +49,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         batch_size=settings.batch_size,
         max_new_tokens=settings.max_new_tokens,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
-        compressors=settings.compressors,
         seen=contamination_search(inputs[training], recipe.data.decontaminate if recipe.data else None)
         if settings.contamination
         else None,
@@ -80,8 +79,6 @@ def export(context: StepContext) -> Summary:
         facts=card_facts(facts, recipe.export.license),
         dtype=recipe.export.dtype,
         chat=training in CHAT,
-        max_shard_size=recipe.export.max_shard_size,
-        trim_vocabulary=recipe.export.trim_vocabulary,
     )
     if recipe.export.verify:
         from affinage.hub.verify import verify
