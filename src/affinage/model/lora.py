@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from affinage.config.tuning import LoraSettings
+from affinage.config.training import LoraSettings
 from affinage.errors import UserError
 from affinage.model.parameter import ParamSpec, PyTree, map_parameters
 
@@ -79,19 +79,18 @@ class Adapters:
         return tree
 
     def _declared(self, matrix: ParamSpec) -> PyTree:
-        layers = _layers(matrix)
-        inputs, outputs = matrix.inputs, matrix.outputs
+        layers, inputs, rank = _layers(matrix), matrix.inputs, self.settings.r
 
-        def dims(which: tuple[int, ...], of: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(of[i] for i in which)
+        def dims(which: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+            return tuple(matrix.shape[i] for i in which), tuple(matrix.axes[i] for i in which)
 
-        shape, axes, rank = matrix.shape, matrix.axes, self.settings.r
+        (stack, stack_axes), (out, out_axes) = dims(layers), dims(matrix.outputs)
+        into, into_axes = dims((*layers, *inputs))
         # The variance of PyTorch's own initialization of a linear layer, which the paper's code and PEFT take.
-        std = (3 * prod(dims(inputs, shape))) ** -0.5
-        a = ParamSpec((*dims((*layers, *inputs), shape), rank), (*dims((*layers, *inputs), axes), None), std=std,
-                      inputs=tuple(range(len(layers), len(layers) + len(inputs))))  # fmt: skip
-        b = ParamSpec((*dims(layers, shape), rank, *dims(outputs, shape)),
-                      (*dims(layers, axes), None, *dims(outputs, axes)), init="zeros", inputs=(len(layers),))  # fmt: skip
+        std = (3 * prod(dims(inputs)[0])) ** -0.5
+        contracted = tuple(range(len(layers), len(layers) + len(inputs)))
+        a = ParamSpec((*into, rank), (*into_axes, None), std=std, inputs=contracted)
+        b = ParamSpec((*stack, rank, *out), (*stack_axes, None, *out_axes), init="zeros", inputs=(len(layers),))
         return {LORA_A: a, LORA_B: b}
 
     def beside(self, weights: PyTree, adapters: PyTree) -> PyTree:

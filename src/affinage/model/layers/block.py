@@ -19,7 +19,7 @@ from affinage.model.parameter import PyTree
 def _ffn_or_moe(value: Any) -> str:
     """The tag of the class of settings that a `kind` belongs to; any other kind than moe is an activation's name."""
     kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
-    return "moe" if kind == "moe" else "dense"
+    return (MoeSettings if kind == "moe" else FfnSettings).__name__
 
 
 @register_layer("transformer_block")
@@ -30,7 +30,8 @@ class TransformerBlock(Layer):
 
     attention: AttentionSettings
     ffn: Annotated[
-        Annotated[FfnSettings, Tag("dense")] | Annotated[MoeSettings, Tag("moe")], Discriminator(_ffn_or_moe)
+        Annotated[FfnSettings, Tag("FfnSettings")] | Annotated[MoeSettings, Tag("MoeSettings")],
+        Discriminator(_ffn_or_moe),
     ]
     norm: NormSettings = NormSettings()
     dropout: float = Field(default=0.0, ge=0, lt=1)
