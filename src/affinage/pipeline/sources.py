@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.places import is_url, leads_back, printable
+from affinage.data.places import is_url, printable
 from affinage.paths import from_home
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
@@ -107,19 +107,9 @@ def _named_in(file: Path) -> list[str]:
 def _files(path: str) -> Iterator[Path]:
     matches = [Path(path)] if Path(path).exists() else [Path(match) for match in glob.glob(path, recursive=True)]
     for match in sorted(matches):
-        for file in sorted(_all_in(match)) if match.is_dir() else [match]:
+        for file in sorted(match.rglob("*")) if match.is_dir() else [match]:
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(match).parts):
                 yield file
-
-
-def _all_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """All files below a folder, as the steps read them: also behind links to folders, if these do not lead back."""
-    above = (*above, os.path.realpath(folder))
-    for entry in folder.iterdir():
-        if not entry.is_dir():
-            yield entry
-        elif not leads_back(str(entry), above):
-            yield from _all_in(entry, above)
 
 
 @contextlib.contextmanager
