@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
-from affinage.model import ApplyConfig, abstract_params, apply, init_cache, parse
-from affinage.model.analysis import analyze, cache_bytes, parameters
+from affinage.model import ApplyConfig, abstract_params, apply, parse
+from affinage.model.analysis import analyze, parameters
 from affinage.model.products import Logits
 
 GRAPHS = {
     "grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),
     "gpt2": tiny_graphs.gpt2(),
-    "experts": tiny_graphs.moe(shared_experts=1),
+    "experts": tiny_graphs.moe(),
     "experts with a capacity": tiny_graphs.moe(capacity_factor=1.25, activation="gelu", scan=False),
     "squared": tiny_graphs.llama(attention={"head_dim": 12}, ffn={"kind": "relu2", "width": 40}),
 }
@@ -91,5 +91,3 @@ def test_bytes_and_parameters_are_those_of_the_arrays(name):
     graph = parse(GRAPHS[name])
     leaves = jax.tree.leaves(abstract_params(graph, jnp.bfloat16))
     assert parameters(graph).total == sum(leaf.size for leaf in leaves)
-    cache = jax.tree.leaves(init_cache(graph, 2, 8, jnp.bfloat16))
-    assert cache_bytes(graph, 2, 8, jnp.bfloat16) == sum(array.nbytes for array in cache)

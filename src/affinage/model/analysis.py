@@ -10,10 +10,7 @@ a training step is three forward passes, of a node that no gradient goes through
 """
 
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
-
-import jax.numpy as jnp
 
 from affinage.model.graph import Graph
 from affinage.model.layer import BATCH, SEQUENCE
@@ -54,24 +51,12 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The cost of every node for a batch."""
+    """The cost of every node for a batch, and sums over the nodes."""
 
     nodes: tuple[NodeCost, ...]
-
-    @property
-    def flops(self) -> int:
-        """Of one forward pass."""
-        return sum(node.flops for node in self.nodes)
-
-    @property
-    def training_flops(self) -> int:
-        """Of one training step on this batch."""
-        return sum(node.training_flops for node in self.nodes)
-
-    @property
-    def training_flops_all_pairs(self) -> int:
-        """The same with attention over all S * S pairs of tokens."""
-        return sum(node.training_flops_all_pairs for node in self.nodes)
+    flops: int
+    training_flops: int
+    training_flops_all_pairs: int
 
 
 def parameters(graph: Graph) -> ParameterCount:
@@ -84,28 +69,17 @@ def parameters(graph: Graph) -> ParameterCount:
 
 def analyze(graph: Graph, batch: int, context: int) -> Analysis:
     """The cost of every node at this batch (rows) and context (tokens of a row)."""
-    rows = []
+    nodes = []
     for node in graph.nodes:
         cost = node.layer.cost(graph.input_shapes(node), {BATCH: batch, SEQUENCE: context}) * node.layers
         declared = parameters_in(graph.parameters.get(node.name, {}))
         flops, all_pairs = cost.matmul + cost.attention_causal, cost.matmul + cost.attention
         passes = 1 if node.layer.constant else 3
-        rows.append(
-            NodeCost(
-                name=node.name,
-                kind=node.layer.kind_name,
-                inputs=node.inputs,
-                repeat=node.layers,
-                shape=str(graph.shapes[node.name]),
-                parameters=sum(p.size for p in declared),
-                active_parameters=sum(p.active for p in declared),
-                flops=flops,
-                flops_all_pairs=all_pairs,
-                training_flops=passes * flops,
-                training_flops_all_pairs=passes * all_pairs,
-            )
-        )
-    return Analysis(tuple(rows))
+        size, active = sum(p.size for p in declared), sum(p.active for p in declared)
+        of_node = (node.name, node.layer.kind_name, node.inputs, node.layers, str(graph.shapes[node.name]))
+        nodes.append(NodeCost(*of_node, size, active, flops, all_pairs, passes * flops, passes * all_pairs))
+    totals = (sum(getattr(node, name) for node in nodes) for name in list(Analysis.__annotations__)[1:])
+    return Analysis(tuple(nodes), *totals)
 
 
 def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
@@ -114,23 +88,3 @@ def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]
     summed = ("parameters", "active_parameters", "flops", "training_flops", "training_flops_all_pairs")
     total = {key: sum(row[key] for row in table) for key in summed}
     return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]
-
-
-def cache_bytes(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> int:
-    """Bytes of what decoding keeps for `length` tokens of `batch` rows."""
-    caches = [(node.layers, node.layer.cache(graph.input_shapes(node), batch, length)) for node in graph.nodes]
-    elements = sum(layers * sum(map(prod, shapes.values())) for layers, shapes in caches)
-    return elements * jnp.dtype(dtype).itemsize
-
-
-def mermaid(graph: Graph) -> str:
-    """The graph as a Mermaid flowchart; dotted arrows are parameters that a node reads from another."""
-    lines = ["flowchart TD"]
-    lines += [f'    {name}(["{name} {shape}"])' for name, shape in graph.inputs]
-    for node in graph.nodes:
-        times = f" × {node.repeat}" if node.repeat else ""
-        lines.append(f'    {node.name}["{node.name}: {node.layer.kind_name}{times}<br/>{graph.shapes[node.name]}"]')
-        lines += [f"    {source} --> {node.name}" for source in node.inputs]
-        if node.layer.shares:
-            lines.append(f"    {node.layer.shares} -. weights .-> {node.name}")
-    return "\n".join(lines) + "\n"

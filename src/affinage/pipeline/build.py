@@ -197,7 +197,7 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     evaluate, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
     if evaluate is None:
         return
-    settings = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "attention", "data_dir"})}
+    settings = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "data_dir"})}
     if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
         # How items are found in the text; otherwise the same settings have decided over the text itself.
         settings["data"] = {"decontaminate": _json(decontaminate, "n_grams", "min_words", "boilerplate")}
@@ -209,7 +209,7 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
             partial(steps_eval.evaluate, training=training),
             {**settings, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
             (training, *read),
-            version=2,
+            version=3,
             files=(*task_files(filter(is_task_file, _tasks(recipe))), *_item_files(evaluate)),
             check=steps_data.check_tasks,
             resumable=True,
