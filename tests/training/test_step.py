@@ -92,10 +92,9 @@ def test_accumulation_over_uneven_masks_changes_nothing():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
+@pytest.mark.parametrize("name", ["muon", "lion"])
 def test_any_optimizer_moves_the_same_on_a_mesh(name: str):
-    settings = {"adafactor": {"smallest_factored": 8}}.get(name, {})
-    changes = {"optimizer": {"name": name, "settings": settings}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
+    changes = {"optimizer": {"name": name}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
     changes["schedule"]["min_lr"] = 0.0
     (_, one), (_, split) = (tiny.steps_of(job(mesh, **changes), 6) for mesh in (ONE, {"fsdp": 2, "tensor": 2}))
     losses = [[step["loss"] for step in run] for run in (one, split)]

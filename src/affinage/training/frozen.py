@@ -24,17 +24,11 @@ Batch = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ParamSplit:
-    """The trainable and the frozen parameters of a training.
+    """The trainable and the frozen parameters of a training."""
 
-    Attributes:
-        graph: with the loss.
-        adapters: trained in place of the weights, which are frozen; None: the weights are trained.
-        reference: whether the frozen weights are a reference model, see `with_reference`.
-    """
-
-    graph: Graph
-    adapters: Adapters | None = None
-    reference: bool = False
+    graph: Graph  # with the loss
+    adapters: Adapters | None = None  # trained in place of the weights, which are frozen
+    reference: bool = False  # whether the frozen weights are a reference model, see `with_reference`
 
     @property
     def trainable(self) -> Declared:

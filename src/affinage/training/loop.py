@@ -152,8 +152,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             console.say(f"ends at step {step:,}: {why_ended}")
         watchdog.beat("the last save", at_most=IO_TIMEOUT)
         checkpointer.wait()
-        ended = "monitor" if why_ended else ""
-        summary = summarize(trainer, goodput, monitor, checkpointer.resumed_at, step, ended)
+        summary = summarize(trainer, goodput, monitor, checkpointer.resumed_at, step, "monitor" if why_ended else "")
         if own_folder is not None:
             logger.check_folder()
             part_file = own_folder / "summary.json.part"

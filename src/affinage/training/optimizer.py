@@ -63,28 +63,6 @@ class Lion(Optimizer):
         return optax.scale_by_lion(b1=settings.b1, b2=settings.b2)
 
 
-@optimizer("adafactor")
-class Adafactor(Optimizer):
-    """Second moments kept as a row and a column (Shazeer and Stern, 2018), without momentum.
-
-    Updates are clipped to a root mean square of `clip_rms`; the learning rate is the recipe's, not relative to the
-    weights' size.
-    """
-
-    decay_rate: float = 0.8
-    """Exponent of the second moments' schedule: 1 - step^-decay_rate."""
-    clip_rms: float = 1.0
-    smallest_factored: int = 128
-    """Matrices with a smaller second-largest side keep their second moments whole."""
-
-    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
-        """See `Optimizer.direction`."""
-        factored = optax.scale_by_factored_rms(
-            decay_rate=self.decay_rate, min_dim_size_to_factor=self.smallest_factored
-        )
-        return optax.chain(factored, optax.clip_by_block_rms(self.clip_rms))
-
-
 @optimizer("muon")
 class Muon(Optimizer):
     """Orthogonalized momentum for the matrices of hidden layers (Jordan et al., 2024), Adam for everything else.
@@ -154,7 +132,7 @@ def map_like_params(
         function: (array of the state, parameter) -> new leaf.
         state: the optimizer's.
         params: the parameters, or their shapes.
-        others: applied to every other array of the state: counts, factored moments.
+        others: applied to every other array of the state, such as counts.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
@@ -182,7 +160,6 @@ def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.G
         return cast(inner.init(optax.tree.cast(params, jnp.float32)), params, dtype)
 
     def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        # Optax's Adafactor rounds its moments, the factored ones too, to the dtype of the weights that it is given.
         grads, params = (optax.tree.cast(tree, jnp.float32) for tree in (grads, params))
         updates, state = inner.update(grads, cast(state, grads, jnp.float32), params)
         return updates, cast(state, grads, dtype)

@@ -22,7 +22,6 @@ from affinage.parallel.sharding import check_axes_used, check_positions_divide, 
 from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import check_remat, make_layerwise_optimizer, make_layerwise_step
-from affinage.training.optimizer import learning_rate
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
 from affinage.training.step import Step, make_full_optimizer, make_train_step, make_validation_step
 
@@ -156,10 +155,6 @@ class Trainer:
             return apply(self.job.graph, params, batch, config).values[node]
 
         return self.strategy.compile_evaluation(value, self.abstract.params, self._like(batch))
-
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of the update that makes step number `step`, counted from 1."""
-        return float(learning_rate(self.job.settings.schedule, self.job.settings.steps)(jnp.asarray(step - 1)))
 
     @property
     def apply_config(self) -> ApplyConfig:
