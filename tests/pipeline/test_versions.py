@@ -47,7 +47,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
 }
 
 # What says how a result was made, or is read by nothing that comes after; checkpoints are judged by what they score.
-_LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
+_LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
     "seconds", "tokens_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
     "devices", "device", "items_per_second", "fingerprint", "url",

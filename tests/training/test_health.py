@@ -62,13 +62,6 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_skipped_update_is_written_down_with_its_documents(tmp_path: Path):
-    train(job(tmp_path, SickFeed(not_finite=(8,))))
-    (event,) = events(tmp_path)
-    assert event["step"] == 8 and event["cause"] == "nonfinite" and event["action"] == "skipped"
-    assert event["documents"] == ["document 8"] and event["learning_rate"] > 0
-
-
 @pytest.mark.parametrize(
     "fails", [pytest.param(False, id="at once"), pytest.param(True, id="and started again", marks=pytest.mark.full)]
 )

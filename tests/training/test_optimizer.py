@@ -146,8 +146,3 @@ def test_a_share_of_the_steps_warms_up_as_so_many_steps_do():
     np.testing.assert_array_equal(by_share, by_steps)
     with pytest.raises(ValueError, match="give either"):
         ScheduleSettings(peak_lr=1.0, min_lr=0.1, warmup_ratio=0.1, warmup_steps=10)
-
-
-def test_a_run_of_one_step_takes_it_at_the_peak():
-    for name in ("cosine", "linear", "wsd", "constant"):
-        assert _rates(1, name=name, peak_lr=1e-2, min_lr=1e-3) == pytest.approx(1e-2)

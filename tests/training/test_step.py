@@ -109,11 +109,6 @@ def test_a_batch_without_targets_has_a_loss_of_zero_and_does_no_harm():
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
 
 
-def test_weights_move_down_the_gradient(expected):
-    """Over batches whose tokens have a skewed distribution, which is learned."""
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.1
-
-
 @pytest.mark.full
 def test_bfloat16_weights_moments_and_products_train():
     precision = {"compute": "bfloat16", "params": "bfloat16", "rounding": "stochastic"}
@@ -133,4 +128,4 @@ def test_dropout_depends_on_the_step_alone(expected):
 def test_the_feed_must_yield_the_batch_that_the_settings_say():
     program = alone()[0]
     with pytest.raises(ValueError, match="8 rows"):
-        dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)))
+        Trainer(dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)), program.mesh, program.batch)

@@ -85,11 +85,7 @@ def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
 
 
 def split_params(graph: Graph, settings: TrainSettings) -> ParamSplit:
-    """Split the parameters of a graph as the settings of a training require.
-
-    Raises:
-        UserError: adapters of matrices that the graph does not have.
-    """
+    """Split the parameters of a graph as the settings require. Raises UserError for matrices that it does not have."""
     lora = settings.lora if isinstance(settings, TuningSettings) else None
     reference = isinstance(settings, DpoSettings) and not settings.precompute_ref_log_probs
     return ParamSplit(graph, None if lora is None else Adapters(graph, lora), reference)

@@ -20,15 +20,10 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
 class Weights(NamedTuple):
-    """What an optimizer may know of the parameters, besides their shapes.
+    """What an optimizer may know of the parameters, besides their shapes, as trees like theirs."""
 
-    Attributes:
-        decayed: tree of the parameters with True where weight decay applies; see `affinage.model.decayed`.
-        matrices: the same tree with (input dimensions, output dimensions) of the matrices of hidden layers, None
-            elsewhere; see `affinage.model.matrices`.
-    """
-
-    decayed: PyTree
+    decayed: PyTree  # True where weight decay applies; see `affinage.model.decayed`
+    # (input dimensions, output dimensions) of the matrices of hidden layers, None elsewhere
     matrices: PyTree
 
 
@@ -126,13 +121,9 @@ def clipped(grads: PyTree, norm: Float[Array, ""], max_norm: float | None) -> Py
 def map_like_params(
     function: Callable[[Any, Any], Any], state: PyTree, params: PyTree, others: Callable[[Any], Any]
 ) -> PyTree:
-    """Maps the arrays of an optimizer's state that stand for a parameter: same path at the end, same shape.
+    """Map the arrays of an optimizer's state that stand for a parameter, by the same path at the end and shape.
 
-    Args:
-        function: (array of the state, parameter) -> new leaf.
-        state: the optimizer's.
-        params: the parameters, or their shapes.
-        others: applied to every other array of the state, such as counts.
+    `function` takes the array and the parameter, or its shape; `others` takes every other array, such as counts.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
@@ -176,9 +167,7 @@ class Shape(Settings):
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """The learning rate from the end of the warm-up on.
 
-        Args:
-            settings: of the recipe.
-            steps: updates after the one at the peak, at least 1; the last of them is the run's last.
+        `steps` counts the updates after the one at the peak, at least 1; the last of them is the run's last.
         """
         raise NotImplementedError
 
@@ -259,14 +248,9 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
 
 
 def check_choices(settings: TrainSettings, locate: Locate) -> None:
-    """Check that the optimizer and the schedule, and their own settings, are known.
+    """Raise UserError unless the optimizer and the schedule, and their own settings, are known.
 
-    Args:
-        settings: of the training.
-        locate: from keys of the training's section, such as ("optimizer", "name"), to where they were written.
-
-    Raises:
-        UserError: for unknown names, and values that do not fit.
+    `locate` maps keys of the training's section, such as ("optimizer", "name"), to where they were written.
     """
     optimizer, schedule = settings.optimizer, settings.schedule
     build(OPTIMIZERS, optimizer.name, optimizer.settings, lambda path: locate(("optimizer", *path)))

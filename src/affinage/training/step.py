@@ -90,16 +90,10 @@ def accumulate(
 ) -> tuple[PyTree, Sums]:
     """Sum `gradient` over `parts` micro-batches of equal size, one after the other.
 
-    Micro-batch m has the rows m, m + parts, m + 2 parts, ...: each device finds its share of every micro-batch among
-    the rows it already has.
-
-    Args:
-        gradient: of some rows.
-        batch: arrays [B, ...].
-        parts: divides B.
-        replicas: equal parts of the rows, one after the other, that stand side by side along the mesh axis REPLICAS.
-            Each has sums of its own until the last micro-batch, which are then summed once. Left to itself, XLA sums
-            over the devices in every micro-batch, layer by layer.
+    Micro-batch m of a batch of arrays [B, ...] has the rows m, m + parts, m + 2 parts, ...: each device finds its share
+    of every micro-batch among the rows it already has. `replicas` are equal parts of the rows, one after the other,
+    that stand side by side along the mesh axis REPLICAS. Each has sums of its own until the last micro-batch, which are
+    then summed once. Left to itself, XLA sums over the devices in every micro-batch, layer by layer.
     """
     if parts == 1:
         return gradient(batch)
