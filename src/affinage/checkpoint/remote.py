@@ -178,10 +178,12 @@ class Uploader:
         metadata = (folder / METADATA).read_bytes()
         if self._sent.get(there) == metadata:
             return
-        self._remote.remove([f"{there}/{COMMIT}"])  # of another state of this step, before a rollback
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        for path in sorted(files, key=lambda path: path.name == COMMIT):
-            self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
+        # An earlier start may have copied it, or, before a rollback, another state of this step.
+        if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
+            self._remote.remove([f"{there}/{COMMIT}"])
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: path.name == COMMIT):
+                self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
         self._sent[there] = metadata
         steps = _steps_in(self._remote.sizes())
         complete = [step for step, files in steps.items() if _is_complete(step, files)]

@@ -142,7 +142,7 @@ def data_offset_at(training: Path, step: int) -> int:
     for event in read_lines(training / FILE):
         if "left_out" in event:
             total += event["left_out"]
-            offset = total if event["back_to"] < step else offset
+            offset = total if event["step"] - event["left_out"] < step else offset
     return offset
 
 
