@@ -81,7 +81,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         add("train-tokenizer", steps_data.train_tokenizer, config, "split", version=2)
     config = _part(recipe, "packing", "seed")
-    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=3, resumable=True)
+    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=4, resumable=True)
     return steps
 
 
@@ -122,7 +122,7 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> Iterator[Step]:
             config, files = config | searched, files + more
         check = partial(steps_data.check_tuning_data, section=section)
         inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
-        yield Step(name, fn, config, inputs, version=3, files=files, check=check, resumable=True)
+        yield Step(name, fn, config, inputs, version=4, files=files, check=check, resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Step]:
