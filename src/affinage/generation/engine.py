@@ -105,7 +105,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
     def advance(rows: Rows, seen: Bool[Array, "B V"], logits: Logits) -> tuple[Rows, Bool[Array, "B V"], Array]:
         """Choose a token for every row that is not done; the others stay as they are."""
         done = rows.done
-        multiplied = multiply_out(logits.hidden[:, 0], logits.kernel, logits.softcap)
+        multiplied = multiply_out(logits.hidden[:, 0], logits.kernel)
         chosen = choose(multiplied, rows.sampling, rows.number, rows.generated, seen)
         generated = rows.generated + ~done
         stopped = jnp.isin(chosen, jnp.array(stops, jnp.int32)) & ~rows.ignore_eos & ~done
@@ -401,7 +401,7 @@ def _scoring(graph: Graph, dtype: str, layout: MeshLayout | None) -> Any:
     def score(params: PyTree, tokens: Int[Array, "R S"]) -> tuple[Array, Array, Array]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
-        logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel, lazy.softcap)
+        logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         values, ids = jax.lax.top_k(logprobs, min(TOP_LOGPROBS, logits.shape[1]))
         return jnp.take_along_axis(logprobs, tokens[0, 1:, None], axis=1)[:, 0], ids, values
