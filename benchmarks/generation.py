@@ -52,7 +52,7 @@ def ours(folder: Path, batch: int, prompts: list[list[int]], tokens: int):
     from affinage.generation.sampling import SamplingParams
     from affinage.pipeline.models import open_model
 
-    model, params = open_model(str(folder), Path("runs")), SamplingParams(tokens, stop_token_ids=())
+    model, params = open_model(str(folder), Path("runs")), SamplingParams(tokens, ignore_eos=True)
     return lambda: [one.tokens for one in generate(model, prompts, params, max_num_seqs=batch)]
 
 

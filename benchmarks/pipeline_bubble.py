@@ -80,7 +80,7 @@ def main() -> None:
     counts, repeats = ((2, 4, 8), 2) if arguments.quick else ((4, 8, 16), 3)
     cases = [(2, 1), (4, 1)] if arguments.quick else [(2, 1), (2, 2), (4, 1), (4, 2)]
     for stages, rounds in arguments.case or cases:
-        possible = [count for count in counts if rounds == 1 or count >= stages]
+        possible = [count for count in counts if count % stages == 0]
         times = [seconds(gradient_of(graph, stages, rounds, count), repeats) for count in possible]
         slope, rest = np.polyfit(possible, times, 1)
         for count, taken in zip(possible, times, strict=True):

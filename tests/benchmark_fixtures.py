@@ -31,11 +31,6 @@ ARC_FR = {
     "option_e": None,
     "answer": "C",
 }
-ARC_FR_LETTERS = {
-    "question": "Lequel est un minéral ?",
-    "choices": {"text": ["le quartz", "le chêne", "le lait"], "label": ["1", "2", "3"]},
-    "answerKey": "3",
-}
 BELEBELE = {
     "flores_passage": "Le pont est vieux.\n\nIl est long.",
     "question": "Comment est le pont ?",
@@ -87,7 +82,7 @@ ITEMS = {
     "xnli_fr": ({"premise": "Il pleut", "hypothesis": "il fait beau.", "label": 2}, None),
     "paws_fr": ({"sentence1": "Paul aime Anne .", "sentence2": "Anne est aimée de Paul .", "label": 1}, None),
     "hellaswag_fr": (HELLASWAG_FR, HELLASWAG_FR_DONE),
-    "arc_fr": (ARC_FR, ARC_FR_LETTERS),
+    "arc_fr": (ARC_FR, None),
     "xwinograd_en": (XWINOGRAD, XWINOGRAD_TOKENS),
     "xwinograd_fr": (XWINOGRAD, XWINOGRAD_TOKENS),
     "multiblimp_fra": (
@@ -95,10 +90,7 @@ ITEMS = {
         {"sentence_good": "Les chats dorment.", "sentence_bad": "Les chats dort.", "label": 0},
     ),
     "lambada_openai_mt_fr": ({"text": "Elle donna la clé à Tom, et la clé fut à Tom"}, None),
-    "french_bench_arc_challenge": (
-        FRENCH_ARC,
-        FRENCH_ARC | {"choices": {"text": FRENCH_ARC["choices"], "label": ["A", "B"]}},
-    ),
+    "french_bench_arc_challenge": (FRENCH_ARC, None),
     "french_bench_hellaswag": (HELLASWAG_FR, HELLASWAG_FR_DONE),
     "french_bench_boolqa": ({"passage": "Le chat dort.", "question": "le chat dort-il", "label": 1}, None),
     "french_bench_grammar": (GRAMMAR | {"answer": "A"}, None),

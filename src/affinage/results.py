@@ -188,12 +188,6 @@ class TokenizerResult(Result):
     round_trip: RoundTrip = RoundTrip()
 
 
-class CompareTokenizersResult(Result):
-    """The tokenizer of the run, and then published ones, measured on the same documents."""
-
-    tokenizers: list[TokenizerResult] = []
-
-
 class _SequencesResult(Result):
     context: int | None = None  # tokens of a sequence
     train: Size = Size()
@@ -328,13 +322,6 @@ class Sample(Result):
     answer: str = ""
 
 
-class Generation(Result):
-    """Texts that were generated, and the share of them that ended by a control token."""
-
-    texts: int | None = None
-    stopped: Metric = Metric()
-
-
 class TaskContamination(Result):
     """The items of a task that are in the training text, and its metrics without them."""
 
@@ -368,7 +355,6 @@ class EvaluationResult(Result):
     tasks: dict[str, TaskResult] = {}
     bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}
-    generation: Generation = Generation()
     contamination: ContaminationResult = ContaminationResult()
     seconds: float | None = None
     items_per_second: float | None = None
@@ -408,7 +394,6 @@ RESULTS: dict[str, type[Result]] = {
     "synthesize": SynthesizeResult,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
-    "compare-tokenizers": CompareTokenizersResult,
     "tokenize": TokenizeResult,
     **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),

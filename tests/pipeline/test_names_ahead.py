@@ -58,11 +58,10 @@ def ahead(tmp_path, monkeypatch):
         pytest.param("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag", marks=pytest.mark.full),  # 13,000 files
         ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
         ("pretrain.mixture=[{weights: {text: 1}}]", "texts"),
-        ("tokenizer.compare=[theirs.model]", "theirs.model"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
-    error = ahead(override, stages={"ingest", "filter", "decontaminate", "tokenize", "compare-tokenizers"})
+    error = ahead(override, stages={"ingest", "filter", "decontaminate", "tokenize"})
     assert named in f"{error.what} {error.fix}" and error.fix and "--set" in error.where
 
 
@@ -100,12 +99,11 @@ def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
 @pytest.mark.parametrize(
     ("recipe", "settings", "where"),
     [
-        ("quickstart", ["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "mesh"),
-        ("quickstart", ["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "mesh"),
+        ("quickstart", ["mesh={pipeline: 2, data: 4}"], "mesh"),
         ("quickstart", ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"], "pretrain"),
         ("quickstart", ["pretrain.optimizer_in_backward=true", "parallel.remat=full"], "parallel.remat"),
     ],
-    ids=["ring", "kernel", "micro-batches", "remat"],
+    ids=["stages", "micro-batches", "remat"],
 )
 def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(recipe, settings, where):
     with pytest.raises(UserError) as refused:

@@ -234,11 +234,6 @@ def test_changed_user_files_are_noticed(load, tmp_path):
     assert changed(before, after)[0] == "ingest"
     (tmp_path / "chat.jsonl").write_text("{} ")
     assert changed(after, keys(load()))[0] == "sft-data"
-    (tmp_path / "theirs.model").write_bytes(b"1")
-    compared = keys(load("tokenizer.compare=[theirs.model]"))
-    assert changed(keys(load()), compared) == ["compare-tokenizers", "report"]
-    (tmp_path / "theirs.model").write_bytes(b"2")
-    assert changed(compared, keys(load("tokenizer.compare=[theirs.model]"))) == ["compare-tokenizers", "report"]
 
 
 def test_sections_left_out_have_no_stages(load):

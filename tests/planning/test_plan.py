@@ -48,8 +48,7 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (("mesh={pipeline: 2, context: 2}", "parallel.context_attention=ring"), "ring attention"),
-        (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=splash"), "splash"),
+        (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn"), "cudnn"),
         (
             ("mesh={fsdp: 4}", "pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"),
             "gradient_accumulation_steps is 2",
@@ -76,8 +75,6 @@ HEADS = "model.nodes.blocks.attention.heads=2"
         ("v6e-4", (HEADS,), "matrix unit", True),  # of 256, and heads have 128
         ("h100x4", (EXPERTS,), "capacity_factor", True),
         rarer("h100x4", (EXPERTS[:-1] + ", capacity_factor: 2.0}",), "capacity_factor", False),
-        ("v4-8", ("mesh={expert: 4}",), "`mesh.data`", True),
-        rarer("v4-8", ("mesh={expert: 4}", "parallel.sharding.embed=[fsdp, expert]"), "`mesh.data`", False),
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),

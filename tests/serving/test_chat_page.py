@@ -8,7 +8,7 @@ import pytest
 from running_server import TOKEN, Running, running
 
 from affinage.data.chat import encode_prompt
-from affinage.generation.engine import EngineRequest, generate
+from affinage.generation.engine import Engine, generate
 from affinage.generation.sampling import SamplingParams
 from browser import EXECUTABLE, Browser, browser
 from tiny_models import tiny_llama
@@ -42,14 +42,14 @@ def opened(chromium: Browser, served: Running, width: int = 1280, *, dark: bool 
 
 def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The engine goes no further than to the first text that it passes on, until the event is set."""
-    push, go_on = EngineRequest.push, threading.Event()
+    step, go_on = Engine.step, threading.Event()
 
-    def pushed(request: EngineRequest, *given: Any) -> Any:
-        if request.detokenizer is not None and request.detokenizer.released:
+    def held(engine: Engine) -> Any:
+        if any(request.detokenizer.released for request in engine.active.values()):
             go_on.wait(240)
-        return push(request, *given)
+        return step(engine)
 
-    monkeypatch.setattr(EngineRequest, "push", pushed)
+    monkeypatch.setattr(Engine, "step", held)
     return go_on
 
 

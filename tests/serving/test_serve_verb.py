@@ -17,7 +17,6 @@ from affinage.cli.program import main
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.serving import server
-from affinage.serving.server import Limits
 from tiny_models import tiny_llama
 
 MESSAGES = [{"role": "user", "content": "Where is Paris?"}]
@@ -48,14 +47,14 @@ def test_it_makes_up_a_token_where_others_can_ask_and_answers_to_the_end_what_is
             os.kill(os.getpid(), signal.SIGTERM)
         reasons.extend(event.choices[0].finish_reason for event in events)
 
-    def ready(url: str, place: server.Place) -> None:
-        assert place.key is not None and len(place.key) == 32
-        talks.append(pool.submit(talk, url, place.key))
+    def ready(url: str, key: str | None) -> None:
+        assert key is not None and len(key) == 32
+        talks.append(pool.submit(talk, url, key))
 
     talks: list[Future[None]] = []
-    place = server.Place("0.0.0.0", 0, grace=300)
+    limits = {"max_num_seqs": 2, "max_queue": 2, "max_tokens": 60}
     with ThreadPoolExecutor() as pool:
-        server.run(tiny_llama(), place, Limits(max_tokens=60), max_num_seqs=2, max_queue=2, ready=ready)
+        server.run(tiny_llama(), ready, host="0.0.0.0", port=0, key=None, grace=300, **limits)
         talks[0].result(300)
     assert reasons[-1] in ("length", "stop")
 
@@ -90,23 +89,23 @@ def test_a_port_that_is_taken_is_one_message(model: Path, capsys: pytest.Capture
     assert "--port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("by", ["file", "environment"])
 def test_a_token_that_is_given_is_asked_for_and_not_printed(
-    by: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    places = []
+    keys = []
 
-    def run(loaded: object, place: server.Place, *_: object, ready: Callable[..., None], **more: object) -> None:
-        places.append(place.guarded())
-        ready("http://127.0.0.1:8000", places[0])
+    def run(loaded: object, ready: Callable[..., None], *, key: str | None, **more: object) -> None:
+        keys.append(key)
+        ready("http://127.0.0.1:8000", key)
 
     monkeypatch.setattr(server, "run", run)
-    monkeypatch.setenv("AFFINAGE_API_KEY", "s3cret-Word!" if by == "environment" else "")
-    (tmp_path / "token").write_text("s3cret-Word!\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", str(model), *(["--api-key-file", str(tmp_path / "token")] if by == "file" else [])])
-    assert not ended.value.code and places[0].key == "s3cret-Word!"
-    assert "s3cret" not in capsys.readouterr().out
+    monkeypatch.setenv("AFFINAGE_API_KEY", "s3cret-Word!")
+    (tmp_path / "token").write_text("s3cret-File!\n")
+    for words in ([], ["--api-key-file", str(tmp_path / "token")]):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", str(model), *words])
+        assert not ended.value.code
+    assert keys == ["s3cret-Word!", "s3cret-File!"] and "s3cret" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["two words", "", None])

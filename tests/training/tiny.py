@@ -16,7 +16,7 @@ from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import ApplyConfig, Graph, init_params, parse
 from affinage.parallel import make_mesh
-from affinage.parallel.strategy import Spmd
+from affinage.parallel.strategy import Strategy
 from affinage.training import TrainJob
 from affinage.training.job import Hook
 from affinage.training.state import Purpose, TrainState, random_key
@@ -132,7 +132,7 @@ class Kept:
     def _kept(self, kind: str, step: Any, state: Any, batch: Any) -> Any:
         key = f"{kind} {json.dumps(self.key)} {jax.tree.leaves(state)[0].sharding.mesh.devices} {batch}"
         if key not in self.programs:
-            self.programs[key] = getattr(Spmd(), f"compile_{kind}")(step, state, batch)
+            self.programs[key] = getattr(Strategy(), f"compile_{kind}")(step, state, batch)
         return self.programs[key]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import JsonOption, LangOption, ModelArgument, opt, verb, with_options
+from affinage.cli.options import JsonOption, ModelArgument, opt, verb, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.sampling import SamplingParams
-    from affinage.serving.server import Place
 
 _KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
 _VARIABLE = "AFFINAGE_API_KEY"
@@ -86,28 +86,24 @@ def chat(
     question: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Ask and leave.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     system: SystemOption = None,
-    lang: LangOption = None,
     *,
     sampling: SamplingOptions,
     opening: OpenOptions,
 ) -> None:
     """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
 
-    Messages are in the language of the terminal (LANG), or in that of --lang.
-
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
     questions = question or []
     with _only_utf8("QUESTION, --system"):
         "".join([*questions, system or ""]).encode()
-    locale = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    language = lang or ("fr" if locale.startswith("fr") else "en")
     found = opened(model, opening)
-    from affinage.generation.chat import ChatSession, base_model_warning, converse
+    from affinage.generation.chat import ChatSession, converse
 
-    session = ChatSession(found.model, sampling.params(max_new_tokens), language)
+    session = ChatSession(found.model, sampling.params(max_new_tokens))
     if not found.is_chat:
-        print(base_model_warning(model, language), file=sys.stderr)
+        note = "is not a chat model. It continues texts: affinage generate"
+        print(f"Warning: {model} {note} {shlex.quote(model)} ...", file=sys.stderr)
     if system is not None:
         session.set_system(system)
     for text in questions:
@@ -117,7 +113,7 @@ def chat(
         _write("\n")
     if not questions:
         if sys.stdin.isatty():
-            print(session.greeting(), file=sys.stderr)
+            print(f"This is {found.model.name}. /help lists the commands, /quit leaves.", file=sys.stderr)
         converse(session, read_line, _write)
 
 
@@ -182,14 +178,13 @@ def serve(
     """
     key = _api_key(api_key_file)
     loaded = opened(model, opening, reserves=True).model
-    from affinage.serving.server import Limits, Place, run
+    from affinage.serving.server import run
 
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
-    place, limits = Place(host, port, key, grace), Limits(max_tokens=max_tokens)
     print("Compiling ...", flush=True)
-    ready = partial(_announce, key=key)
-    run(loaded, place, limits, max_num_seqs=max_num_seqs, max_queue=max_queue, ready=ready)
+    limits = {"max_num_seqs": max_num_seqs, "max_queue": max_queue, "max_tokens": max_tokens}
+    run(loaded, partial(_announce, own=key), host=host, port=port, key=key, grace=grace, **limits)
 
 
 def _api_key(file: Path | None) -> str | None:
@@ -208,8 +203,7 @@ def _api_key(file: Path | None) -> str | None:
     return key or None
 
 
-def _announce(url: str, place: "Place", key: str | None) -> None:
-    shown = "yours" if key else place.key or "any"
-    page = f"{url}/#token={'YOURS' if key else place.key}" if place.key else f"{url}/"
-    print(f"{url}/v1 is the base URL for OpenAI clients (API key: {shown}).")
+def _announce(url: str, key: str | None, own: str | None) -> None:
+    page = f"{url}/#token={'YOURS' if own else key}" if key else f"{url}/"
+    print(f"{url}/v1 is the base URL for OpenAI clients (API key: {'yours' if own else key or 'any'}).")
     print(f"{page} is a page to talk with it. Ctrl-C ends it.", flush=True)

@@ -13,7 +13,7 @@ from affinage.cli.output import emit, table, working
 from affinage.cli.run import SampleOption, run_pipeline, sampled
 from affinage.errors import UserError
 
-_LAST = ("tokenize", "compare-tokenizers", "sft-data", "preference-data")  # the last of the data steps
+_LAST = ("tokenize", "sft-data", "preference-data")  # the last of the data steps
 _SHOWN = 200  # characters of a text in a list
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -109,7 +108,7 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
     world = made_from(target.path, "synthesize")
     worlds = {POCKET_WORLD: world / "tasks"} if world else {}
     check_names(tasks, worlds, settings.get("data_dir"), where="--tasks")
-    folder, lines = results_folder(name, opening.runs), list[str]()
+    folder = results_folder(name, opening.runs)
     with contextlib.ExitStack() as entered:
         if placement() is not None:
             entered.enter_context(StopSignals())  # one that waits for others is left at once
@@ -129,10 +128,8 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
                 chat=found.is_chat,
                 seen=contamination_search(target.path) if contamination else None,
                 progress=progressed,
-                log=lines.append,
                 **settings,
             )
-        print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
         processes.barrier("the end of the evaluation")
     return {**results, **found.facts}
 

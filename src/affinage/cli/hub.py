@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
-_USUAL = {"dtype": "float32", "license": "apache-2.0", "max_shard_size": 5_000_000_000, "trim_vocabulary": False}
+_USUAL = {"dtype": "float32", "license": "apache-2.0"}
 
 
 @verb("import")
@@ -66,8 +66,6 @@ def export(
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], opt("Of the weights.")] = "float32",
     license: Annotated[str, opt("SPDX identifier of the weights.")] = "apache-2.0",
-    max_shard_size: Annotated[int, opt("Largest size of one file, in bytes.", min=1000)] = 5_000_000_000,
-    trim: Annotated[bool, opt("Leave out ids that the tokenizer does not have.", "--trim-vocabulary")] = False,
     adapter: Annotated[bool, opt("With --to: only the trained LoRA adapters, for PEFT.", "--adapter")] = False,
     base: Annotated[
         str | None, opt("With --adapter: a folder or hub id of the model below it.", metavar="BASE")
@@ -96,12 +94,7 @@ def export(
     if base is not None:
         raise UserError("--base goes with --adapter", where="--base", fix="Leave it out for a whole model.")
     offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "license": license,
-        "max_shard_size": max_shard_size,
-        "trim_vocabulary": trim,
-    }
+    settings: dict[str, Any] = {"dtype": dtype, "license": license}
     if to is None:
         chosen = [f"export.{key}={json.dumps(value)}" for key, value in settings.items() if value != _USUAL[key]]
         folder = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *chosen], runs, force))
@@ -209,5 +202,11 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
 
 
 def _must_be_new(folder: Path) -> None:
+    fix = "Name another folder, such as --to my_model."
     if folder.exists():
-        raise UserError("this is there already", where=str(folder), fix="Name another folder, such as --to my_model.")
+        raise UserError("this is there already", where=str(folder), fix=fix)
+    try:
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as error:
+        raise UserError(f"this folder cannot be made: {error.strerror}", where=str(folder), fix=fix) from error

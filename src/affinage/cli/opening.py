@@ -73,12 +73,13 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
         UserError: there is none, or it is a run that is not complete; with the command that completes it.
     """
     from affinage.cluster.processes import is_first
-    from affinage.pipeline.models import check_complete, locate, resolve, state_of
+    from affinage.pipeline.models import check_complete, checkpoints_of, locate, resolve, state_of
 
     target = find(name, runs) if announce else resolve(name, runs)
     check_complete(target, runs)
     state, (folder, step) = state_of(target, runs), locate(target, runs)
-    if announce and state is not None and is_first():
+    is_there = not isinstance(step, int) or (checkpoints_of(folder, step) / str(step)).is_dir()
+    if announce and state is not None and is_there and is_first():
         print(f"Model: {state}", file=sys.stderr)
     kind: Literal["hub", "model"] = "hub" if target.kind == "hub" else "model"
     return replace(target, kind=kind, path=folder, step=step, belongs_to=target.run), state

@@ -46,7 +46,7 @@ def sft(recipe: RecipeArgument, show: ShowOption = None, sample: SampleOption = 
     how = sampled(how, "sft", sample)
     folder = run_pipeline(recipe, how, ("sft-data" if show else "sft",))
     if show and not how.dry_run:
-        _show_examples(folder / "sft-data", show, 1, how)
+        _show_examples(folder / "sft-data", show, how)
 
 
 @verb()
@@ -58,10 +58,10 @@ def dpo(recipe: RecipeArgument, show: ShowOption = None, *, how: PipelineOptions
     """
     folder = run_pipeline(recipe, how, ("preference-data" if show else "dpo",))
     if show and not how.dry_run:
-        _show_examples(folder / "preference-data", show, 2, how)
+        _show_examples(folder / "preference-data", show, how)
 
 
-def _show_examples(rows: Path, count: int, documents: int, how: PipelineOptions) -> None:
+def _show_examples(rows: Path, count: int, how: PipelineOptions) -> None:
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tuning_data import show_examples
     from affinage.pipeline.models import made_from
@@ -70,7 +70,7 @@ def _show_examples(rows: Path, count: int, documents: int, how: PipelineOptions)
     if tokenizer is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
     with only_data_on_stdout(how.as_json):
-        for name, example in show_examples(rows, Tokenizer(tokenizer), count, documents=documents):
+        for name, example in show_examples(rows, Tokenizer(tokenizer), count):
             screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
             screen().print(example, markup=False, highlight=False)
 

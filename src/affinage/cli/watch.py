@@ -150,10 +150,6 @@ def headline(result: results.Result) -> Iterator[str]:
         yield "few to judge by (data.split.validation_fraction=0.1 holds more out)"
     if isinstance(result, results.SplitResult) and (missed := result.without_validation):
         yield f"none held out of {listed(missed, _SHOWN)}: too few documents (data.split.by=tail cuts ends)"
-    if isinstance(result, results.CompareTokenizersResult):
-        for tokenizer in result.tokenizers:
-            rates = (f"{entry.bytes_per_token or 0:.2f} {name}" for name, entry in tokenizer.languages.items())
-            yield f"{tokenizer.name or 'this run'} {' '.join(rates)} bytes per token"
     if isinstance(result, results.EvaluationResult):
         yield counted(len(result.tasks), "benchmark")
         yield from _scores(result)

@@ -242,8 +242,6 @@ class TokenizerSettings(Settings):
     """Text to train on, balanced over languages; training takes about ten times this memory."""
     split_digits: bool = True
     """Every digit is a token, so that numbers have one spelling."""
-    compare: tuple[str, ...] = ()
-    """Published tokenizers to compare with: folders with a tokenizer.json."""
 
 
 class PackingSettings(Settings):

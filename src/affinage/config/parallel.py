@@ -49,7 +49,8 @@ class ParallelSettings(Settings):
     context_attention: Literal["all_gather", "ring"] = "all_gather"
     """How the parts of a sequence see each other's keys."""
     pipeline_micro_batches: int | None = Field(default=None, ge=1)
-    """Parts of the batch in the pipeline at once; by default as many as divide it, up to 4 x its stages."""
+    """Parts of the batch in the pipeline, a multiple of its stages; by default the most that divide it, up to 4 for
+    each stage."""
     pipeline_rounds: int = Field(default=1, ge=1)
     """Times that each part passes the stages: more make the bubble smaller, and the traffic larger."""
     remat: RematChoice = "none"

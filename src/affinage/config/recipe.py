@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import Field, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.parallel import MeshAxis, ParallelSettings
 from affinage.config.runtime import RuntimeSettings
-from affinage.config.settings import Bytes, Settings
+from affinage.config.settings import Settings
 from affinage.config.training import (
     SYSTEM_PROMPT,
     AttentionImplementation,
@@ -53,10 +53,6 @@ class ExportSettings(Settings):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in the folder."""
-    max_shard_size: Bytes = ByteSize(5_000_000_000)
-    """Maximum size of one weight file."""
-    trim_vocabulary: bool = False
-    """Leave out the ids above the tokenizer's that round the vocabulary up in training."""
     verify: bool = False
     """Load the folder with transformers and compare logits and tokens (needs `affinage[verify]`)."""
     license: str = "apache-2.0"

@@ -20,23 +20,22 @@ from affinage.data.places import is_on_hub, is_remote, location
 from affinage.data.readers import rows_of_batch
 from affinage.errors import UserError
 
-_READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
-_FORMATS = (
-    '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}), '
-    '"prompt" with "completion", or "instruction" with "output" and perhaps "input"'
-)
-_PAIR_FORMATS = (
-    '"chosen" and "rejected", with "prompt", "instruction" or "messages" before them, '
-    "or as whole conversations that begin alike"
-)
+_FORMATS = {
+    "messages": '"messages" (a list of {"role", "content"})',
+    "sharegpt": '"conversations" (a list of {"from", "value"})',
+    "prompt": '"prompt" with "completion"',
+    "alpaca": '"instruction" with "output" and perhaps "input"',
+}
+_PAIR = '"chosen" and "rejected", with "prompt", "instruction" or "messages", or as conversations that begin alike'
 # ShareGPT has its own names; OpenAI calls the system `developer` to some models.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
-_ANSWERS = ("completion", "output", "response", "answer")
+_MESSAGES = {"messages": ("messages",), "sharegpt": ("conversations", "conversation")}
+_QUESTIONS, _ANSWERS = ("prompt", "question"), ("completion", "output", "response", "answer")
 _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that is not empty counts
 
 Item = Mapping[str, Any]  # a line of a file, or the row of a table
 Part = SourceFile | DatasetPart
-Line = tuple[str, str, Item | UserError]  # where it is, its name, what it holds
+Line = tuple[str, str, Item | UserError]  # where it is, its name, its content
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,11 @@ class Pair:
     rejected: list[Message]
 
     @property
+    def messages(self) -> list[Message]:
+        """All messages of the pair."""
+        return [*self.prompt, *self.chosen, *self.rejected]
+
+    @property
     def content(self) -> str:
         """Pairs of one prompt are sampled, limited and held out together."""
         return json.dumps(self.prompt)
@@ -76,49 +80,50 @@ def parse_conversation(item: Item, form: str, *, where: str, name: str) -> Conve
     Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
     that is no conversation.
     """
-    forms = ("messages", "sharegpt", "prompt", "alpaca") if form == "auto" else (form,)
-    found = next((messages for each in forms if (messages := _in_form(item, each)) is not None), None)
-    if found is None:
-        wanted = _FORMATS if form == "auto" else f"the form {form}"
-        raise UserError(f"this line has {sorted(item)}, which is no conversation", where=where, fix=f"needs {wanted}")
-    messages = _with_system([_message(each, where) for each in found], item, ("system", "system_prompt"), where)
-    check_messages(messages, where=where)
-    return Conversation(_id(item, name), messages)
+    forms = list(_FORMATS) if form == "auto" else [form]
+    messages = next((messages for each in forms if (messages := _in_form(item, each)) is not None), None)
+    if messages is None:
+        wanted = " or ".join(_FORMATS[each] for each in forms)
+        fix = f"The form {form} needs {wanted}."
+        raise UserError(f"this line has {sorted(item)}, which is no conversation", where=where, fix=fix)
+    parsed = _with_system([_message(each, where) for each in messages], item, where)
+    check_messages(parsed, where=where)
+    return Conversation(_id(item, name), parsed)
 
 
 def _in_form(item: Item, form: str) -> list[Any] | None:
-    answer = next((key for key in _ANSWERS if key in item), None)
-    question = next((key for key in ("prompt", "question") if key in item), None)
-    if form in ("messages", "sharegpt"):
-        keys = ("messages",) if form == "messages" else ("conversations", "conversation")
-        return next((item[key] for key in keys if isinstance(item.get(key), list)), None)
+    answer, question = (next((key for key in keys if key in item), "") for keys in (_ANSWERS, _QUESTIONS))
+    if form in _MESSAGES:
+        return next((item[key] for key in _MESSAGES[form] if isinstance(item.get(key), list)), None)
     if form == "prompt" and question and answer:
         return [*_turns(item[question], "user"), *_turns(item[answer], "assistant")]
     if form == "alpaca" and answer and "instruction" in item:
-        return [*_instruction(item), *_turns(item[answer], "assistant")]
+        return [_instruction(item), *_turns(item[answer], "assistant")]
     return None
 
 
 def parse_pair(item: Item, *, where: str, name: str) -> Pair:
     """Return the pair of a line. Raises UserError, with `where`, for a line that is none."""
     if not {"chosen", "rejected"} <= item.keys():
-        raise UserError(f"this line has {sorted(item)}, which is no pair", where=where, fix=f"needs {_PAIR_FORMATS}")
-    chosen, rejected = (_messages(item[key], "assistant", where) for key in ("chosen", "rejected"))
+        raise UserError(f"this line has {sorted(item)}, which is no pair", where=where, fix=f"A pair needs {_PAIR}.")
+    chosen, rejected = (
+        [_message(each, where) for each in _turns(item[key], "assistant")] for key in ("chosen", "rejected")
+    )
     same = 0  # messages that both begin with, without what the assistant says last
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
-    key = next((key for key in ("prompt", "question", "messages", "conversations") if key in item), None)
-    if key is not None:
-        prompt = _messages(item[key], "user", where)
-    else:
-        prompt = _messages(_instruction(item), "user", where) if "instruction" in item else chosen[:same]
+    key = next((key for key in (*_QUESTIONS, "messages", "conversations") if key in item), None)
+    prompt = chosen[:same]
+    if key is not None or "instruction" in item:
+        turns = [_instruction(item)] if key is None else _turns(item[key], "user")
+        prompt = [_message(each, where) for each in turns]
     if same and prompt and _alike(prompt[-1], chosen[same - 1]):
         prompt = chosen[:same]  # whole conversations, with the prompt beside them
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    prompt = _with_system(prompt, item, ("system",), where)
     if not prompt:
-        raise UserError("a pair without a prompt", where=where, fix=f"needs {_PAIR_FORMATS}")
+        raise UserError("a pair without a prompt", where=where, fix=f"A pair needs {_PAIR}.")
+    prompt = _with_system(prompt, item, where)
     for answer in (chosen, rejected):
         check_messages([*prompt, *answer], where=where)
     return Pair(_id(item, name), prompt, chosen, rejected)
@@ -129,28 +134,26 @@ def _id(item: Item, name: str) -> str:
 
 
 def _turns(value: Any, role: str) -> list[Any]:
-    """Return messages as they are, or a text as one message."""
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
+    """Return messages as they are, or a text or an object as one message."""
+    if isinstance(value, list):
+        return value
+    return [value if isinstance(value, Mapping) else {"role": role, "content": value}]
 
 
-def _instruction(item: Item) -> list[Any]:
+def _instruction(item: Item) -> Item:
     """Return an instruction and the text that it is about as one message."""
-    about = next((item[key] for key in ("input", "context") if item.get(key)), "")
-    return _turns("\n\n".join(str(part) for part in (item["instruction"], about) if part), "user")
-
-
-def _messages(value: Any, role: str, where: str) -> list[Message]:
-    return [_message(message, where) for message in _turns([value] if isinstance(value, Mapping) else value, role)]
+    about = item.get("input") or item.get("context")
+    return {"role": "user", "content": "\n\n".join(str(part) for part in (item["instruction"], about) if part)}
 
 
 def _alike(one: Message, other: Message) -> bool:
     return bool(one["role"] == other["role"] and str(one["content"]).strip() == str(other["content"]).strip())
 
 
-def _with_system(messages: list[Message], item: Item, keys: Sequence[str], where: str) -> list[Message]:
+def _with_system(messages: list[Message], item: Item, where: str) -> list[Message]:
     """Return the messages, after the system message that the line has beside them."""
-    system = next((item[key] for key in keys if isinstance(item.get(key), str) and item[key]), "")
-    if not system or (messages and messages[0]["role"] == "system"):
+    systems = (item[key] for key in ("system", "system_prompt") if isinstance(item.get(key), str))
+    if not (system := next(filter(None, systems), "")) or (messages and messages[0]["role"] == "system"):
         return messages
     return [_message({"role": "system", "content": system}, where), *messages]
 
@@ -159,18 +162,18 @@ def _message(message: Any, where: str) -> Message:
     """Return a message with the names of roles and the form of text that are ours."""
     if not isinstance(message, dict):
         raise UserError(f"a message that is no object but {message!r}", where=where)
-    if called := next((key for key in ("tool_calls", "function_call") if message.get(key)), None):
+    if call := next((key for key in ("tool_calls", "function_call") if message.get(key)), None):
         fix = "Leave such conversations out, or skip and count them with `on_error: skip`."
-        raise UserError(f"a message has {called}, and calls of tools are not trained", where=where, fix=fix)
+        raise UserError(f"a message has {call}, and calls of tools are not trained", where=where, fix=fix)
     role = message.get("role", message.get("from"))
-    found = {"role": _ROLES.get(str(role), role), "content": _text(message.get("content", message.get("value")))}
+    parsed = {"role": _ROLES.get(str(role), role), "content": _text(message.get("content", message.get("value")))}
     thoughts = [message[key] for key in _REASONINGS if message.get(key) is not None]
     if thoughts:
-        found[REASONING] = _text(next(filter(None, thoughts), ""))
+        parsed[REASONING] = _text(next(filter(None, thoughts), ""))
     # OpenAI and Mistral write `weight: 0`, axolotl `train: false`, for an answer that is not to be learned.
     if message.get("weight") == 0 or message.get("train") is False:
-        found["train"] = False
-    return found
+        parsed["train"] = False
+    return parsed
 
 
 def _text(value: Any) -> Any:
@@ -194,9 +197,7 @@ def open_source(
     """
     source = settings.sources[index].as_source()
     place = location(source, settings.root, settings.mirror)
-    if place == POCKET_WORLD:
-        if world_file is None:
-            raise UserError("the pocket world is not there", where=POCKET_WORLD)
+    if place == POCKET_WORLD and world_file is not None:
         place = str(world_file)
     elif is_on_hub(source, settings.mirror):
         source = at_commit(place, source, "")
@@ -207,7 +208,8 @@ def open_source(
         raise UserError(f"there is no `{place}`", where=place, fix=fix)
     files = [file for file in find(place, source, place)[0] if kind_of(file.name) in ("lines", "table")]
     if not files:
-        raise UserError("no conversations found", where=place, fix=f"Give files, folders or globs of {_READABLE}.")
+        fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
+        raise UserError("no conversations found", where=place, fix=fix)
     return place, source, files
 
 
@@ -224,15 +226,13 @@ def read_lines(part: Part, settings: SourceSettings, number: int = 0, count: int
 
     Raises UserError for a file that is damaged.
     """
-    where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
-    sign = "#" if isinstance(part, DatasetPart) else ":"
+    where, sign = (part.name, "#") if isinstance(part, DatasetPart) else (part.url.removeprefix("file://"), ":")
     try:
         with reports_damage():
             for line, content in enumerate(_contents(part, settings), 1):
-                if (line - 1) % count != number or (isinstance(content, bytes) and content.isspace()):
-                    continue
-                place = f"{where}{sign}{line}"
-                yield place, f"{part.name}{sign}{line}", _parsed(content, place)
+                if (line - 1) % count == number and not (isinstance(content, bytes) and content.isspace()):
+                    place = f"{where}{sign}{line}"
+                    yield place, f"{part.name}{sign}{line}", _parsed(content, place)
     except DamagedFile as error:
         raise UserError(f"the file is damaged: {error}", where=where) from None
 
@@ -250,13 +250,11 @@ def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes | U
 
 
 def _parsed(content: Item | bytes | UnicodeDecodeError, where: str) -> Item | UserError:
-    fix = "A line is one JSON object, {...}: neither a part of one nor a list of them."
     try:
+        if isinstance(content, UnicodeDecodeError):
+            raise content
         item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
-    except UnicodeDecodeError as error:
-        item = error
     except (ValueError, RecursionError) as error:
-        return UserError(f"this line is not JSON: {of_a_line(error)}", where=where, fix=fix)
-    if isinstance(item, UnicodeDecodeError):
-        return UserError(f"this line is damaged: it is not UTF-8 ({item.reason})", where=where)
+        return UserError(f"this line is damaged or not JSON: {of_a_line(error)}", where=where)
+    fix = "A line is one JSON object, {...}: neither a part of one nor a list of them."
     return item if isinstance(item, dict) else UserError("this line is not a JSON object", where=where, fix=fix)

@@ -1,16 +1,15 @@
-"""Train a tokenizer on a sample balanced over languages, and measure how well tokenizers fit the text."""
+"""Train a tokenizer on a sample balanced over languages, and measure how well it fits the text."""
 
 import heapq
 import io
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import sentencepiece
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -20,15 +19,13 @@ from affinage.data.atomic import write_atomically
 from affinage.data.documents import read_documents
 from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, UNK
-from affinage.data.tokenizer import FILE, Tokenizer
+from affinage.data.tokenizer import FILE, SPACE, Tokenizer
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 _OTHER = "other"  # the group of documents in none of the recipe's languages, such as code
 # SentencePiece stores the number of threads in the model file: a constant keeps the file the same on every machine.
 _THREADS = 4
 _UNUSABLE = str.maketrans({"\u2585": " ", "\0": " "})  # the trainer skips whole lines that contain these
-_SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
 _MEASURED_BYTES = 2_000_000  # of each source and language: three digits of a ratio, encoded and decoded in a second
 
 
@@ -44,7 +41,8 @@ def train_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
     if settings.kind == "char":
-        write_atomically(folder / FILE, characters_json(_characters(split_folder / "train")))
+        characters = {c for batch in read_documents(split_folder / "train", ("text",)) for c in _characters(batch)}
+        write_atomically(folder / FILE, characters_json(sorted(characters.difference(FIXED_PIECES))))
     else:
         texts, summary["sample"] = balanced_sample(split_folder / "train", languages, settings.sample_bytes, seed)
         model = train_bpe(texts, settings)
@@ -53,6 +51,10 @@ def train_tokenizer(
     tokenizer = Tokenizer(folder)
     summary |= {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}
     return summary | {"seconds": time.monotonic() - started}
+
+
+def _characters(batch: pa.RecordBatch) -> set[str]:
+    return set().union(*batch.column("text").to_pylist())
 
 
 # ---- the sample ----
@@ -80,15 +82,14 @@ def balanced_sample(
     chosen: dict[str, list[tuple[int, bytes]]] = {name: [] for name in (*languages, _OTHER)}  # heaps, largest key first
     held, totals = Counter[str](), Counter[str]()
     for batch in read_documents(documents, ("id", "source", "language", "text")):
-        texts = batch.column("text").cast(pa.large_binary())
-        columns = (batch.column("language").to_pylist(), pc.binary_length(texts).to_pylist(), texts)
-        for key, language, size, text in zip(document_keys(batch, seed, "tokenizer").tolist(), *columns, strict=True):
+        keys, texts = document_keys(batch, seed, "tokenizer").tolist(), batch.column("text").cast(pa.large_binary())
+        for key, language, text in zip(keys, batch.column("language").to_pylist(), texts.to_pylist(), strict=True):
             name = language if language in languages else _OTHER
             heap = chosen[name]
-            totals[name] += size
+            totals[name] += len(text)
             if held[name] < budget or -key > heap[0][0]:
-                heapq.heappush(heap, (-key, text.as_py()))
-                held[name] += size
+                heapq.heappush(heap, (-key, text))
+                held[name] += len(text)
                 while held[name] - len(heap[0][1]) >= budget:
                     held[name] -= len(heapq.heappop(heap)[1])
     if not totals:
@@ -104,16 +105,6 @@ def balanced_sample(
     return [text for _, text in sorted(sample)], {name: share for name, share in shares.items() if share}
 
 
-def _characters(documents: Path) -> list[str]:
-    """Return every character of `documents`, by code point, without those that have a fixed id already."""
-    seen: set[str] = set()
-    for batch in read_documents(documents, ("text",)):
-        seen.update(*batch.column("text").to_pylist())
-    if not seen:
-        raise UserError("there is no text to take characters from", where=str(documents))
-    return sorted(seen.difference(FIXED_PIECES))
-
-
 # ---- training ----
 
 
@@ -126,6 +117,7 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
     model = io.BytesIO()
     # A newline is a token of its own, so no piece crosses a line anyway.
     lines = (line for text in texts for line in text.translate(_UNUSABLE).split("\n") if line)
+    names = ("pad", "unk", "bos", "eos")
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines,
@@ -140,29 +132,21 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             max_sentence_length=2**30,  # the most it accepts; the default, 4192 bytes, silently drops longer lines
-            pad_id=0,
-            unk_id=1,
-            bos_id=2,
-            eos_id=3,
-            pad_piece=CONTROL_PIECES[0],
-            unk_piece=CONTROL_PIECES[1],
-            bos_piece=CONTROL_PIECES[2],
-            eos_piece=CONTROL_PIECES[3],
+            **{f"{name}_id": id_ for id_, name in enumerate(names)},
+            **{f"{name}_piece": CONTROL_PIECES[id_] for id_, name in enumerate(names)},
             control_symbols=list(CONTROL_PIECES[4:]),  # user_defined_symbols would be found in raw text
             user_defined_symbols=list(FIXED_PIECES[len(CONTROL_PIECES) :]),
             num_threads=_THREADS,
             minloglevel=2,
         )
     except RuntimeError as error:
-        what, fix = f"{settings.vocab_size} pieces do not fit the training text", ""
         if match := re.search(r"Vocabulary size too high.*?<= (\d+)", str(error), re.DOTALL):
-            fix = f"Set tokenizer.vocab_size to {match[1]} or less, or give more text."
-            if int(match[1]) < TokenizerSettings.model_fields["vocab_size"].metadata[0].ge:
-                fix = "Give more text, or set tokenizer.kind to char."
+            fix = f"Set tokenizer.vocab_size to {match[1]} or less, give more text, or set tokenizer.kind to char."
         elif match := re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error)):
             fix = f"Set tokenizer.vocab_size to {int(match[1]) + 1} or more, or lower tokenizer.character_coverage."
-        if not fix:
+        else:
             raise
+        what = f"{settings.vocab_size} pieces do not fit the training text"
         raise UserError(what, where="tokenizer.vocab_size", fix=fix) from error
     return model.getvalue()
 
@@ -179,13 +163,15 @@ def bpe_json(model_proto: bytes) -> bytes:
         known = [(left, right) for left, right in splits if left in words and right in words]
         merges += sorted(known, key=lambda pair: (words[pair[0]], words[pair[1]]))
     fast = FastTokenizer(models.BPE(vocab, merges, unk_token=CONTROL_PIECES[UNK], fuse_unk=True, byte_fallback=True))
-    fast.normalizer = normalizers.Replace(" ", _SPACE)
-    fast.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.normalizer = normalizers.Replace(" ", SPACE)
+    fast.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return _json(fast)
 
 
-def characters_json(characters: Iterable[str]) -> bytes:
+def characters_json(characters: Sequence[str]) -> bytes:
     """Return the tokenizer.json with an id for each of the characters, after the ten fixed ones."""
+    if not characters:
+        raise UserError("there is no text to take characters from", where="tokenizer.kind")
     vocab = {piece: i for i, piece in enumerate((*FIXED_PIECES, *characters))}
     fast = FastTokenizer(models.BPE(vocab, [], unk_token=CONTROL_PIECES[UNK]))
     fast.decoder = decoders.Fuse()
@@ -206,9 +192,9 @@ def measure(tokenizer: Tokenizer, split_folder: Path) -> dict[str, Any]:
     Returns `languages` and `sources` {name: {bytes_per_token, tokens_per_word, tokens, words, bytes}} and `round_trip`
     {documents, exact}. A word is what stands between white space.
     """
-    counts: dict[str, dict[str, Counter[str]]] = {"languages": {}, "sources": {}}
-    read, round_trip = Counter[tuple[str, str]](), Counter[str](documents=0, exact=0)
     part = "train" if next(read_documents(split_folder / "validation"), None) is None else "validation"
+    read, round_trip = Counter[tuple[str, str]](), Counter[str](documents=0, exact=0)
+    counts: dict[str, dict[str, Counter[str]]] = {"languages": defaultdict(Counter), "sources": defaultdict(Counter)}
     for batch in read_documents(split_folder / part):
         chosen = []
         for source, language, text in zip(*(batch.column(name).to_pylist() for name in ("source", "language", "text"))):
@@ -217,29 +203,12 @@ def measure(tokenizer: Tokenizer, split_folder: Path) -> dict[str, Any]:
                 chosen.append((source, language, text))
         for (source, language, text), ids in zip(chosen, tokenizer.encode_batch([text for *_, text in chosen])):
             round_trip.update(documents=1, exact=tokenizer.decode(ids) == text)
-            for key, name in (("sources", source), ("languages", language)):
-                count = {"tokens": len(ids), "words": len(text.split()), "bytes": len(text.encode())}
-                counts[key].setdefault(name, Counter()).update(count)
-    found: dict[str, dict[str, dict[str, float]]] = {key: {} for key in counts}
-    for key, of in counts.items():
-        for name, count in sorted(of.items()):
-            per_token, per_word = count["bytes"] / max(count["tokens"], 1), count["tokens"] / max(count["words"], 1)
-            found[key][name] = {"bytes_per_token": per_token, "tokens_per_word": per_word, **count}
-    return {"measured_on": part, **found, "round_trip": round_trip}
+            for group in (counts["sources"][source], counts["languages"][language]):
+                group.update(tokens=len(ids), words=len(text.split()), bytes=len(text.encode()))
+    rates = {key: {name: _rates(groups[name]) for name in sorted(groups)} for key, groups in counts.items()}
+    return {"measured_on": part, **rates, "round_trip": round_trip}
 
 
-def compare(
-    tokenizer: Tokenizer, paths: Sequence[str], split_folder: Path, progress: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """Measure published tokenizers, folders or files `tokenizer.json`, on the same documents as the recipe's own.
-
-    Returns `tokenizers`, the recipe's first: for each its `name`, `vocabulary`, and what `measure` returns.
-    """
-    results = [{"name": "", "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}]
-    for path in map(from_home, paths):
-        folder = path.parent if path.name == FILE else path
-        progress(f"measuring {folder.name}")
-        other = Tokenizer(folder)
-        name = folder.name or folder.resolve().name
-        results.append({"name": name, "vocabulary": other.vocabulary, **measure(other, split_folder)})
-    return {"tokenizers": results}
+def _rates(count: Counter[str]) -> dict[str, float]:
+    per_token, per_word = count["bytes"] / max(count["tokens"], 1), count["tokens"] / max(count["words"], 1)
+    return {"bytes_per_token": per_token, "tokens_per_word": per_word, **count}

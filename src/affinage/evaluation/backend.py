@@ -3,9 +3,9 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.cluster.processes import Processes
 from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
-from affinage.evaluation.scoring import score, shorter_rows_that_fit
+from affinage.evaluation.scoring import score
 from affinage.generation.engine import Generation, generate
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import SamplingParams
@@ -23,15 +23,6 @@ from affinage.generation.sampling import SamplingParams
 # Seconds that one host may take longer than another to fetch a task's data and to write its questions. They wait here:
 # inside a program of all hosts, the earlier one would seem to hang.
 _APART = 3600.0
-_TEXTS_AT_ONCE = 2048  # that are encoded together
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A text that the model continued, and its continuation."""
-
-    prompt: str
-    generation: Generation
 
 
 class JaxLM(TemplateLM):
@@ -45,19 +36,17 @@ class JaxLM(TemplateLM):
     def __init__(
         self,
         model: LoadedModel,
-        *,
         batch: int = 64,  # rows of the model's context that memory holds at once
         max_new_tokens: int = 64,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.answers: list[Answer] = []  # everything generated so far
         self.requests = 0  # continuations scored and texts generated so far
         self.seconds = 0.0  # spent on scoring and generating
         self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
         self._max_new_tokens, self._progress, self._batch = max_new_tokens, progress, batch
-        self._encoded: dict[str, list[int]] = {}  # see `_encoded_ahead`
+        self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
         self._truncated: set[tuple[str, ...]] = set()  # see `was_truncated`
         own, tokenizer = model.tokenizer.template, model.tokenizer
         source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
@@ -76,12 +65,12 @@ class JaxLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The most tokens put into the model at once."""
+        """The largest number of tokens put into the model at once."""
         return self.model.context
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the harness's cache of requests."""
+        """The name of the tokenizer in the harness's cache of requests."""
         return f"affinage-{self.model.name}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -94,25 +83,20 @@ class JaxLM(TemplateLM):
         own = self.model.tokenizer.template is not None
         history = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
         messages = guarded(history, self.model.tokenizer)
-        text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        text, last = self._template.render(messages, add_generation_prompt=add_generation_prompt), messages[-1]
+        content = str(last["content"]).strip()  # as some templates do, too
         if add_generation_prompt:
             return text
-        last = str(messages[-1]["content"])
-        for written in (last, last.strip()):  # some templates strip messages
-            if written in text:
-                return text[: text.rindex(written) + len(written)]
-        return self._template.render(messages[:-1], add_generation_prompt=True) + last  # and some change them
+        if (place := text.rfind(content)) >= 0:
+            return text[: place + len(content)]
+        return self._template.render(messages[:-1], add_generation_prompt=True) + content  # the template changes it
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text, after <s> unless `add_special_tokens` is False or the template has put it there."""
         tokenizer = self.model.tokenizer
-        if self.in_chat_template:
-            ids = tokenizer.encode_rendered(string)[0]
-            if tokenizer.template is not None:
-                return ids  # its beginning is the template's business
-        else:
-            found = self._encoded.get(string)
-            ids = tokenizer.encode(string) if found is None else found
+        ids = tokenizer.encode_rendered(string)[0] if self.in_chat_template else self._encode(string)
+        if self.in_chat_template and tokenizer.template is not None:
+            return ids  # its beginning is the template's business
         opening = list(tokenizer.opening)
         return ids if add_special_tokens is False or ids[: len(opening)] == opening else [*opening, *ids]
 
@@ -122,31 +106,11 @@ class JaxLM(TemplateLM):
             before, scored = before[:-1], before[-1:]
         return before, scored
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return for every (context, continuation) the continuation's log-probability, and whether it is greedy."""
-        with self._encoded_ahead(request.args for request in requests):
-            results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return results
-
-    @contextmanager
-    def _encoded_ahead(self, pairs: Iterable[tuple[str, str]]) -> Iterator[None]:
-        """While entered, `tok_encode` looks up the texts of (context, continuation) pairs, encoded in batches."""
-        # The harness moves the spaces that a context ends with into the continuation.
-        needed = ((before + after, before.rstrip()) if before else (after,) for before, after in pairs)
-        texts = [] if self.in_chat_template else list(dict.fromkeys(text for some in needed for text in some))
-        try:
-            for start in range(0, len(texts), _TEXTS_AT_ONCE):
-                some = texts[start : start + _TEXTS_AT_ONCE]
-                self._encoded.update(zip(some, self.model.tokenizer.encode_batch(some), strict=True))
-            yield
-        finally:
-            self._encoded = {}
-
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        self._truncated |= {one for one, before, after in requests if len(before) + len(after) > self.max_length + 1}
+        self._truncated |= {text for text, before, after in requests if len(before) + len(after) > self.max_length + 1}
 
         def keep(index: int, answer: tuple[float, bool]) -> None:
             self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
@@ -163,8 +127,6 @@ class JaxLM(TemplateLM):
     def bits_per_byte(self, texts: Sequence[str]) -> float:
         """Return the bits that the model needs per UTF-8 byte of the texts, the ends of texts included."""
         total = sum(len(text.encode("utf-8")) for text in texts)
-        if total == 0:
-            raise ValueError("there is no text to score")
         return -sum(self._rolling(texts, (self.eot_token_id,))) / math.log(2) / total
 
     def _rolling(self, texts: Sequence[str], end: Sequence[int] = ()) -> list[float]:
@@ -187,14 +149,14 @@ class JaxLM(TemplateLM):
 
     def was_truncated(self, arguments: Sequence[Any]) -> bool:
         """Return whether a request of these arguments did not fit the context: it was cut, or scored in pieces."""
-        return tuple(one for one in arguments if isinstance(one, str)) in self._truncated
+        return tuple(text for text in arguments if isinstance(text, str)) in self._truncated
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the text after every context, up to a stop string, <|im_end|>, </s> or the length of the task."""
         grouped: dict[SamplingParams, list[int]] = {}
         for index, request in enumerate(requests):
             grouped.setdefault(self._params(request.args[1]), []).append(index)
-        done: dict[int, Answer] = {}
+        texts: dict[int, str] = {}
         with self._timed(len(requests)):
             for params, indices in grouped.items():
                 room = self.max_length - params.max_new_tokens
@@ -204,16 +166,12 @@ class JaxLM(TemplateLM):
                 prompts = [ids[-room:] or [self.prefix_token_id] for ids in prompts]
 
                 def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
-                    request = requests[indices[place]]
-                    done[indices[place]] = Answer(self.model.tokenizer.unguard(request.args[0]), generation)
-                    self.cache_hook.add_partial("generate_until", request.args, generation.text)
-                    self._progress(f"generated {len(done):,} of {len(requests):,} texts")
+                    texts[indices[place]] = generation.text
+                    self.cache_hook.add_partial("generate_until", requests[indices[place]].args, generation.text)
+                    self._progress(f"generated {len(texts):,} of {len(requests):,} texts")
 
-                longest = max(map(len, prompts)) + params.max_new_tokens
-                batch = shorter_rows_that_fit(self._batch, longest, self.model)
-                generate(self.model, prompts, params, keep, max_num_seqs=batch)
-        self.answers += [done[index] for index in range(len(requests))]
-        return [done[index].generation.text for index in range(len(requests))]
+                generate(self.model, prompts, params, keep, max_num_seqs=self._batch)
+        return [texts[index] for index in range(len(requests))]
 
     def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
         """The harness's generation settings as ours."""

@@ -8,19 +8,19 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+
+from affinage.errors import UserError
 
 MULTIPLE = 8  # of every length, for the sake of the hardware
 Pair = tuple[list[int], list[int]]  # ids of a context, and of the continuation to score
 Answer = tuple[int, tuple[float, bool]]  # a request, with its log-probability and whether it is greedy
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A text without its last token, of which the last tokens are `targets`, to score for a request."""
 
     tokens: tuple[int, ...]
@@ -33,18 +33,6 @@ class Row:
         return len(self.tokens) - len(self.targets)
 
 
-def in_pieces(pairs: Sequence[Pair], context: int) -> tuple[list[Pair], list[int]]:
-    """Return pairs whose continuations fit the context, and for each the index of the pair it is (a piece of)."""
-    pieces: list[Pair] = []
-    owners: list[int] = []
-    for index, (before, continuation) in enumerate(pairs):
-        step = len(continuation) if len(continuation) <= context else max(1, context // 2)
-        for start in range(0, len(continuation), max(1, step)):
-            pieces.append((before + continuation[:start], continuation[start : start + step]))
-            owners.append(index)
-    return pieces, owners
-
-
 def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
     """Return rows for (context ids, continuation ids) pairs, each cut from the left to the last `context` inputs.
 
@@ -52,18 +40,20 @@ def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
     """
     rows = []
     for index, (before, continuation) in enumerate(pairs):
-        if not before or not 0 < len(continuation) <= context:
-            raise ValueError(f"a pair needs at least one context token, and 1 to {context} continuation tokens")
+        if not before or not continuation:
+            raise ValueError("a pair needs at least one token of context, and one of continuation")
+        if len(continuation) > context:
+            what = f"a choice has {len(continuation):,} tokens, and the model reads {context:,}"
+            raise UserError(what, fix="Leave the task out, or take a model with a longer context.")
         rows.append(Row(tuple((before + continuation)[-(context + 1) : -1]), tuple(continuation), index))
     return rows
 
 
 # ---- groups ----
 
-_SHORTEST = 8  # shared tokens that are worth a group
-_ROOM = 256  # tokens of a row that several short groups are put into, about
-# Keys whose attention costs a token as much as the rest of a layer; 1,750 is of a narrow model on CPUs.
-_EQUAL = 1750
+_SHORTEST = 8  # shared tokens that are worth a group, and
+_SHARE = 1 / 4  # of a row's tokens, too
+_ROOM = 256  # tokens of a group of short rows, at most
 
 
 @dataclass(frozen=True)
@@ -83,56 +73,38 @@ class PrefixGroup:
         """The number of targets of all rows."""
         return sum(len(row.targets) for row in self.rows)
 
-    def answers(self, values: Float[np.ndarray, "P"], best: Bool[np.ndarray, "P"]) -> Iterator[Answer]:
-        """Yield every request with its answer, from those of the targets, in their order."""
-        start = 0
-        for row in self.rows:
-            own = slice(start, start + len(row.targets))
-            yield row.request, (float(np.sum(values[own], dtype=np.float64)), bool(np.all(best[own])))
-            start = own.stop
-
 
 def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
-    """Return every row in one group, joined where that leaves less to compute.
+    """Return every row in one group, joined with others that begin alike.
 
     None grows longer than `most` tokens, nor than twice the longest row, or 256 if rows are short.
     """
     most = min(most, max(_ROOM, 2 * max((len(row.tokens) for row in rows), default=0)))
     groups: list[PrefixGroup] = []
-    some: list[Row] = []
-    shared = tokens = 0  # of `some`
     for row in sorted(rows, key=lambda row: (row.tokens, row.request)):
-        if some:
-            pairs = zip(some[-1].tokens[:shared], row.tokens, strict=False)
-            alike = next((n for n, (a, b) in enumerate(pairs) if a != b), min(shared, len(row.tokens)))
-            alike = min(alike, row.first + 1)
-            length = tokens + len(row.tokens) - len(some) * alike
-            apart = _alone(tokens - (len(some) - 1) * shared) + _alone(len(row.tokens))
-            if alike >= _SHORTEST and length <= most and _alone(length) < apart:
-                some, shared, tokens = [*some, row], alike, tokens + len(row.tokens)
+        if groups:
+            last = groups[-1]
+            limit = min(last.shared or last.rows[0].first + 1, row.first + 1)
+            pairs = zip(last.rows[-1].tokens[:limit], row.tokens, strict=False)
+            alike = next((n for n, (a, b) in enumerate(pairs) if a != b), limit)
+            joined = PrefixGroup(alike, (*last.rows, row))
+            if alike >= max(_SHORTEST, _SHARE * len(row.tokens)) and joined.length <= most:
+                groups[-1] = joined
                 continue
-            groups.append(PrefixGroup(shared if len(some) > 1 else 0, tuple(some)))
-        some, shared, tokens = [row], row.first + 1, len(row.tokens)
-    return [*groups, PrefixGroup(shared if len(some) > 1 else 0, tuple(some))] if some else groups
-
-
-def _cost(tokens: int, length: int) -> float:
-    """The cost of tokens in rows of a length, in tokens without attention."""
-    return tokens * (1 + length / _EQUAL)
-
-
-def _alone(length: int) -> float:
-    """The cost of a group, which stands in a row with others if it is short."""
-    return _cost(length, max(length, _ROOM))
+        groups.append(PrefixGroup(0, (row,)))
+    return groups
 
 
 # ---- batches ----
 
 # Tokens of a row that short groups are put into. Which of them leaves little padding depends on the groups: of
 # those of 50 tokens 192 hold three, and 256 five.
-_ROOMS = range(128, 577, 64)
+_ROOMS = (192, 256, 320, 448, 576)
+# Keys whose attention costs a token as much as the rest of a layer; 1,750 is of a narrow model on CPUs.
+_EQUAL = 1750
 # If at most one in four of a row's tokens is scored, the last layer's attention computes these alone.
 _FEW = 4
+_GroupRow = list[PrefixGroup]
 
 
 @dataclass(frozen=True)
@@ -140,7 +112,6 @@ class Batch:
     """Rows of groups, padded to one shape.
 
     Attributes:
-        rows: the groups that each row holds; those without one are padding.
         tokens: of a group the shared ones, then the ends of its rows one after the other, each at the `positions` that
             follow the shared ones.
         segments: a number for the shared tokens, and for each end.
@@ -148,37 +119,27 @@ class Batch:
         logit_positions: for each of R equal parts of the rows, the places in its flattened `tokens` after which targets
             stand. If these are few, a part is a row.
         targets: the tokens to score.
+        requests: for each part, the requests in the order of their targets, each with their number.
         joined: a row of this length may be more than one sequence, or longer than one.
     """
 
-    rows: tuple[tuple[PrefixGroup, ...], ...]
     tokens: Int[np.ndarray, "B S"]
     positions: Int[np.ndarray, "B S"]
     segments: Int[np.ndarray, "B S"]
     prefix_segment_ids: Int[np.ndarray, "B S"]
     logit_positions: Int[np.ndarray, "R P"]
     targets: Int[np.ndarray, "R P"]
+    requests: list[list[tuple[int, int]]]
     joined: bool
 
     def answers(self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]) -> Iterator[Answer]:
         """Yield every request with its answer, from those of the targets."""
-        rows = len(self.tokens) // len(self.logit_positions)
-        for part, (of_part, best_of_part) in enumerate(zip(values, best, strict=True)):
+        for part, requests in enumerate(self.requests):
             start = 0
-            for group in chain.from_iterable(self.rows[part * rows : (part + 1) * rows]):
-                own = slice(start, start + group.targets)
-                yield from group.answers(of_part[own], best_of_part[own])
-                start = own.stop
-
-
-class _Shape(NamedTuple):
-    rows: int
-    length: int  # of a row, in tokens
-    parts: int  # of the rows, equally large
-    targets: int  # of a part
-
-
-_GroupRow = list[PrefixGroup]
+            for request, count in requests:
+                own = slice(start, start + count)
+                yield request, (float(np.sum(values[part, own], dtype=np.float64)), bool(np.all(best[part, own])))
+                start += count
 
 
 def batches(
@@ -187,7 +148,6 @@ def batches(
     *,
     context: int,
     most: int,
-    compile_tokens: float,
     pad: int,
     multiple: int,
     packed: bool = True,
@@ -198,29 +158,27 @@ def batches(
         groups: to be computed.
         tokens: in a batch at most, if that is more than a row.
         context: tokens of the model's rows.
-        most: tokens of a row with several groups.
-        compile_tokens: the cost of one more compiled shape, as the number of tokens scored in the same time.
+        most: tokens of a row with several groups, unless one group is longer.
         pad: the id of padding.
         multiple: the number of rows is a multiple of it.
         packed: a row may hold several groups.
     """
-    found: list[Batch] = []
-    for length, rows in _cheapest(groups, context, most if packed else 0, compile_tokens).items():
+    made: list[Batch] = []
+    for length, rows in _cheapest(groups, context, most if packed else 0).items():
         # The scores of attention grow with the square of the length.
         fitting = max(1, int(tokens * min(1, context / length)) // (length * multiple)) * multiple
         count = -(-len(rows) // fitting) * multiple  # parts of all batches, all as full as one another
-        ordered = sorted(rows, key=_targets, reverse=True)
-        parts = [ordered[start::count] for start in range(count)]
-        part, most_targets = len(parts[0]), max(sum(map(_targets, rows_of_part)) for rows_of_part in parts)
-        shape = _Shape(part * multiple, length, multiple, _padded(most_targets))
-        of_a_row = _padded(_targets(ordered[0]))
-        if _FEW * of_a_row <= length:  # row by row
-            shape = shape._replace(parts=shape.rows, targets=of_a_row)
+        rows = sorted(rows, key=_targets, reverse=True)
+        parts = [rows[start::count] for start in range(count)]
+        columns, of_part = _padded(max(sum(map(_targets, part)) for part in parts)), len(parts[0])
+        padded = [row for part in parts for row in [*part, *[[]] * (of_part - len(part))]]
+        of_batch = of_part * multiple
+        if _FEW * _padded(_targets(rows[0])) <= length:  # row by row
+            columns, of_part = _padded(_targets(rows[0])), 1
         joined = length > context or any(len(row) > 1 or len(row[0].rows) > 1 for row in rows)
-        for start in range(0, count, multiple):
-            together = [row for one in parts[start : start + multiple] for row in [*one, *[[]] * (part - len(one))]]
-            found.append(_batch(together, shape, pad, joined))
-    return sorted(found, key=lambda one: -one.tokens.size)
+        for start in range(0, len(padded), of_batch):
+            made.append(_batch(padded[start : start + of_batch], length, of_part, columns, pad, joined))
+    return sorted(made, key=lambda batch: -batch.tokens.size)
 
 
 def _padded(tokens: int) -> int:
@@ -231,34 +189,22 @@ def _targets(row: _GroupRow) -> int:
     return sum(group.targets for group in row)
 
 
-def _cheapest(
-    groups: Sequence[PrefixGroup], context: int, most: int, compile_tokens: float
-) -> dict[int, list[_GroupRow]]:
-    """The groups of each row, by the length of the row; with 0 for `most` one in each.
-
-    Rows have a length that short groups are packed into, and one or two lengths for longer groups.
-    """
+def _cheapest(groups: Sequence[PrefixGroup], context: int, most: int) -> dict[int, list[_GroupRow]]:
+    """The groups of each row, by the two lengths of rows; with 0 for `most` one in each."""
     longest_first = sorted(groups, key=lambda group: (-group.length, group.rows[0].tokens))
-    lengths = [group.length for group in longest_first]
-    largest = max(lengths, default=0)
-    longest = context if largest <= context else _padded(largest)
-    ways = []
-    for room in [room for room in _ROOMS if room <= most] or [most]:
-        room = min(room, _padded(sum(length for length in lengths if length <= room)))
-        alone = [min(_padded(length), longest) for length in lengths if length > room]
-        for middle in {alone[len(alone) * part // 4] for part in (0, 1, 2, 3)} if alone else {0}:
-            ways.append(_rows(longest_first, room, sorted({middle, *alone[:1]}), packed=most > 0))
+    largest = max((group.length for group in groups), default=0)
+    longest = min(context, _padded(largest)) if largest <= context else _padded(largest)
 
     def price(rows: dict[int, list[_GroupRow]]) -> float:
-        return sum(_cost(len(alike) * length, length) + compile_tokens for length, alike in rows.items())
+        return sum(len(alike) * length * (1 + length / _EQUAL) for length, alike in rows.items())
 
+    rooms = [longest, *(room for room in _ROOMS if room <= most)]
+    ways = [_packed(longest_first, sorted({room, max(room, longest)}), packed=most > 0) for room in rooms]
     return min(ways, key=price)
 
 
-def _rows(
-    longest_first: Sequence[PrefixGroup], room: int, sizes: Sequence[int], *, packed: bool
-) -> dict[int, list[_GroupRow]]:
-    """Rows of `room` tokens, and of `sizes` for longer groups; each group goes where the least room is left over."""
+def _packed(longest_first: Sequence[PrefixGroup], sizes: Sequence[int], *, packed: bool) -> dict[int, list[_GroupRow]]:
+    """Rows of `sizes`; each group goes where the least room is left over, or into a new row that is long enough."""
     rows: dict[int, list[_GroupRow]] = {}
     every: list[_GroupRow] = []
     left: list[tuple[int, int]] = []  # tokens that rows have left, ascending, and their places in `every`
@@ -267,8 +213,7 @@ def _rows(
         if packed and place < len(left):
             space, number = left.pop(place)
         else:
-            space = room if group.length <= room else next(size for size in sizes if size >= group.length)
-            number = len(every)
+            space, number = next(size for size in sizes if size >= group.length), len(every)
             every.append([])
             rows.setdefault(space, []).append(every[number])
         every[number].append(group)
@@ -276,36 +221,36 @@ def _rows(
     return rows
 
 
-def _batch(rows: Sequence[_GroupRow], shape: _Shape, pad: int, joined: bool) -> Batch:
-    whole, of_parts = (shape.rows, shape.length), (shape.parts, shape.targets)
-    positions, segments, parents = (np.zeros(whole, np.int32) for _ in range(3))
-    at, targets = (np.zeros(of_parts, np.int32) for _ in range(2))
-    tokens = np.full(whole, pad, np.int32)
-    batch = Batch(tuple(map(tuple, rows)), tokens, positions, segments, parents, at, targets, joined)
-    rows_of_part, column = shape.rows // shape.parts, 0
+def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, pad: int, joined: bool) -> Batch:
+    """A batch of rows, of which `of_part` are a part with `columns` targets."""
+    parts = len(rows) // of_part
+    positions, segments, prefixes = (np.zeros((len(rows), length), np.int32) for _ in range(3))
+    places, targets = (np.zeros((parts, columns), np.int32) for _ in range(2))
+    tokens, requests = np.full((len(rows), length), pad, np.int32), [list[tuple[int, int]]() for _ in range(parts)]
     for index, groups in enumerate(rows):
-        part, place = divmod(index, rows_of_part)
-        column, before = (0 if place == 0 else column), place * shape.length
+        part, place_in_part = divmod(index, of_part)
+        column = sum(count for _, count in requests[part])
         start = number = 0
         for group in groups:
-            shared, first, number = group.shared, start, number + 1
+            first, shared, number = start, group.shared, number + 1
+            prefixes[index, first : first + group.length] = number
+            tokens[index, first : first + shared] = group.rows[0].tokens[:shared]
+            positions[index, first : first + shared] = np.arange(shared)
+            segments[index, first : first + shared] = number
             start += shared
-            batch.prefix_segment_ids[index, first : first + group.length] = number
-            pieces = [(slice(first, start), group.rows[0], 0, number)]  # the shared tokens, then the ends of the rows
             for row in group.rows:
                 number += 1
-                end = start + len(row.tokens) - shared
-                pieces.append((slice(start, end), row, shared, number))
-                columns = slice(column, column + len(row.targets))
-                places = np.arange(row.first, len(row.tokens))
-                batch.logit_positions[part, columns] = before + np.where(
-                    places < shared, places + first, places - shared + start
+                own = slice(start, start + len(row.tokens) - shared)
+                tokens[index, own] = row.tokens[shared:]
+                positions[index, own] = np.arange(shared, len(row.tokens))
+                segments[index, own] = number
+                # A target may stand after the last of the shared tokens.
+                after = np.arange(row.first, len(row.tokens))
+                count = len(row.targets)
+                places[part, column : column + count] = place_in_part * length + np.where(
+                    after < shared, after + first, after - shared + start
                 )
-                batch.targets[part, columns] = row.targets
-                start, column = end, columns.stop
-            for own, row, begin, segment in pieces:
-                count = own.stop - own.start
-                batch.tokens[index, own] = row.tokens[begin : begin + count]
-                batch.positions[index, own] = np.arange(begin, begin + count)
-                batch.segments[index, own] = segment
-    return batch
+                targets[part, column : column + count] = row.targets
+                requests[part].append((row.request, count))
+                start, column = own.stop, column + count
+    return Batch(tokens, positions, segments, prefixes, places, targets, requests, joined)

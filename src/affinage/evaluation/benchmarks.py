@@ -4,7 +4,7 @@ benchmarks.yaml lists them and their groups. A definition is always the harness'
 a folder of JSON Lines in which a row is as in the Hub's dataset, or in one of the other common forms below.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,8 +17,6 @@ from affinage.errors import UserError
 from affinage.paths import from_home
 
 Item = dict[str, Any]
-
-_ENDINGS = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -37,17 +35,17 @@ class Benchmark:
 
     def file_in(self, folder: Path) -> Path | None:
         """Return the file of its items in a folder; None if there is none."""
-        names = [name + ending for name in (self.task, *self.files) for ending in _ENDINGS]
+        names = [name + ending for name in (self.task, *self.files) for ending in (".jsonl", ".jsonl.gz")]
         return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _preprocessed(item: Item) -> Item:
-    """As the harness's preprocessing leaves it: `query`, `choices`, `gold`."""
+    """From the output of the harness's preprocessing: `query`, `choices`, `gold`."""
     return item | {"label": str(item["gold"])}
 
 
 def _belebele(item: Item) -> Item:
-    """Passage and question in one text, the choices {"A": ..., "D": ...} with the letter of the answer."""
+    """From passage and question in one text, and the choices {"A": ..., "D": ...} with the letter of the answer."""
     passage, _, question = item["question"].rpartition("\n\nQuestion: ")
     answers = {f"mc_answer{number}": item["choices"][letter] for number, letter in enumerate("ABCD", 1)}
     right = str("ABCD".index(item["answer"]) + 1)
@@ -56,36 +54,19 @@ def _belebele(item: Item) -> Item:
 
 
 def _winograd_schema(item: Item) -> Item:
-    """The pronoun by its place among the tokens; the harness wants the sentence with `_` for it, and two options."""
+    """From the pronoun's place among the tokens; the harness wants the sentence with `_` for it, and two options."""
     sentence, (pronoun, (first, _), _) = item["sentence"], item["pronoun"]
-    at = 0
+    place = 0
     for token in item["tokens"][:first]:
-        found = sentence.find(token, at)
-        at = found + len(token) if found >= 0 else at  # some tokens are spelled otherwise in the sentence
-    at = sentence.index(pronoun, at)
+        place = max(place, sentence.find(token, place))  # some tokens are spelled otherwise in the sentence
+    place = sentence.index(pronoun, place)
     (option1, _, _, right), (option2, _, _, _) = item["options"]
-    blanked = sentence[:at] + "_" + sentence[at + len(pronoun) :]
+    blanked = sentence[:place] + "_" + sentence[place + len(pronoun) :]
     return {"sentence": blanked, "option1": option1, "option2": option2, "answer": "1" if right else "2"}
 
 
 def _minimal_pair(item: Item) -> Item:
     return {"sen": item["sentence_good"], "wrong_sen": item["sentence_bad"]}
-
-
-def _arc_in_translation(item: Item) -> Item:
-    """The choices {"text": [...], "label": [...]}, as in the English ARC."""
-    options = dict(zip("abcde", [*item["choices"]["text"], None, None]))
-    answer = "ABCDE"[item["choices"]["label"].index(item["answerKey"])]
-    named = {f"option_{letter}": text for letter, text in options.items()}
-    return {"id": item.get("id", ""), "instruction": item["question"], **named, "answer": answer}
-
-
-def _arc_with_letters(item: Item) -> Item:
-    """The same; the harness wants a list of choices."""
-    if not isinstance(item["choices"], Mapping):
-        return item
-    right = item["choices"]["label"].index(item["answerKey"])
-    return item | {"choices": item["choices"]["text"], "answerKey": "ABCDE"[right]}
 
 
 # Form: (a key that only rows of the Hub's dataset have, the conversion of other rows).
@@ -94,13 +75,11 @@ _FORMS: dict[str, tuple[str, Callable[[Item], Item]]] = {
     "belebele": ("flores_passage", _belebele),
     "winograd_schema": ("option1", _winograd_schema),
     "minimal_pair": ("sen", _minimal_pair),
-    "arc_in_translation": ("instruction", _arc_in_translation),
-    "arc_with_letters": ("", _arc_with_letters),
 }
 _LISTED = yaml.safe_load(files("affinage.evaluation").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
 BENCHMARKS = {
-    name: Benchmark(name, one["definition"], tuple(one.get("files", ())), one.get("form", ""))
-    for name, one in _LISTED["benchmarks"].items()
+    name: Benchmark(name, settings["definition"], tuple(settings.get("files", ())), settings.get("form", ""))
+    for name, settings in _LISTED["benchmarks"].items()
 }
 QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
 POCKET_TASKS = tuple(
@@ -120,7 +99,7 @@ def of_pocket_world(task: str) -> bool:
 
 
 def is_task_file(task: str) -> bool:
-    """Whether a benchmark is named by its task file, or by a folder of them."""
+    """Return whether a benchmark is named by its task file, or by a folder of them."""
     return not of_pocket_world(task) and ("/" in task or task.endswith((".yaml", ".yml")))
 
 

@@ -1,10 +1,10 @@
 """Two models on the same items: the difference of their scores, and how certain it is."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 from affinage.errors import UserError
-from affinage.evaluation.results import BITS_PER_BYTE, BYTES, ITEMS, LOG_LIKELIHOOD, label, read_results, scores_of
+from affinage.evaluation.results import BITS_PER_BYTE, BYTES, ITEMS, LOG_LIKELIHOOD, label, scores_of
 
 # Lines by the item's hash; equal items are told apart by their order.
 _Items = dict[tuple[str, int], dict[str, Any]]
@@ -57,11 +57,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Unlike:
-    """A task that was not the same for both, so that more than the models differs."""
+    """A task in which `questions` items in common had another prompt or right answer: more than the models differs."""
 
     task: str
-    questions: int  # items in common whose prompt or right answer differs
-    versions: tuple[str, str] | None  # of the task, if they differ
+    questions: int
 
 
 class Answers:
@@ -70,34 +69,26 @@ class Answers:
     def __init__(self, folder: Path) -> None:
         """`folder` is one that an evaluation wrote, with `items/TASK.jsonl`. Raises UserError if it has no results."""
         self.folder = folder
-        self._files = {file.stem: file for file in sorted((folder / ITEMS).glob("*.jsonl"))}
         self._read: dict[str, dict[str | None, _Items]] = {}
-        self.tasks = list(self._files)
+        self.tasks = [file.stem for file in sorted((folder / ITEMS).glob("*.jsonl"))]
         if not self.tasks:
             raise UserError("holds no results of an evaluation", where=str(folder), fix="Run `affinage eval` first.")
 
-    @cached_property
-    def versions(self) -> Mapping[str, Any]:
-        """The versions of the tasks, as far as the results have them."""
-        return {task: entry.get("version") for task, entry in read_results(self.folder).get("tasks", {}).items()}
-
     def of(self, task: str) -> Mapping[str | None, _Items]:
         """Return the items of a task by the filter of their answers. Raises UserError if the file is damaged."""
-        if task in self._read:
-            return self._read[task]
-        found: dict[str | None, _Items] = {}
-        try:
-            for line in self._files[task].read_text(encoding="utf-8").splitlines():
-                item = json.loads(line)
-                items, count = found.setdefault(item.get("filter"), {}), 0
-                while (item["hash"], count) in items:
-                    count += 1
-                items[item["hash"], count] = item
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            fix = "Evaluate the model again."
-            raise UserError("these answers are damaged", where=str(self._files[task]), fix=fix) from error
-        self._read[task] = found
-        return found
+        if task not in self._read:
+            items: dict[str | None, _Items] = {}
+            file = self.folder / ITEMS / f"{task}.jsonl"
+            try:
+                for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+                    of_filter = items.setdefault(item.get("filter"), {})
+                    count = next(n for n in itertools.count() if (item["hash"], n) not in of_filter)
+                    of_filter[item["hash"], count] = item
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                fix = "Evaluate the model again."
+                raise UserError("these answers are damaged", where=str(file), fix=fix) from error
+            self._read[task] = items
+        return self._read[task]
 
 
 def compare(a: Answers, b: Answers) -> list[Difference]:
@@ -106,7 +97,7 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
     Answers of several filters are compared filter by filter. Items are the same if their hashes are. Raises UserError
     if the two have no item with a score in common.
     """
-    differences = [one for common in _in_common(a, b) for one in _of_task(*common)]
+    differences = [difference for common in _in_common(a, b) for difference in _of_task(*common)]
     if not differences:
         what = "these two have no benchmark with at least two items in common that both have a score of"
         fix = f"Evaluate both on the same task and data; they have {', '.join(a.tasks)}, and {', '.join(b.tasks)}."
@@ -115,19 +106,16 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
 
 
 def unlike(a: Answers, b: Answers) -> list[Unlike]:
-    """Return the tasks in common whose prompts, right answers or versions differ, as far as the results have them."""
-    found: dict[str, Unlike] = {}
+    """Return the tasks in common whose prompts or right answers differ, as far as the results have them."""
+
+    def question(line: Mapping[str, Any]) -> tuple[Any, Any]:
+        return line.get("prompt_hash"), line.get("target_hash")
+
+    differ: dict[str, Unlike] = {}
     for task, _, ours, theirs in _in_common(a, b):
-        questions = sum(_question(ours[key]) != _question(theirs[key]) for key in ours.keys() & theirs.keys())
-        versions = a.versions.get(task), b.versions.get(task)
-        changed = None if None in versions or versions[0] == versions[1] else (str(versions[0]), str(versions[1]))
-        if questions or changed:
-            found.setdefault(task, Unlike(task, questions, changed))
-    return list(found.values())
-
-
-def _question(line: Mapping[str, Any]) -> tuple[Any, Any]:
-    return line.get("prompt_hash"), line.get("target_hash")
+        if questions := sum(question(ours[key]) != question(theirs[key]) for key in ours.keys() & theirs.keys()):
+            differ.setdefault(task, Unlike(task, questions))
+    return list(differ.values())
 
 
 def _in_common(a: Answers, b: Answers) -> Iterator[tuple[str, str | None, _Items, _Items]]:
@@ -142,8 +130,8 @@ def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> I
     keys = [key for key in ours if key in theirs]
     pairs = [(scores_of(ours[key]), scores_of(theirs[key]), ours[key].get(BYTES)) for key in keys]
     for metric in dict.fromkeys(name for first, _, _ in pairs for name in first):
-        scored = [(one[metric], other.get(metric), size) for one, other, size in pairs if one.get(metric) is not None]
-        scored = [entry for entry in scored if entry[1] is not None]
+        scored = [(first[metric], other[metric], size) for first, other, size in pairs if metric in other]
+        scored = [entry for entry in scored if None not in entry[:2]]
         if len(scored) < 2:
             continue
         values, weights = np.array([entry[:2] for entry in scored], np.float64), np.ones(len(scored))

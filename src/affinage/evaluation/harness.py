@@ -83,36 +83,33 @@ def load_tasks(
     """Return the harness's tasks by name, ready to be evaluated: configurations of task files, benchmarks, or names.
 
     `num_fewshot` replaces a task's own number, unless that is set to 0; if it is None, `shots_of` does by the task's
-    name. No example before a question is the item asked. Raises UserError for a name that the harness does not have,
+    name. No example before a question is the item itself. Raises UserError for a name that the harness does not have,
     and for whatever is wrong with a task or its data.
     """
     random.seed(0)  # tasks may shuffle as they are loaded; these are the harness's own seeds
     np.random.seed(1234)
+    names = [task if isinstance(task, str) else str(task["task"]) for task in tasks]
+    manager = task_manager([name for name, task in zip(names, tasks, strict=True) if not _is_own(task)])
     loaded: dict[str, Task] = {}
-    manager = task_manager([str(task if isinstance(task, str) else task["task"]) for task in tasks if _is_theirs(task)])
-    for task in tasks:
-        name = task if isinstance(task, str) else str(task["task"])
+    for name, task in zip(names, tasks, strict=True):
         with _mistakes_in(name, name if isinstance(task, str) else str(task.get("where", name))):
-            spec: Any = task
-            if not isinstance(task, str):
-                spec = {key: value for key, value in task.items() if key != "where"}
-                if is_offline(task):
-                    spec = {"group": _OFFLINE, "task": [spec]}
-                else:
-                    _check_keys(spec)
-            found = manager.load([spec])["tasks"]
-            for one in found.values():
-                if isinstance(one, ConfigurableTask):
-                    _prepare(one, num_fewshot if num_fewshot is not None else (shots_of or {}).get(one.task_name))
-                if not _is_theirs(task):
-                    _check_items(one)
-        loaded |= found
+            spec: Any = task if isinstance(task, str) else {key: task[key] for key in task if key != "where"}
+            if _is_own(task):
+                _check_keys(spec)
+            elif not isinstance(task, str):
+                spec = {"group": _OFFLINE, "task": [spec]}
+            for own_name, found in manager.load([spec])["tasks"].items():
+                if isinstance(found, ConfigurableTask):
+                    _prepare(found, num_fewshot if num_fewshot is not None else (shots_of or {}).get(own_name))
+                if _is_own(task):
+                    _check_items(found)
+                loaded[own_name] = found
     return loaded
 
 
-def _is_theirs(task: Mapping[str, Any] | str) -> bool:
-    """Whether the definition is the harness's."""
-    return isinstance(task, str) or is_offline(task)
+def _is_own(task: Mapping[str, Any] | str) -> bool:
+    """Whether the definition is a task file, not the harness's."""
+    return not isinstance(task, str) and not is_offline(task)
 
 
 def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager:
@@ -143,12 +140,8 @@ def _mistakes_in(name: str, where: str) -> Iterator[None]:
         of_the_machine = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
         if of_the_machine or (isinstance(error, Exception) and is_of_the_network(error)):
             raise
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, ModuleNotFoundError):
-            cause = cause.__cause__ or cause.__context__
-        needed = f"Install what it needs: pip install {str(cause.name).partition('.')[0]}" if cause else "Mend it"
         what = f"the task `{name}` cannot be used: {type(error).__name__}: {first_line(error)}"
-        raise UserError(what, where=where, fix=f"{needed}, or leave the task out.") from error
+        raise UserError(what, where=where, fix="Mend it, or install what it needs, or leave the task out.") from error
 
 
 def _check_keys(task: Mapping[str, Any]) -> None:
@@ -163,7 +156,7 @@ def _check_keys(task: Mapping[str, Any]) -> None:
 
 
 def _prepare(task: ConfigurableTask, num_fewshot: int | None) -> None:
-    """Set the number of examples, and keep the item asked out of them."""
+    """Set the number of examples, and keep the item that is asked out of them."""
     config, examples = task.config, task.fewshot_cfg
     if config.num_fewshot is None or (num_fewshot is not None and config.num_fewshot != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -174,42 +167,44 @@ def _prepare(task: ConfigurableTask, num_fewshot: int | None) -> None:
     if examples.samples is None and shown == evaluated:
         task.set_config(key="test_split", value=evaluated)
         examples.split = evaluated
-    if shots := config.num_fewshot:
-        pool = len(list(task.fewshot_docs() or ())) if examples.samples is None else shots
+    if (shots := config.num_fewshot) and examples.samples is None:
+        pool = len(list(task.fewshot_docs() or ()))
         if shots > pool - (examples.split == evaluated):
-            fix = "Request fewer with --num-fewshot, or give the task more items in `fewshot_split`."
+            fix = "Use fewer with --num-fewshot, or give the task more items in `fewshot_split`."
             raise UserError(f"{shots} examples cannot be shown of the {pool} items that there are", fix=fix)
 
 
 def _check_items(task: Task) -> None:
     """Raise UserError for the first item that cannot be scored."""
-    if task.config.num_fewshot:
-        for example in task.fewshot_docs() or ():
-            task.doc_to_text(example, task.fewshot_cfg.doc_to_text)
-            task.doc_to_target(example, task.fewshot_cfg.doc_to_target)
+    for example in task.fewshot_docs() or () if task.config.num_fewshot else ():
+        task.doc_to_text(example, task.fewshot_cfg.doc_to_text)
+        task.doc_to_target(example, task.fewshot_cfg.doc_to_target)
     for number, item in enumerate(task.eval_docs, 1):
-        wrong = ""
-        try:
-            question, answer = task.doc_to_text(item), task.doc_to_target(item)
-            choices = task.doc_to_choice(item) if task.config.doc_to_choice is not None else None
-            for template in filter(None, (task.config.description, task.config.gen_prefix)):
-                lm_eval.utils.apply_template(template, item)
-        except Exception as error:  # of its templates
-            question, answer, choices, wrong = "", "", [], f"does not fit the templates: {first_line(error)}"
-        right = question if isinstance(question, int) else answer
-        if question in (None, "None"):
-            wrong = "has no question"
-        elif answer is None or answer in ("None", []):
-            wrong = "has no right answer"
-        elif task.OUTPUT_TYPE == "multiple_choice" and not wrong:
-            if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
-                wrong = f"has no list of choices but {choices!r}"
-            else:
-                listed = right if isinstance(right, list) else [right]
-                absent = [r for r in listed if not (isinstance(r, int) and 0 <= r < len(choices)) and r not in choices]
-                wrong = f"names {absent[0]!r} as right, of {len(choices)} choices" if absent else ""
-        if wrong:
-            raise UserError(f"item {number} {wrong}", fix="Mend the item, or what the task file makes of it.")
+        if mistake := _mistake_of(item, task):
+            raise UserError(f"item {number} {mistake}", fix="Mend the item, or what the task file makes of it.")
+
+
+def _mistake_of(item: Any, task: Task) -> str:
+    try:
+        question, answer = task.doc_to_text(item), task.doc_to_target(item)
+        choices = task.doc_to_choice(item) if task.config.doc_to_choice is not None else None
+        for template in filter(None, (task.config.description, task.config.gen_prefix)):
+            lm_eval.utils.apply_template(template, item)
+    except Exception as error:  # of its templates
+        return f"does not fit the templates: {first_line(error)}"
+    if question in (None, "None"):
+        return "has no question"
+    if answer is None or answer in ("None", []):
+        return "has no right answer"
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return ""
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+        return f"has no list of choices but {choices!r}"
+    right = question if isinstance(question, int) else answer
+    for each in right if isinstance(right, list) else [right]:
+        if each not in choices and not (isinstance(each, int) and 0 <= each < len(choices)):
+            return f"names {each!r} as right, of {len(choices)} choices"
+    return ""
 
 
 # ---- answers over a kill ----
@@ -224,8 +219,6 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     processes = Processes.at_work()
     path = path if processes.first else path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and path.read_bytes()[:6] != b"SQLite":
-        path.unlink()  # of another version
     answers = SqliteDict(str(path), encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
     if answers.get("model") != model:
         answers.clear()
@@ -251,12 +244,9 @@ def reachable_data(named: Sequence[str]) -> Iterator[None]:
     endpoint = huggingface_hub.constants.ENDPOINT
     what = f"the items of {', '.join(named)} cannot be fetched from {endpoint}"
     fix = "Check the network, set HF_HUB_OFFLINE=1 to use what was fetched before, or name a folder: --data-dir."
-    if named and not huggingface_hub.constants.HF_HUB_OFFLINE:
-        try:
-            huggingface_hub.get_session().head(endpoint, timeout=_PATIENCE)
-        except Exception as error:  # whatever a network, a proxy or a name server can come up with
-            raise UserError(f"{what}, which does not answer", fix=fix) from error
     try:
+        if named and not huggingface_hub.constants.HF_HUB_OFFLINE:
+            huggingface_hub.get_session().head(endpoint, timeout=_PATIENCE)
         yield
     except Exception as error:
         of_a_library = isinstance(error, OSError) and error.errno is None  # an error of a file here has a number

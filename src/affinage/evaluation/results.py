@@ -4,14 +4,14 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from affinage.checkpoint.metadata import checksums
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.contamination import Contamination
+from affinage.data.tokenizer import FILE
 from affinage.generation.model import LoadedModel
 
 RESULTS = "results.json"
@@ -65,81 +65,62 @@ def finite(value: Any) -> float | None:
         return None
 
 
-# ---- which model ----
-
-
-def fingerprint(model: LoadedModel) -> str:
-    """Return a hash of a model's graph, of how it is computed, and of the checksums of all weights."""
-    how = [model.graph.to_dict(), model.compute_dtype, model.context, checksums({"params": model.params})]
-    return hashlib.blake2b(json.dumps(how, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
-
-
-def identity(model: LoadedModel, weights: str) -> str:
-    """Return a hash of the fingerprint of the weights, the tokenizer, the chat template and the system prompt."""
-    digest = hashlib.blake2b(f"{weights} {model.system_prompt}".encode(), digest_size=12)
-    digest.update(b"" if model.tokenizer.template is None else model.tokenizer.template.source.encode())
-    with TemporaryDirectory() as folder:
-        model.tokenizer.write(Path(folder))
-        for file in sorted(Path(folder).iterdir()):
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
-
-
 # ---- the folder ----
 
 
-def write_results(results: Mapping[str, Any], samples: Samples, folder: Path, log: Callable[[str], None]) -> None:
+def fingerprint(model: LoadedModel) -> str:
+    """Return a hash of a model: graph, precision, context, checksums of all weights, tokenizer, template, prompt."""
+    tokenizer = model.tokenizer
+    template = None if tokenizer.template is None else tokenizer.template.source
+    vocabulary = hashlib.sha256((tokenizer.folder / FILE).read_bytes()).hexdigest()
+    parts = [model.graph.to_dict(), model.compute_dtype, model.context, checksums({"params": model.params})]
+    parts += [vocabulary, tokenizer.opening, tokenizer.stops, template, model.system_prompt]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
+
+
+def write_results(results: Mapping[str, Any], samples: Samples, folder: Path) -> None:
     """Write results and the lines of each task's samples, beside those of other tasks of the same model.
 
-    What the folder has of a model with another fingerprint is removed, which `log` gets a line about. Killed at any
-    moment, it leaves no two models that would be taken for one.
+    What the folder has of a model with another fingerprint is removed. Killed at any moment, it leaves no two models
+    that would be taken for one.
     """
     earlier = read_results(folder)
     if earlier.get("fingerprint") != results["fingerprint"]:
         earlier = {}
         (folder / RESULTS).unlink(missing_ok=True)  # first: items without it belong to no model
-        if old := sorted((folder / ITEMS).glob("*.jsonl")):
-            for file in old:
-                file.unlink()
-            log(f"Removed answers of another state of this model: {', '.join(file.stem for file in old)} in {folder}")
-    (folder / ITEMS).mkdir(parents=True, exist_ok=True)
+        for file in (folder / ITEMS).glob("*.jsonl"):
+            file.unlink()
     for name, of_task in samples.items():
         lines = "".join(json.dumps(line_of(sample)) + "\n" for sample in of_task)
+        (folder / ITEMS).mkdir(parents=True, exist_ok=True)
         write_atomically(folder / ITEMS / f"{name}.jsonl", lines.encode())
-    write_json(folder / RESULTS, _merged(earlier, results))
+    merged = {**earlier, **results}
+    if earlier:
+        merged |= {key: earlier[key] | results[key] for key in ("tasks", "samples")}
+    if before := earlier.get("contamination"):
+        now = results.get("contamination", {})
+        kept = {name: entry for name, entry in before["tasks"].items() if name not in results["tasks"]}
+        merged["contamination"] = {**before, **now, "tasks": kept | now.get("tasks", {})}
+    write_json(folder / RESULTS, merged)
 
 
 def read_results(folder: Path) -> dict[str, Any]:
     """Return results.json; {} if there is none that can be read."""
     try:
-        found = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _merged(earlier: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results with tasks that an earlier command evaluated; an entry has its versions if they differ."""
-    if not earlier:
-        return dict(results)
-    old = {"versions": earlier["versions"]} if earlier["versions"] != results["versions"] else {}
-    tasks = {name: old | entry for name, entry in earlier["tasks"].items()} | results["tasks"]
-    merged = {**earlier, **results, "tasks": tasks, "samples": earlier["samples"] | results["samples"]}
-    if before := earlier.get("contamination"):
-        now = results.get("contamination", {"tasks": {}})
-        kept = {name: entry for name, entry in before["tasks"].items() if name not in results["tasks"]}
-        merged["contamination"] = {**before, **now, "tasks": kept | now["tasks"]}
-    return merged
+    return results
 
 
 # ---- scores without the items that are in the training text ----
 
 
-def contamination_of(found: Contamination, tasks: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
+def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
     """Return which items of the evaluated ones were found, and the scores of the others.
 
     Args:
-        found: of all items of the tasks.
+        seen: of all items of the tasks.
         tasks: results, {task: {metrics: {metric: {value, stderr}}}}.
         samples: of every task; an item has the number of its place in the task.
 
@@ -150,37 +131,35 @@ def contamination_of(found: Contamination, tasks: Mapping[str, Any], samples: Sa
         task, the other numbers those that were evaluated. Metrics that are not a mean over items are left out.
     """
     entries = {}
-    for name, of_task in samples.items():
-        if name not in found.benchmarks:
-            continue
-        numbers = {str(sample["doc_id"]) for sample in of_task}
-        mine, common = (
-            sorted(int(item) for task, item in some if task == name and item in numbers)
-            for some in (found.found, found.common)
+    for name in samples.keys() & seen.benchmarks:
+        numbers = {str(sample["doc_id"]) for sample in samples[name]}
+        found, common = (
+            sorted(int(item) for task, item in items if task == name and item in numbers)
+            for items in (seen.found, seen.common)
         )
-        metrics = tasks[name]["metrics"].items()
-        rest = {metric: _without(of_task, metric, score["value"], {*mine, *common}) for metric, score in metrics}
+        scores = tasks[name]["metrics"].items()
+        rest = {metric: _without(samples[name], metric, score["value"], {*found, *common}) for metric, score in scores}
         entries[name] = {
             "items": len(numbers),
-            "too_short": found.too_short.get(name, 0),
-            "too_short_of": found.items.get(name),
-            "found": mine,
+            "too_short": seen.too_short.get(name, 0),
+            "too_short_of": seen.items.get(name),
+            "found": found,
             "common": common,
             "without": {metric: without for metric, without in rest.items() if without is not None},
         }
-    return {"texts": found.texts, "boilerplate": found.boilerplate, "ngram": found.ngram, "tasks": entries}
+    return {"texts": seen.texts, "boilerplate": seen.boilerplate, "ngram": seen.ngram, "tasks": entries}
 
 
 def _without(
     samples: Sequence[Mapping[str, Any]], metric: str, reported: float | None, found: set[int]
 ) -> dict[str, float | None] | None:
     name, _, filtered = metric.partition(",")
-    chosen = [one for one in samples if one.get("filter", "none") == (filtered or "none") and name in one]
-    values = [one[name] for one in chosen]
+    chosen = [each for each in samples if each.get("filter", "none") == (filtered or "none") and name in each]
+    values = [each[name] for each in chosen]
     if reported is None or not values or not all(isinstance(value, int | float) for value in values):
         return None
     if not math.isclose(statistics.fmean(values), reported, rel_tol=1e-9, abs_tol=1e-9):
         return None  # the harness aggregates otherwise
-    rest = [float(one[name]) for one in chosen if one["doc_id"] not in found]
+    rest = [float(each[name]) for each in chosen if each["doc_id"] not in found]
     stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
     return {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}

@@ -1,10 +1,9 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
 import contextlib
+import gzip
 import lzma
-import math
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +26,6 @@ from affinage.evaluation.results import (
     contamination_of,
     fingerprint,
     finite,
-    identity,
     label,
     line_of,
     of_item,
@@ -39,9 +37,7 @@ from affinage.generation.model import LoadedModel
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
-Answered = Callable[[str, dict[str, Any]], None]  # the task, and the line of an item
 _NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length
-_VERSIONS_OF = ("jax", "lm_eval", "datasets")
 
 
 def evaluate(
@@ -62,12 +58,10 @@ def evaluate(
     batch_size: int | Literal["auto"] = "auto",
     max_new_tokens: int = 64,
     texts: Mapping[str, Sequence[str]] | None = None,
-    compressors: bool = False,
     samples: int = 3,
     seen: Seen | None = None,
-    answered: Answered | None = None,
+    answered: Callable[[str, dict[str, Any]], None] | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    log: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Return the scores of a model on benchmarks, with standard errors.
 
@@ -78,19 +72,19 @@ def evaluate(
         model: to be evaluated.
         tasks: names for `find_tasks`, with `task_folders` and `data_dir`. Tasks of `task_folders` are of closed worlds,
             whose facts are the training text, and so not searched for there.
-        folder: for results.json and the lines of all items, beside those of other tasks of the same model; what it has
-            of another model is removed. results.json also has `state`, a hash of the model without its weights, and
-            `training`, the training that made it.
+        folder: for results.json (with `state` and `training`) and items/TASK.jsonl; see `write_results`.
+        state: a hash of the model without its weights.
+        training: the training that made the model.
         keep: file of the harness's cache: answers of this model in it are not computed again.
-        chat: whether the model was trained to chat. Local tasks for generated text are then asked in the chat template,
-            and are skipped otherwise; `apply_chat_template` asks all tasks in it (true), or none (false).
+        chat: whether the model was trained to chat; see `TaskSet.rounds` for this and `apply_chat_template`.
         limit: items per task: the first ones or, with a `sample_seed`, those that it draws.
         num_fewshot: examples before each question; None: as many as the task says.
         batch_size: rows of the context at once; auto: as many as fit.
-        texts: validation texts by name, whose bits per byte are measured, of gzip and xz as well if `compressors`.
+        texts: validation texts by name, whose bits per byte are measured, beside those of gzip and xz.
         samples: items per task in the results for people to read.
         seen: searches the training text for items; scores without those found are in the results.
-        answered: called with the line of each item; `progress` and `log` with what is going on, and lines for the user.
+        answered: called with the task and the line of each item.
+        progress: called with a line about what is done.
 
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.
@@ -100,10 +94,9 @@ def evaluate(
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, processes = time.monotonic(), Processes.at_work()
     closed = task_folders or {}
-    found = find_tasks(tasks, closed, data_dir)
-    weights = fingerprint(model) if keep is not None or folder is not None else ""
-    rows = rows_that_fit(model) if batch_size == "auto" else batch_size
-    lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, progress=progress)
+    chosen = find_tasks(tasks, closed, data_dir)
+    identity = fingerprint(model) if keep is not None or folder is not None else ""
+    lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, max_new_tokens, progress)
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     loaded: dict[str, Task] = {}
@@ -111,76 +104,70 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         caching: Any = lm
         if keep is not None:
-            caching = cached(lm, keep, f"{weights} {max_new_tokens}")
+            caching = cached(lm, keep, f"{identity} {max_new_tokens}")
             if not processes.first:  # its copy of the answers
                 stack.callback(Path(caching.cache_db).unlink, missing_ok=True)
             stack.callback(caching.dbdict.close)
-        stack.enter_context(reachable_data(found.fetched))
+        stack.enter_context(reachable_data(chosen.fetched))
         stack.enter_context(quiet())
-        for chosen, templated in found.rounds(chat, apply_chat_template):
-            if chosen:
-                lm.in_chat_template = templated
-                of_round = load_tasks(chosen, num_fewshot, CORE_SHOTS if CORE in tasks else {})
-                drawn = None
-                if sample_seed is not None and limit is not None:
-                    drawn = {
-                        name: drawn_places(name, len(task.eval_docs), limit, sample_seed)
-                        for name, task in of_round.items()
-                    }
-                raw = lm_eval.evaluator.evaluate(
-                    caching,
-                    {"tasks": of_round, "groups": {}, "group_map": {}},
-                    limit=None if drawn else limit,
-                    samples=drawn,
-                    bootstrap_iters=_BOOTSTRAP,
-                    apply_chat_template=templated,
-                    fewshot_as_multiturn=templated,
-                )
-                assert raw is not None
-                loaded |= of_round
-                outcome |= {name: _result(name, dict(raw), templated, lm) for name in raw["n-samples"]}
-                items |= raw["samples"]
+        for specs, templated in chosen.rounds(chat, apply_chat_template):
+            if not specs:
+                continue
+            lm.in_chat_template = templated
+            of_round = load_tasks(specs, num_fewshot, CORE_SHOTS if CORE in tasks else {})
+            drawn = None
+            if sample_seed is not None and limit is not None:
+                drawn = {name: _drawn(name, len(task.eval_docs), limit, sample_seed) for name, task in of_round.items()}
+            raw = lm_eval.evaluator.evaluate(
+                caching,
+                {"tasks": of_round, "groups": {}, "group_map": {}},
+                limit=None if drawn else limit,
+                samples=drawn,
+                bootstrap_iters=_BOOTSTRAP,
+                apply_chat_template=templated,
+                fewshot_as_multiturn=templated,
+            )
+            assert raw is not None
+            loaded |= of_round
+            outcome |= {name: _result(name, dict(raw), templated, lm) for name in raw["n-samples"]}
+            items |= raw["samples"]
         if seen is not None:
             progress("searching the training text for the items")
-            left_out = {task["task"] for task in find_tasks(list(closed), closed).local}
-            searched = {name: task for name, task in loaded.items() if name not in left_out}
+            of_worlds = {task["task"] for task in find_tasks(list(closed), closed).local}
+            searched = {name: task for name, task in loaded.items() if name not in of_worlds}
             contamination = seen(items_of(searched)) if searched and processes.first else None
             processes.broadcast("the end of the search", None, seconds=None)
     results = {
         "model": model.name,
         "context": model.context,
         "tasks": outcome,
-        "unavailable": list(found.unavailable),
-        "skipped": [] if chat or apply_chat_template != "auto" else [str(task["task"]) for task in found.chat],
+        "unavailable": list(chosen.unavailable),
+        "skipped": [] if chat or apply_chat_template != "auto" else [str(task["task"]) for task in chosen.chat],
         "seconds": time.monotonic() - started,
         "items_per_second": sum(task["items"] for task in outcome.values()) / max(lm.seconds, 1e-9),
         "requests": lm.requests,
-        "versions": {"affinage": __version__} | {package: version(package) for package in _VERSIONS_OF},
-        "samples": {name: [_readable(one) for one in of_task[:samples]] for name, of_task in items.items()},
+        "versions": {"affinage": __version__, "jax": version("jax"), "lm_eval": version("lm_eval")},
+        "samples": {name: [_readable(item) for item in of_task[:samples]] for name, of_task in items.items()},
     }
     if CORE in tasks:
         results["core"] = _centered_mean(outcome)
     if contamination is not None:
         results["contamination"] = contamination_of(contamination, outcome, items)
-    if count := len(lm.answers):  # the share of generated texts that ended by a control token
-        stopped = sum(answer.generation.finish_reason == "eos" for answer in lm.answers) / count
-        stderr = math.sqrt(stopped * (1 - stopped) / max(1, count - 1))
-        results["generation"] = {"texts": count, "stopped": {"value": stopped, "stderr": stderr}}
     if texts:
         progress("measuring bits per byte")
-        bits = {name: {"model": lm.bits_per_byte(some)} for name, some in texts.items()}
-        for name, some in texts.items() if compressors and processes.first else ():
-            bits[name] |= compressor_bits_per_byte(some)
+        bits = {name: {"model": lm.bits_per_byte(of_name)} for name, of_name in texts.items()}
+        for name, of_name in texts.items() if processes.first else ():
+            bits[name] |= compressor_bits_per_byte(of_name)
         processes.broadcast("the end of the compression", None, seconds=None)
         results["bits_per_byte"] = bits
     if answered is not None:
         for name, of_task in items.items():
-            for one in of_task:
-                answered(name, line_of(one))
+            for item in of_task:
+                answered(name, line_of(item))
     if folder is not None:
-        results |= {"fingerprint": identity(model, weights)} | ({} if state is None else {STATE: state})
+        results |= {"fingerprint": identity} | ({} if state is None else {STATE: state})
         results |= {"training": dict(training)} if training else {}
-        write_results(results, items, folder, log)
+        write_results(results, items, folder)
     return results
 
 
@@ -189,39 +176,31 @@ def has_chat_template(model: LoadedModel, chat: bool) -> bool:
     return chat or model.tokenizer.template is not None
 
 
-def drawn_places(task: str, items: int, count: int, seed: int) -> list[int]:
-    """Return the places of `count` of a task's items that a seed draws, ascending, whatever the other tasks are."""
+def _drawn(task: str, items: int, count: int, seed: int) -> list[int]:
+    """The places of `count` of a task's items that a seed draws, ascending, whatever the other tasks are."""
     random = np.random.default_rng([seed, *task.encode()])
     return sorted(map(int, random.choice(items, min(count, items), replace=False)))
 
 
 def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
-    """Return what `gzip -9` and `xz -9` need for the texts, one after the other: {"gzip": ..., "xz": ...}.
+    """Return what `gzip -9` and `xz -9` need for the texts, a line each: {"gzip": ..., "xz": ...}.
 
-    The bytes counted are the texts' own in UTF-8, without separators, as for a model's bits per byte. The texts are
-    compressed as one stream, whose parts share what is common to them; a model does not see the texts before. xz -9
-    needs about 700 MB of memory.
+    The bytes counted are the texts' own in UTF-8. What is common to several texts is compressed once; a model does not
+    see the texts before. xz -9 needs about 700 MB of memory.
     """
-    streams: dict[str, Any] = {
-        "gzip": zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS),
-        "xz": lzma.LZMACompressor(preset=9),
+    encoded = [text.encode() for text in texts]
+    whole, total = b"\n".join(encoded), sum(map(len, encoded))
+    return {
+        "gzip": 8 * len(gzip.compress(whole, 9)) / total,
+        "xz": 8 * len(lzma.compress(whole, preset=9)) / total,
     }
-    sizes, total = dict.fromkeys(streams, 0), 0
-    for text in texts:
-        encoded = text.encode("utf-8")
-        total += len(encoded)
-        for name, stream in streams.items():
-            sizes[name] += len(stream.compress(encoded + b"\n"))
-    if total == 0:
-        raise ValueError("there is no text to compress")
-    return {name: 8 * (sizes[name] + len(stream.flush())) / total for name, stream in streams.items()}
 
 
 def _result(name: str, raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> dict[str, Any]:
     """The harness's results of a task as {metrics: {metric: {value, stderr}}, items, num_fewshot, version, ...}.
 
-    `chat_template` is whether it was asked in that, `chance` what guessing scores, if known, and `truncated` how many
-    of the items did not fit the model's context.
+    `chat_template` is whether it was put in that, `chance` what guessing scores, if known, and `truncated` the number
+    of items that did not fit the model's context.
     """
     metrics: dict[str, Any] = {}
     for key, value in raw["results"][name].items():
@@ -233,7 +212,7 @@ def _result(name: str, raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> di
     result = {
         "metrics": metrics,
         "items": raw["n-samples"][name]["effective"],
-        "truncated": len({one["doc_id"] for one in samples if any(map(lm.was_truncated, one["arguments"]))}),
+        "truncated": len({item["doc_id"] for item in samples if any(map(lm.was_truncated, item["arguments"]))}),
         "num_fewshot": raw["n-shot"].get(name, 0),
         "chat_template": templated,
         "version": raw["versions"].get(name),
@@ -241,7 +220,7 @@ def _result(name: str, raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> di
     if raw["configs"][name].get("output_type") == "multiple_choice":
         # For `acc_mutual_info` the harness requests each choice without the question as well.
         twice = 2 if any(metric.startswith("acc_mutual_info") for metric in metrics) else 1
-        result["chance"] = sum(twice / len(one["arguments"]) for one in samples) / len(samples)
+        result["chance"] = sum(twice / len(item["arguments"]) for item in samples) / len(samples)
     return result
 
 
@@ -259,7 +238,7 @@ def _centered_mean(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 def _readable(item: Mapping[str, Any]) -> dict[str, Any]:
     """What a person wants to see of an item: the question, the choices or the answer, what was right, how it scored."""
-    arguments = [list(one) for one in item["arguments"]]
+    arguments = [list(arguments) for arguments in item["arguments"]]
     shown: dict[str, Any] = {"prompt": arguments[0][0], "target": item["target"]}
     shown |= {of_item(name): value for name in item["metrics"] if (value := finite(item[name])) is not None}
     if isinstance(arguments[0][-1], dict):
@@ -267,7 +246,7 @@ def _readable(item: Mapping[str, Any]) -> dict[str, Any]:
     if len(arguments) == 1:
         return shown | {"continuation": arguments[0][-1]}
     scores = [response[0] for response in item["filtered_resps"]]
-    same_prompt = all(one[0] == arguments[0][0] for one in arguments)
-    shown |= {"choices": [one[-1] if same_prompt else "".join(one) for one in arguments]}
-    shown |= {"chosen": max(range(len(scores)), key=scores.__getitem__)}
-    return shown if same_prompt else shown | {"prompt": ""}
+    shown["chosen"] = max(range(len(scores)), key=scores.__getitem__)
+    if all(prompt == arguments[0][0] for prompt, _ in arguments):
+        return shown | {"choices": [continuation for _, continuation in arguments]}
+    return shown | {"prompt": "", "choices": ["".join(both) for both in arguments]}  # such as winogrande's

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.cluster.processes import Processes
 from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.batching import Batch, Pair, PrefixGroup, as_rows, batches, find_groups, in_pieces
+from affinage.evaluation.batching import Batch, Pair, PrefixGroup, as_rows, batches, find_groups
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import Graph
 from affinage.model.parameter import PyTree
@@ -23,9 +22,6 @@ from affinage.planning.auto_remat import present
 from affinage.planning.trace import peak_memory
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
-# The cost of a compilation, in floating point operations that the machine could do meanwhile.
-_COMPILE_FLOPS = {"cpu": 5e10}
-_COMPILE_FLOPS_ACCELERATOR = 1e15
 # Tokens at once, whatever memory holds: more of them leave the caches of processors, which costs up to a third.
 _MAX_TOKENS = {"cpu": 1536}
 MAX_ROWS = 64  # for each device that rows are split over
@@ -54,17 +50,8 @@ def _compiled(
         segments = None
         if joined is not None:
             positions, *segments = joined
-        lazy, _ = logits_of(
-            graph,
-            params,
-            tokens,
-            positions,
-            dtype,
-            attention=attention,
-            layout=layout,
-            segments=segments,
-            logit_positions=logit_positions,
-        )
+        how: dict[str, Any] = {"attention": attention, "layout": layout, "segments": segments}
+        lazy, _ = logits_of(graph, params, tokens, positions, dtype, logit_positions=logit_positions, **how)
         return _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden, targets, logits_at_once)
 
     return score
@@ -85,7 +72,7 @@ def _log_probabilities(
     rows = jnp.pad(hidden.reshape(targets.size, -1), ((0, padding), (0, 0))).reshape(blocks, block, -1)
     wanted = jnp.pad(targets.reshape(-1), (0, padding)).reshape(blocks, block)
 
-    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+    def score_block(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         x, target = inputs
         logits = multiply_out(x, kernel, softcap)
         wanted = jnp.take_along_axis(logits, target[:, None], axis=1)
@@ -93,7 +80,7 @@ def _log_probabilities(
         less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary)[None] >= target[:, None]))
         return wanted[:, 0] - jax.nn.logsumexp(logits, axis=-1), jnp.all(less_likely, axis=-1)
 
-    values, best = one((rows[0], wanted[0])) if blocks == 1 else jax.lax.map(one, (rows, wanted))
+    values, best = score_block((rows[0], wanted[0])) if blocks == 1 else jax.lax.map(score_block, (rows, wanted))
     value, is_best = (a.reshape(-1)[: targets.size].reshape(targets.shape) for a in (values, best))
     return value, is_best
 
@@ -108,8 +95,7 @@ def score(
 ) -> list[tuple[float, bool]]:
     """Return for (context ids, continuation ids) the continuation's log-probability, and whether it is greedy.
 
-    Logarithms are natural. Pairs longer than the model's context plus one are cut from the left; a continuation that is
-    itself longer than the context is scored in pieces of half of it, each after what comes before. Shared prefixes are
+    Logarithms are natural. Pairs longer than the model's context plus one are cut from the left. Shared prefixes are
     computed once, and several continuations in a row, if all layers of the model can.
 
     Args:
@@ -118,41 +104,35 @@ def score(
         answered: called with the index of a pair and its answer as batches are done.
         batch: rows of the model's context that memory holds at once.
         logits_at_once: elements of the largest block of float32 logits that the device holds.
+
+    Raises UserError for a continuation that is longer than the context.
     """
-    pieces, owners = in_pieces(pairs, model.context)
     results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-    left = np.bincount(owners, minlength=len(pairs))
 
     def collect(done: Batch, scores: Scores) -> None:
-        for place, (value, greedy) in done.answers(*map(model.on_host, scores)):
-            owner = owners[place]
-            total, all_greedy = results[owner]
-            results[owner] = total + value, all_greedy and greedy
-            left[owner] -= 1
-            if not left[owner]:
-                answered(owner, results[owner])
+        for place, answer in done.answers(*map(model.on_host, scores)):
+            results[place] = answer
+            answered(place, answer)
 
-    rows, needed = as_rows(pieces, model.context), model.graph.needed_for(model.graph.logits)
+    rows, needed = as_rows(pairs, model.context), model.graph.needed_for(model.graph.logits)
     packed = all(node.layer.joins for node in model.graph.nodes if node.name in needed)
     # Scores of attention in a row of twice the context take the memory of four rows.
     most = model.context * (2 if batch >= 4 * model.row_multiple else 1)
     tokens, platform = batch * model.context, jax.default_backend()
-    flops = _COMPILE_FLOPS.get(platform, _COMPILE_FLOPS_ACCELERATOR)
     program = _compiled(model.graph, model.compute_dtype, model.attention, model.layout, logits_at_once)
     pending: list[tuple[Batch, Scores]] = []
-    for one in batches(
+    for each in batches(
         find_groups(rows, most) if packed else [PrefixGroup(0, (row,)) for row in rows],
         min(tokens, _MAX_TOKENS.get(platform, tokens)),
         context=model.context,
         most=most,
-        compile_tokens=flops / (2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))),
         pad=PAD,
         multiple=model.row_multiple,
         packed=packed,
     ):
-        joined = (one.positions, one.segments, one.prefix_segment_ids) if one.joined else None
-        arrays = jax.tree.map(model.place, (one.tokens, one.logit_positions, one.targets, joined))
-        pending.append((one, program(model.params, *arrays)))
+        joined = (each.positions, each.segments, each.prefix_segment_ids) if each.joined else None
+        arrays = jax.tree.map(model.place, (each.tokens, each.logit_positions, each.targets, joined))
+        pending.append((each, program(model.params, *arrays)))
         if len(pending) > 1:  # the device computes this batch while the numbers of the one before are taken apart
             collect(*pending.pop(0))
     for last in pending:
@@ -175,15 +155,6 @@ def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
     # A host knows the memory of its own devices alone.
     fitting = Processes.at_work().all_min("rows that fit", fitting)
     return model.row_multiple * (2 ** int(math.log2(min(MAX_ROWS, fitting))) if fitting > 1 else 1)
-
-
-def shorter_rows_that_fit(batch: int, longest: int, model: LoadedModel) -> int:
-    """Return how many rows of at most `longest` tokens take the memory of `batch` rows of the whole context.
-
-    That is a power of two times the devices that rows are split over, 64 of them at most, if it is more than `batch`.
-    """
-    fitting = max(1, batch * model.context // (longest * model.row_multiple))
-    return max(batch, model.row_multiple * min(MAX_ROWS, 2 ** int(math.log2(fitting))))
 
 
 def bytes_of_a_row(model: LoadedModel, platform: str) -> float:

@@ -23,6 +23,7 @@ ChatTemplateUse = Literal["auto"] | bool
 Task = dict[str, Any]  # the configuration of a task; `where` is its file
 _PATHS = "Paths start from the working directory."
 _TASK_FILE = "A task file is YAML: `task: NAME`, `dataset_path: json`, `dataset_kwargs: {data_files: items.jsonl}`, ..."
+_LINES = "It must be UTF-8 text with one JSON object a line, plain or compressed with gzip."
 
 
 @dataclass(frozen=True)
@@ -43,27 +44,27 @@ class TaskSet:
 
     @property
     def chat(self) -> list[Task]:
-        """Tasks that are asked in the chat template."""
-        return [task for task in self.local if _is_chat(task)]
+        """Tasks for chat models: local ones that generate text or have the tag `chat`; the harness's are not."""
+
+        def is_chat(task: Task) -> bool:
+            tags = task.get("tag") or []
+            tagged = "chat" in ([tags] if isinstance(tags, str) else tags)
+            return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
+
+        return [task for task in self.local if is_chat(task)]
 
     def rounds(self, chat: bool, template: ChatTemplateUse) -> list[tuple[list[Task | str], bool]]:
-        """Tasks, and whether they are asked in the chat template; by `auto`, only chat models get chat tasks."""
-        plain: list[Task | str] = [*(task for task in self.local if not _is_chat(task)), *self.named]
+        """Tasks, and whether they use the chat template; with `auto`, only chat models get chat tasks."""
+        of_chat = self.chat
+        plain: list[Task | str] = [*(task for task in self.local if task not in of_chat), *self.named]
         if template != "auto":
-            return [([*plain, *self.chat], template)]
-        return [(plain, False), ([*self.chat], True)] if chat else [(plain, False)]
+            return [([*plain, *of_chat], template)]
+        return [(plain, False), ([*of_chat], True)] if chat else [(plain, False)]
 
 
 def is_offline(task: Mapping[str, Any]) -> bool:
     """Return whether it is a benchmark of the harness over a file of items on this machine."""
     return "benchmark" in (task.get("dataset_kwargs") or {})
-
-
-def _is_chat(task: Mapping[str, Any]) -> bool:
-    """A local task is for chat models if it asks for generated text or has the tag `chat`; the harness's are not."""
-    tags = task.get("tag") or []
-    tagged = "chat" in ([tags] if isinstance(tags, str) else tags)
-    return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
 
 
 def _is_on_hub(task: Mapping[str, Any]) -> bool:
@@ -96,14 +97,14 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
     named: list[str] = []
     chosen, unavailable = names_of(names, items)
     for name in chosen:
-        place = folders.get(name, from_home(name))
         if items is not None and name in BENCHMARKS and (file := BENCHMARKS[name].file_in(items)):
             local.setdefault(name, _on_file(name, file))
             continue
+        place = folders.get(name, from_home(name))
         if name == POCKET_WORLD or name in POCKET_TASKS:
             if POCKET_WORLD not in folders:
                 what = "the pocket world's benchmarks are about facts that only a model of that world knows"
-                fix = "Evaluate a run that was trained on it, or name the task files: --task FOLDER/tasks."
+                fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
                 raise UserError(what, where=name, fix=fix)
             place = folders[POCKET_WORLD] / (f"{name}.yaml" if name in POCKET_TASKS else "")
         elif not place.exists():
@@ -112,11 +113,10 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
             named.append(name)
             continue
         # A file without `task` is a template that others include.
-        found = [_with_data(task, file) for file, task in _configurations(place) if isinstance(task.get("task"), str)]
-        if not found:
-            fix = "Name a YAML file with a `task:` key, or a folder of such files; of a file of items, its task file."
-            raise UserError("there is no task in it", where=str(place), fix=fix)
-        for task in found:
+        tasks = [_with_data(task, file) for file, task in _configurations(place) if isinstance(task.get("task"), str)]
+        if not tasks:
+            raise UserError("there is no task in it", where=str(place), fix=_TASK_FILE)
+        for task in tasks:
             local.setdefault(task["task"], task)
     return TaskSet(tuple(local.values()), tuple(named), tuple(unavailable))
 
@@ -126,7 +126,7 @@ def check_names(
 ) -> None:
     """Raise UserError for names that `find_tasks` refuses or the harness does not know, before a model is loaded.
 
-    To ask the harness takes seconds; names that are ours alone do not. `where` names the origin of the names.
+    The harness takes seconds to look up a name; names that are ours need it not. `where` names their origin.
     """
     if unknown := [name for name in find_tasks(names, folders, data_dir).named if name not in BENCHMARKS]:
         from affinage.evaluation.harness import quiet, task_manager
@@ -161,10 +161,9 @@ def _with_data(task: Task, file: Path) -> Task:
     """The configuration with its file, and for data files with absolute paths and a check of its splits."""
     task = {**task, "where": str(file)}
     kwargs = task.get("dataset_kwargs") or {}
-    if "dataset_path" not in task:
-        raise UserError(f"the task `{task['task']}` names no items", where=str(file), fix=_TASK_FILE)
-    if not isinstance(kwargs, dict):
-        raise UserError("`dataset_kwargs` is not a mapping", where=str(file), fix=_TASK_FILE)
+    if "dataset_path" not in task or not isinstance(kwargs, dict):
+        what = f"the task `{task['task']}` needs a `dataset_path`, and a mapping as `dataset_kwargs`"
+        raise UserError(what, where=str(file), fix=_TASK_FILE)
     if "data_files" not in kwargs:
         return task
     listed, data_files = kwargs["data_files"], {}
@@ -175,10 +174,6 @@ def _with_data(task: Task, file: Path) -> Task:
             if not Path(path).is_file():
                 fix = "Paths in a task file start from its folder."
                 raise UserError(f"the data file {path} is missing", where=str(file), fix=fix)
-    for key in ("test_split", "validation_split", "training_split", "fewshot_split"):
-        if (split := task.get(key)) is not None and split not in data_files:
-            fix = f"There are: {', '.join(data_files)}."
-            raise UserError(f"`{key}: {split}` is no split of data_files", where=str(file), fix=fix)
     if not task.get("test_split") and not task.get("validation_split"):
         task["test_split"] = next(iter(data_files))
     task["dataset_kwargs"] = {**kwargs, "data_files": data_files}
@@ -190,9 +185,6 @@ def _with_data(task: Task, file: Path) -> Task:
 
 def _on_file(name: str, file: Path) -> Task:
     """What to change in the harness's task so that its items are the rows of a file."""
-    rows = read_rows(file)
-    if not rows:
-        raise UserError("holds no items", where=str(file), fix="One JSON object a line is an item.")
     config = {
         "task": name,
         "where": str(file),
@@ -205,7 +197,8 @@ def _on_file(name: str, file: Path) -> Task:
         "test_split": "test",
         "fewshot_split": "test",  # there are no other items
     }
-    return config | {"process_docs": None} if "query" in rows[0] else config  # processed already
+    first = next(read_rows(file), {})
+    return config | {"process_docs": None} if "query" in first else config  # processed already
 
 
 # ---- items ----
@@ -224,7 +217,7 @@ def read_json_lines(
     for split, paths in data_files.items():
         rows, where = [row for path in paths for row in read_rows(Path(path))], ", ".join(paths)
         if not rows:
-            raise UserError(f"the split `{split}` has no items", where=where, fix="One JSON object a line is an item.")
+            raise UserError(f"the split `{split}` has no items", where=where, fix=_LINES)
         for number, row in enumerate(rows if benchmark else ()):
             try:
                 rows[number] = BENCHMARKS[str(benchmark)].as_published(row)
@@ -235,36 +228,32 @@ def read_json_lines(
     return splits
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON Lines, plain or .gz."""
-    fix = "It must be UTF-8 text with one JSON object a line, plain or compressed with gzip."
-    rows, where = [], str(path)
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file of JSON Lines, plain or .gz. Raises UserError for what is none."""
+    number = 0
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-        # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for ends of lines.
-        for number, line in enumerate(text.split("\n"), 1):
-            where = f"{path}:{number}"
-            row = json.loads(line) if line.strip() else {}
-            if not isinstance(row, dict):
-                raise UserError(f"is not an object but a {type(row).__name__}", where=where, fix=fix)
-            rows += [row] if line.strip() else []
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007  the message about a mistake has it
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"is not an object but a {type(row).__name__}")
+                    yield row
     except (OSError, ValueError, EOFError, RecursionError) as error:
-        raise UserError(f"is not JSON Lines: {of_a_line(error)}", where=where, fix=fix) from error
-    return rows
+        raise UserError(f"is not JSON Lines: {of_a_line(error)}", where=f"{path}:{number}", fix=_LINES) from error
 
 
 def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterator[BenchmarkItem]:
     """Yield all items of the tasks `names` (see `find_tasks`), each with the texts that would give it away.
 
-    Those are every string in the item's data, and the question as it is asked with its right answer. Items are numbered
+    Those are every string in the item's data, and the question as it is put with its right answer. Items are numbered
     from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
     """
     from affinage.evaluation.harness import load_tasks, quiet, reachable_data
 
-    found = find_tasks(names, {}, data_dir)
-    with reachable_data(found.fetched), quiet():
-        yield from items_of(load_tasks([*found.local, *found.named]))
+    tasks = find_tasks(names, {}, data_dir)
+    with reachable_data(tasks.fetched), quiet():
+        yield from items_of(load_tasks([*tasks.local, *tasks.named]))
 
 
 def items_of(tasks: Mapping[str, Any]) -> Iterator[BenchmarkItem]:

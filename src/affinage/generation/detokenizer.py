@@ -41,11 +41,11 @@ class Detokenizer:
         if self.stopped:
             return ""
         held = self._held + text
-        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
-        self.stopped = bool(found)
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        self.stopped = bool(places)
         lengths = range(min(longest, len(held)), 0, -1)
         kept = next((n for n in lengths if any(stop.startswith(held[-n:]) for stop in self._stops)), 0)
-        end = min(found) if found else len(held) - kept
+        end = min(places) if places else len(held) - kept
         self._held = held[end:]
         self.released += held[:end]
         return held[:end]

@@ -20,7 +20,7 @@ from affinage.model.graph import Graph
 from affinage.model.parameter import PyTree
 from affinage.model.products import Logits
 from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import batch_sharding, replicated, rows_split
+from affinage.parallel.sharding import batch_sharding, replicated
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LoadedModel:
     @property
     def row_multiple(self) -> int:
         """What the number of rows of a batch must be a multiple of."""
-        return 1 if self.layout is None else rows_split(self.layout.mesh, self.layout.table)
+        return 1 if self.layout is None else self.layout.parts("batch")
 
 
 @partial(jax.jit, static_argnames="sharding")

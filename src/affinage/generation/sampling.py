@@ -1,8 +1,8 @@
 """From the logits of the next token to the next token.
 
 The filters are those of Hugging Face's `generate`, in its order: repetition penalty, temperature, top-k, top-p, min-p.
-Each row of a batch has values of its own, as arrays, so that no setting compiles anything again; what no row asks for
-is skipped as the program runs.
+Each row of a batch has values of its own, as arrays, so that no setting compiles anything again; filters that no row
+uses are skipped as the program runs.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,8 @@ class SamplingParams:
     min_p: float = 0.0  # draw among tokens at least this share as likely as the most likely one (Nguyen et al., 2024)
     repetition_penalty: float = 1.0  # divides the logits of tokens already seen (Keskar et al., 2019); 1: none
     seed: int = 0
-    stop_token_ids: tuple[int, ...] | None = None  # None: those of the tokenizer
+    ignore_eos: bool = False  # go on after a token that ends a text
     stop: tuple[str, ...] = ()  # texts before which the answer ends
-    logprobs: int | None = None  # log-probabilities of the tokens and of this many of the most likely ones; None: no
 
     def __post_init__(self) -> None:
         rules = {
@@ -44,10 +43,9 @@ class SamplingParams:
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
             "seed": (0 <= self.seed < 2**32, "between 0 and 2**32"),
         }
-        for name, (fits, rule) in rules.items():
-            if not fits:
-                what = f"{name} = {getattr(self, name)} is out of range"
-                raise UserError(what, where="sampling", fix=f"It must be {rule}.")
+        for name, (is_valid, rule) in rules.items():
+            if not is_valid:
+                raise UserError(f"{name} = {getattr(self, name)} is out of range", fix=f"It must be {rule}.")
 
 
 class SamplingTensors(NamedTuple):
@@ -63,11 +61,8 @@ class SamplingTensors(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> "SamplingTensors":
         """Return the values of these rows, as arrays of the host."""
-        dtypes = (np.float32, np.int32, np.float32, np.float32, np.float32, np.uint32)
-        columns: list[Any] = [
-            np.array([getattr(row, name) for row in rows], dtype)
-            for name, dtype in zip(cls._fields, dtypes, strict=True)
-        ]
+        dtypes: dict[str, Any] = dict.fromkeys(cls._fields, np.float32) | {"top_k": np.int32, "seed": np.uint32}
+        columns: list[Any] = [np.array([getattr(row, name) for row in rows], dtypes[name]) for name in cls._fields]
         return cls(*columns)
 
 

@@ -11,15 +11,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from affinage import __version__
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_EXAMPLE = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForCausalLM.from_pretrained("{name}")
-{inputs}
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
-```"""
 _CHAT_INPUTS = """\
 messages = [{"role": "user", "content": "Hello"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
@@ -54,22 +45,23 @@ def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, ch
         written = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
         return written if facts.language == "en" else written.replace(",", "\u202f").replace(".", ",")
 
+    def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        return "\n".join(["| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *lines])
+
     rows: dict[tuple[str, str], dict[str, str]] = {}
     last: list[EvalResult] = []
     for label, result in facts.results.items():
         last = []
         for task, measured in result["tasks"].items():
             for metric, score in measured["metrics"].items():
-                if score["value"] is None:
-                    continue
-                error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
-                mark = " †" if score.get("in_chat") else ""
-                rows.setdefault((task, metric), {})[label] = number(score["value"]) + error + mark
-                value = round(score["value"], 4)
-                last.append(EvalResult("text-generation", task, task, metric, value))
-    score_rows = [[*names, *(cells.get(label, "–") for label in facts.results)] for names, cells in rows.items()]
+                if score["value"] is not None:
+                    error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
+                    cell = number(score["value"]) + error + (" †" if score.get("in_chat") else "")
+                    rows.setdefault((task, metric), {})[label] = cell
+                    last.append(EvalResult("text-generation", task, task, metric, round(score["value"], 4)))
     note = f"  # in training, every text begins with {opening}" if opening else ""
-    inputs = _CHAT_INPUTS if chat else f'inputs = tokenizer("{opening}The", return_tensors="pt"){note}'
+    keys = ("name", "licence", "documents", "bytes")
     metadata = ModelCardData(
         license=facts.license,
         language=list(facts.languages) or None,
@@ -83,30 +75,18 @@ def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, ch
         metadata,
         template_path=str(_TEMPLATES / f"card.{facts.language}.md"),
         name=name,
-        description=facts.description,
-        summary=facts.summary,
+        facts=facts,
         parameters=parameters,
         context=context,
         chat=chat,
         opening=opening,
-        example=_EXAMPLE.format(name=name, inputs=inputs),
-        labels=list(facts.results),
-        score_rows=score_rows,
-        in_chat=any("†" in cell for row in score_rows for cell in row),
-        sources=[
-            [str(one.get("name", "")), str(one.get("licence", ""))]
-            + [number(one.get(key, "")) for key in ("documents", "bytes")]
-            for one in facts.sources
-        ],
+        inputs=_CHAT_INPUTS if chat else f'inputs = tokenizer("{opening}The", return_tensors="pt"){note}',
+        score_rows=[[*names, *(cells.get(label, "–") for label in facts.results)] for names, cells in rows.items()],
+        in_chat=any("†" in cell for cells in rows.values() for cell in cells.values()),
+        sources=[[number(source.get(key, "")) for key in keys] for source in facts.sources],
         training=[[label, number(value)] for label, value in facts.training.items()],
-        command=facts.command,
         version=__version__,
         number=number,
-        table=_table,
+        table=table,
     )
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(["| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *lines])

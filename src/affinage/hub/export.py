@@ -16,7 +16,7 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import family_of
-from affinage.hub.vocabulary import trimmed, write_hf_tokenizer
+from affinage.hub.vocabulary import write_hf_tokenizer
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -29,17 +29,13 @@ def export(
     dtype: str = "float32",
     chat: bool = False,
     max_shard_size: int = 5_000_000_000,
-    trim_vocabulary: bool = False,
 ) -> dict[str, Any]:
     """Write `folder`: configuration, weights in safetensors, tokenizer, chat template for chat models, and a card.
 
     The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes. A
-    weight file holds at most `max_shard_size` bytes. A vocabulary that is larger than the tokenizer's stays so, unless
-    `trim_vocabulary` leaves the ids above it out. Returns the files with their sizes. Raises UserError for graphs that
-    no architecture of transformers computes, and for weights that `dtype` cannot hold.
+    weight file holds at most `max_shard_size` bytes. Returns the files with their sizes. Raises UserError for graphs
+    that no architecture of transformers computes, and for weights that `dtype` cannot hold.
     """
-    if trim_vocabulary:
-        model = trimmed(model)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -59,13 +55,8 @@ def export(
     opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""  # others have it in tokenizer.json
     card = model_card(model.name, facts, parameters=parameters, context=model.context, chat=chat, opening=opening)
     write_atomically(partial / "README.md", card.encode())
-    # A folder cannot be exchanged in one step, so the old one steps aside first.
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     return {"dtype": dtype, "parameters": parameters, "files": {path.name: path.stat().st_size for path in files}}
 

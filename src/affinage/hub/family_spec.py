@@ -127,13 +127,13 @@ class Key:
     def read(self, values: Mapping[str, Any], where: str) -> Any:
         """Return the value in a config.json, or the default."""
         value = values.get(self.name)
-        if value is not None or (self.nullable and self.name in values):
-            if self.values and value not in self.values:
-                raise _refused(self.name, value, where)
-            return value
-        if self.default is REQUIRED:
+        if value is None and not (self.nullable and self.name in values):
+            value = self.default
+        elif self.values and value not in self.values:
+            raise _refused(self.name, value, where)
+        if value is REQUIRED:
             raise UserError(f"`{self.name}` is missing", where=where, fix="Add it, or export the model again.")
-        return self.default
+        return value
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class FamilySpec:
     # ---- config.json ----
 
     def to_config(self, graph: Graph, *, context: int | None = None) -> dict[str, Any]:
-        """What config.json says of a graph of this family; `context` is the longest input in tokens."""
+        """Return what config.json says of a graph of this family; `context` is the longest input in tokens."""
         return self._values(Decoder.of(graph).settings() | {"context": context})
 
     def _values(self, settings: Settings) -> dict[str, Any]:
@@ -202,10 +202,7 @@ class FamilySpec:
         return values | {name: allowed[0] for name, allowed in self.fixed.items() if allowed[0] is not None}
 
     def from_config(self, values: Mapping[str, Any], where: str) -> tuple[int, dict[str, Any]]:
-        """The context and the `model:` of a recipe. Raises UserError for a value that the graph cannot compute with."""
-        for name, allowed in self.fixed.items():
-            if name in values and values[name] not in (*allowed, None):
-                raise _refused(name, values[name], where)
+        """Return the context and the `model:` of a recipe. Raises UserError for a value that the graph cannot honor."""
         settings = dict(self.constants)
         for key in self.keys:
             settings |= dict.fromkeys(key.paths, key.read(values, where))
@@ -215,10 +212,10 @@ class FamilySpec:
         if settings["blocks.ffn.width"] is None:  # GPT-2's default
             settings["blocks.ffn.width"] = 4 * settings["embed.width"]
         window = "sliding_attention" if settings.get("blocks.attention.window") else "full_attention"
-        if set(values.get("layer_types") or {window}) != {window}:
-            raise _refused("layer_types", values["layer_types"], where)
-        if values.get("n_ctx") not in (None, context):
-            raise _refused("n_ctx", values["n_ctx"], where)
+        layers = [window] * settings["blocks.repeat"]
+        for name, allowed in {**self.fixed, "layer_types": (layers,), "n_ctx": (context,)}.items():
+            if values.get(name) not in (*allowed, None):
+                raise _refused(name, values[name], where)
         return context, _model(settings)
 
     def unknown(self, values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -372,19 +369,14 @@ def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> di
             if (partial := form.pop("partial_rotary_factor", 1.0)) != 1.0:
                 raise _refused("partial_rotary_factor", partial, where)
             forms.append(form)
-    given = sorted({float(one) for one in thetas if one is not None})
-    if len(given) > 1:
-        raise _refused("rope_theta", " and ".join(map(str, given)), where)
-    if len(forms) == 2 and forms[0] != forms[1]:
-        raise UserError(
-            f"`rope_parameters: {forms[0]}` and `rope_scaling: {forms[1]}` contradict each other",
-            where=where,
-            fix="Remove the one that the model was not trained with.",
-        )
+    different = sorted({float(each) for each in thetas if each is not None})
+    if len(different) > 1:
+        raise _refused("rope_theta", " and ".join(map(str, different)), where)
     form = dict(forms[0]) if forms else {"rope_type": "default"}
-    if (kind := form.pop("rope_type")) not in _SCALINGS:
+    if any(other != form for other in forms):
+        raise _refused("rope_parameters and rope_scaling", "contradict each other", where)
+    kind = form.pop("rope_type")
+    if kind not in _SCALINGS or set(form) != set(_SCALINGS[kind].values()):
         raise _refused("rope_type", kind, where)
-    if set(form) != set(_SCALINGS[kind].values()):
-        raise _refused("rope_parameters", form, where)
     scaling = {ours: form[theirs] for ours, theirs in _SCALINGS[kind].items()}
-    return {"theta": given[0] if given else theta} | ({"scaling": {"kind": kind, **scaling}} if scaling else {})
+    return {"theta": (different or [theta])[0]} | ({"scaling": {"kind": kind, **scaling}} if scaling else {})

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,52 +69,40 @@ def read_hub_folder(folder: Path) -> HubModel:
     return HubModel(architecture, graph, params, weights)
 
 
-class HubWeights(Mapping[str, NDArray[Any]]):
+class HubWeights(dict[str, Any]):
     """The tensors of a folder by name, read one by one in the dtype of the file; every one must be finite."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(_files_by_tensor(folder))
         self._folder = folder
-        self._files = _files_by_tensor(folder)
         self._last: tuple[str, NDArray[Any]] | None = None  # tensors that hold several parameters are read in a row
         self.names_read: set[str] = set()
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        if self._last is None or self._last[0] != name:
-            self._last = name, self._read(name)
         self.names_read.add(name)
-        return self._last[1]
-
-    def _read(self, name: str) -> NDArray[Any]:
-        path = self._folder / self._files[name]
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
+        path = self._folder / super().__getitem__(name)
         with _opened(path) as file:
             try:
                 dtype = file.get_slice(name).get_dtype()
-                tensor: NDArray[Any] | None = file.get_tensor(name) if dtype in _DTYPES else None
-                finite = tensor is None or bool(np.isfinite(tensor).all())
+                tensor: NDArray[Any] = file.get_tensor(name) if dtype in _DTYPES else np.empty(0)
             except _UNREADABLE as error:  # such as an index that names another file, or a shape of 65 axes
                 what = f"the tensor {name!r} cannot be read: {error}"
                 raise UserError(what, where=str(path), fix="Download the file again.") from error
-        if tensor is None:
+        if dtype not in _DTYPES:
             fix = "Take a version of the model in float16, bfloat16, float32 or float64."
             raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=str(path), fix=fix)
-        if not finite:
+        if not np.isfinite(tensor).all():
             fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
             raise UserError(f"the tensor {name!r} holds values that are not finite", where=str(path), fix=fix)
+        self._last = name, tensor
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
     def digest(self) -> str:
         """Return the SHA-256 of the files, hexadecimal; reads them once more."""
         digest = hashlib.sha256()
-        for name in sorted(set(self._files.values())):
+        for name in sorted(set(self.values())):
             with open(self._folder / name, "rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()

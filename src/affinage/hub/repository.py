@@ -2,12 +2,10 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from affinage.data.hub_answers import limit_requests, refusal
 from affinage.errors import UserError, of_the_machine
@@ -33,9 +31,6 @@ def local_copy(folder_or_id: str) -> Path:
     if not _REPOSITORY.fullmatch(folder_or_id) or folder_or_id.startswith("."):
         raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
     limit_requests()
-    silenced = not sys.stderr.isatty() and not are_progress_bars_disabled()
-    if silenced:
-        disable_progress_bars()
     try:
         return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
     except _ERRORS as error:
@@ -43,9 +38,6 @@ def local_copy(folder_or_id: str) -> Path:
             raise
         refused = refusal(error, "model", folder_or_id)
         raise UserError(f"there is no folder `{folder_or_id}`, and {refused.what}", fix=refused.fix) from error
-    finally:
-        if silenced:
-            enable_progress_bars()
 
 
 def push(folder: Path, repository: str, *, private: bool = True, endpoint: str | None = None) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ _TOKENS_COMPARED = 512  # of every text, at most: enough to see a wrong rotation
 _GGUF_LOGITS = 8  # texts whose logits are compared; token ids are compared for all
 CONVERTER = "convert_hf_to_gguf.py"
 LLAMA_CPP = "LLAMA_CPP"  # environment variable: a checkout of llama.cpp
-_NO_RELEASE = "Do not release it. Export it again, and if that does not help, report it with the recipe."
 
 TRICKY_TEXTS = (
     "L'été, où naîtra l'œuvre ? « Ça, dit-elle… »",
@@ -60,9 +58,13 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     except ImportError as error:
         what = f"verifying an export needs transformers and torch, and {error.name} is not installed"
         raise UserError(what, where="export.verify", fix='pip install "affinage[verify]"') from error
-    theirs_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    compared = _compare_tokens(folder, theirs_tokenizer, model, [*texts, *TRICKY_TEXTS])
-    conversations = _compare_conversations(folder, theirs_tokenizer, model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for token, piece in enumerate(CONTROL_PIECES if model.tokenizer.fixed_ids else ()):
+        if tokenizer.convert_tokens_to_ids(piece) != token:
+            raise _disagreement(folder, f"{piece} has the id {tokenizer.convert_tokens_to_ids(piece)}, not {token}")
+    for text in (*texts, *TRICKY_TEXTS):  # in ours, text that spells a control token is text
+        _same_ids(folder, model, text, tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    conversations = _compare_conversations(folder, tokenizer, model)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
@@ -83,7 +85,7 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
         "texts": len(texts),
         "tokens": tokens,
         "largest_logit_difference": largest,
-        "token_sequences": compared,
+        "token_sequences": len(texts) + len(TRICKY_TEXTS),
         "conversations": conversations,
     }
 
@@ -94,16 +96,15 @@ def verify_gguf(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[
     Returns the number of texts and the largest difference as a share of the largest logit. Raises UserError at the
     first disagreement, or if the script or llama-cpp-python are missing.
     """
-    named = os.environ.get(LLAMA_CPP)
-    converter = Path(named) / CONVERTER if named else Path(shutil.which(CONVERTER) or "")
-    if not converter.is_file():
-        fix = f"git clone https://github.com/ggml-org/llama.cpp, and set {LLAMA_CPP} to that folder."
-        raise UserError(f"llama.cpp's {CONVERTER} is not here", where="--verify-gguf", fix=fix)
+    converter = Path(os.environ.get(LLAMA_CPP, ".")) / CONVERTER
     try:
         import llama_cpp
-    except ImportError as error:
-        fix = "pip install llama-cpp-python"
-        raise UserError("comparing with llama.cpp needs llama-cpp-python", where="--verify-gguf", fix=fix) from error
+    except ImportError:
+        llama_cpp = None
+    if not converter.is_file() or llama_cpp is None:
+        fix = f"git clone https://github.com/ggml-org/llama.cpp, set {LLAMA_CPP} to it, pip install llama-cpp-python"
+        what = f"comparing with llama.cpp needs its {CONVERTER} and llama-cpp-python"
+        raise UserError(what, where="--verify-gguf", fix=fix)
     with TemporaryDirectory() as temporary:
         file = Path(temporary) / "model.gguf"
         command = [sys.executable, str(converter), str(folder.resolve()), "--outfile", str(file), "--outtype", "f32"]
@@ -113,9 +114,7 @@ def verify_gguf(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[
             raise UserError(f"llama.cpp's converter failed: {last}", where=str(folder), fix=" ".join(command))
         theirs = llama_cpp.Llama(str(file), n_ctx=model.context, logits_all=True, verbose=False)
         for text in texts:
-            expected, found = model.tokenizer.encode(text), theirs.tokenize(text.encode(), add_bos=False, special=False)
-            if list(found) != expected:
-                raise _disagreement(folder, f"llama.cpp encodes {text[:60]!r} as {found[:8]}, not {expected[:8]}")
+            _same_ids(folder, model, text, list(theirs.tokenize(text.encode(), add_bos=False, special=False)))
         largest = 0.0
         for text in texts[:_GGUF_LOGITS]:
             theirs.reset()
@@ -123,6 +122,13 @@ def verify_gguf(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[
             logits = np.array(theirs.scores[: len(ids)])
             largest = max(largest, _apart(folder, model, model.params, text, logits, GGUF_TOLERANCE))
     return {"texts": len(texts), "largest_logit_difference": largest}
+
+
+def _same_ids(folder: Path, model: LoadedModel, text: str, theirs: list[int]) -> None:
+    if (ours := model.tokenizer.encode(text)) != theirs:
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+        what = f"token {place} of {text[:60]!r} is {theirs[place : place + 3]}, not {ours[place : place + 3]}"
+        raise _disagreement(folder, what)
 
 
 def _ids(model: LoadedModel, text: str) -> list[int]:
@@ -157,20 +163,6 @@ def _logits(
     return logits_of(graph, params, tokens, positions, "float32", attention="xla", layout=layout)[0].array()
 
 
-def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequence[str]) -> int:
-    for token, piece in enumerate(CONTROL_PIECES if model.tokenizer.fixed_ids else ()):
-        if theirs.convert_tokens_to_ids(piece) != token:
-            raise _disagreement(folder, f"{piece} has the id {theirs.convert_tokens_to_ids(piece)}, not {token}")
-    for text in texts:
-        ours = model.tokenizer.encode(text)
-        # In ours, text that spells a control token is text.
-        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if ids != ours:
-            at = next((i for i, (a, b) in enumerate(zip(ours, ids)) if a != b), min(len(ours), len(ids)))
-            raise _disagreement(folder, f"token {at} of {text[:60]!r} is {ids[at : at + 3]}, not {ours[at : at + 3]}")
-    return len(texts)
-
-
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
     own = model.tokenizer.template
     default = system_prompt_in(theirs.chat_template) if isinstance(theirs.chat_template, str) else None
@@ -180,13 +172,8 @@ def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int
     system_prompt = model.system_prompt or default or ""
     question = {"role": "user", "content": "Où est Paris ?\n\n Two  lines. 🧀"}
     answer = {"role": "assistant", "content": "En France."}
-    conversations = [
-        [question],
-        [{"role": "system", "content": "Be brief."}, question],
-        [question, answer, {"role": "user", "content": " and London?"}],
-    ]
-    compared = 0
-    for messages in conversations:
+    system, compared = {"role": "system", "content": "Be brief."}, 0
+    for messages in ([question], [system, question], [question, answer, {**question, "content": " and London?"}]):
         try:
             ours = encode_prompt(messages, model.tokenizer, system_prompt)
         except UserError:  # not every template knows system messages
@@ -200,4 +187,5 @@ def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int
 
 
 def _disagreement(folder: Path, what: str) -> UserError:
-    return UserError(f"the exported folder is not the model: {what}", where=str(folder), fix=_NO_RELEASE)
+    fix = "Do not release it. Export it again, and if that does not help, report it with the recipe."
+    return UserError(f"the exported folder is not the model: {what}", where=str(folder), fix=fix)

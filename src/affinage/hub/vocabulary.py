@@ -1,7 +1,6 @@
 """The tokenizer's files as transformers loads them, and the number of token ids of a model."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ from affinage.data.foreign_json import read_object
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
 from affinage.hub.family_spec import Decoder
 from affinage.model.graph import Graph, parse
 from affinage.model.parameter import PyTree
-
-Rows = Float[np.ndarray, "V D"]
 
 
 def write_hf_tokenizer(
@@ -62,15 +58,6 @@ def write_hf_tokenizer(
     write_json(folder / CONFIG, config)
 
 
-def trimmed(model: LoadedModel) -> LoadedModel:
-    """Return the model without the ids above its tokenizer's; what remains of the logits is what it was."""
-    size = model.tokenizer.vocabulary
-    if size >= model.graph.vocabulary:
-        return model
-    graph, params = _resized(model.graph, model.params, size, lambda rows: rows[:size])
-    return replace(model, graph=graph, params=params)
-
-
 def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, PyTree]:
     """Return the model with rows for new ids, each the mean of those below the first of them.
 
@@ -79,24 +66,22 @@ def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, P
     """
     if not ids:
         return graph, params
-    size = max(graph.vocabulary, max(ids) + 1)
+    size, decoder, written, changed = (
+        max(graph.vocabulary, max(ids) + 1),
+        Decoder.of(graph),
+        graph.to_dict(),
+        {**params},
+    )
 
-    def grown(rows: Rows) -> Rows:
+    def grown(rows: Float[np.ndarray, "V D"]) -> Float[np.ndarray, "W D"]:
         old = np.asarray(rows)
-        new = np.zeros((size, old.shape[1]), old.dtype)
-        new[: len(old)] = old
+        new = np.concatenate([old, np.zeros((size - len(old), old.shape[1]), old.dtype)])
         new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
         return new
 
-    return _resized(graph, params, size, grown)
-
-
-def _resized(graph: Graph, params: PyTree, size: int, change: Callable[[Rows], Rows]) -> tuple[Graph, PyTree]:
-    """Another vocabulary, with every matrix of a row for each id changed."""
-    decoder, written, changed = Decoder.of(graph), graph.to_dict(), dict(params)
     for name in (decoder.nodes["embed"].name, decoder.nodes["logits"].name):
         settings: dict[str, Any] = written["nodes"][name]
         settings |= {"vocab": size} if "vocab" in settings else {}
         if name in params:
-            changed[name] = {leaf: change(rows) for leaf, rows in params[name].items()}
+            changed[name] = {leaf: grown(rows) for leaf, rows in params[name].items()}
     return parse(written), changed

@@ -36,6 +36,14 @@ class Layout:
         """Pins an activation to one split, then to another: what XLA makes an all-to-all of."""
         return self.constrain(self.constrain(x, before), after)
 
+    def gather_rows(self, x: Array) -> Array:
+        """The rows that every stage of a pipeline needs, from those that a device has of nodes beside the stages."""
+        return x
+
+    def own_rows(self, x: Array) -> Array:
+        """The reverse of `gather_rows`."""
+        return x
+
     def whole(self, length: int, axis: str) -> int:
         """How long an axis is over all devices of which an array shows `length`: a plan's shows one device's part."""
         return length
@@ -47,11 +55,6 @@ class Layout:
     def parts(self, *axes: str) -> int:
         """Into how many parts an array is split along these logical axes of it."""
         return 1
-
-    @property
-    def may_map(self) -> bool:
-        """Whether `mapped` can be differentiated here: inside a pipeline it cannot."""
-        return True
 
     def mapped(
         self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None

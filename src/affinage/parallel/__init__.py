@@ -12,5 +12,4 @@ from affinage.parallel.sharding import replicated as replicated
 from affinage.parallel.sharding import serving_layout as serving_layout
 from affinage.parallel.sharding import serving_table as serving_table
 from affinage.parallel.sharding import table_with as table_with
-from affinage.parallel.strategy import Spmd as Spmd
 from affinage.parallel.strategy import Strategy as Strategy

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
 from affinage.config.training import AttentionImplementation
@@ -16,7 +17,7 @@ from affinage.model.apply_config import ApplyConfig, Layout
 from affinage.model.forward import logical_axes
 from affinage.model.graph import Graph
 from affinage.model.layer import SEQUENCE
-from affinage.parallel.mesh import AXES, make_mesh
+from affinage.parallel.mesh import make_mesh
 
 PyTree = Any
 LogicalAxes = tuple[str | None, ...]
@@ -40,10 +41,10 @@ TABLE: Table = {
     "vocab": ("tensor",),
     "experts": ("expert",),
     "layers": ("pipeline",),
+    "stages": ("pipeline",),
 }
-STAGES = "pipeline"  # the mesh axis of a pipeline
+STAGES = "pipeline"  # the mesh axis along which stand the stages of a pipeline
 REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless a table splits weights over it
-UNSHARDED_TOLERANCE = 0.02  # share of the parameters that may be whole on every device although the mesh splits weights
 _OF_SEQUENCES = frozenset({"sequence", "residual", "keys", "width"})  # logical axes of activations alone
 
 
@@ -112,17 +113,58 @@ class MeshLayout(Layout):
     @property
     def of_a_replica(self) -> "MeshLayout":
         """The layout within one of the copies, of which a `jax.vmap` computes all."""
-        table = {line: tuple(axis for axis in axes if axis != REPLICAS) for line, axes in self.table.items()}
-        return replace(self, table=table)
+        return replace(self, table={line: _without(axes, REPLICAS) for line, axes in self.table.items()})
+
+    # ---- stages of a pipeline ----
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline, 1 without one."""
+        return self.mesh.shape[STAGES]
+
+    @property
+    def own_stages(self) -> int:
+        """Stages that the arrays of the program show: all; a plan's show one device's."""
+        return self.stages
+
+    @property
+    def beside_stages(self) -> "MeshLayout":
+        """The layout of nodes that are no stages: the devices of the pipeline split their rows, too."""
+        return replace(self, table={**self.table, "batch": (*self.table["batch"], STAGES)})
+
+    @property
+    def of_a_stage(self) -> "MeshLayout":
+        """The layout within one stage, of which a `jax.vmap` computes all."""
+        return replace(self, table={**self.table, "batch": _without(self.table["batch"], STAGES)})
+
+    def gather_rows(self, x: Float[Array, "B ..."]) -> Array:
+        """See `Layout.gather_rows`."""
+        return self.of_a_stage._pin_first(x, "batch") if self.stages > 1 else x
+
+    def own_rows(self, x: Float[Array, "B ..."]) -> Array:
+        """See `Layout.own_rows`."""
+        return self._pin_first(x, "batch") if self.stages > 1 else x
+
+    def at_first_stage(self, x: Float[Array, "M b ..."]) -> Float[Array, "P M b ..."]:
+        """An array on the devices of the first stage, and zeros on the others'."""
+        return self.pin_stages(jnp.pad(x[None], ((0, self.own_stages - 1), *[(0, 0)] * x.ndim)))
+
+    def pin_stages(self, x: Float[Array, "P ..."]) -> Array:
+        """Pins the first axis to the stages."""
+        return self._pin_first(x, "stages") if self.own_stages > 1 else x
+
+    def _pin_first(self, x: Array, axis: str) -> Array:
+        """Pins the first axis alone; XLA splits the others."""
+        (first,) = partition_spec((axis,), self.mesh, self.table) or (None,)
+        spec = PartitionSpec(first, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def constrain(self, x: Array, axes: LogicalAxes) -> Array:
         """See `Layout.constrain`."""
         if self.mesh.size == 1:
             return x
-        manual = _taken_apart()
-        mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
         return jax.lax.with_sharding_constraint(
-            x, NamedSharding(mesh, partition_spec(axes, self.mesh, self.table, manual))
+            x, NamedSharding(self.mesh, partition_spec(axes, self.mesh, self.table))
         )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -133,19 +175,13 @@ class MeshLayout(Layout):
         """See `Layout.parts`; a mesh axis splits an array once, however many of its axes claim it."""
         return math.prod(self.mesh.shape[name] for name in {name for axis in axes for name in self.table[axis]})
 
-    @property
-    def may_map(self) -> bool:
-        """See `Layout.may_map`; JAX 0.10 mistakes the residuals of a `shard_map` inside another."""
-        return not _taken_apart()
-
     def mapped(
         self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
     ) -> Callable[..., Any]:
-        """See `Layout.mapped`; may be used inside another one that takes other mesh axes apart."""
-        outer, every = _taken_apart(), set(self.mesh.axis_names)
-        apart = every if over is None else {name for axis in over for name in self.mesh_axes(axis)}
-        apart = apart - outer
-        if self.mesh.size == 1 or not apart:
+        """See `Layout.mapped`."""
+        every = set(self.mesh.axis_names)
+        apart = every if over is None else {STAGES, *(name for axis in over for name in self.mesh_axes(axis))}
+        if self.mesh.size == 1 or all(self.mesh.shape[name] == 1 for name in apart):
             return function
 
         def specs(tree: Any) -> Any:
@@ -155,7 +191,7 @@ class MeshLayout(Layout):
 
         return jax.shard_map(
             function,
-            mesh=None if outer else self.mesh,
+            mesh=self.mesh,
             in_specs=specs(tuple(inputs)),
             out_specs=specs(outputs),
             axis_names=apart,
@@ -163,10 +199,8 @@ class MeshLayout(Layout):
         )
 
 
-def _taken_apart() -> set[str]:
-    """Mesh axes that an enclosing `jax.shard_map`, such as a pipeline's, has taken apart already."""
-    around = jax.sharding.get_abstract_mesh()
-    return set() if around.empty else set(around.manual_axes)
+def _without(axes: tuple[str, ...], removed: str) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis != removed)
 
 
 def _is_axes(node: Any) -> bool:
@@ -183,24 +217,16 @@ def batch_sharding(mesh: Mesh, table: Table = TABLE) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(("batch",), mesh, table))
 
 
-def rows_split(mesh: Mesh, table: Table = TABLE) -> int:
-    """Into how many parts a batch's rows are split."""
-    return math.prod(mesh.shape[axis] for axis in table["batch"])
-
-
 def apply_config_on(layout: MeshLayout, attention: AttentionImplementation, settings: ParallelSettings) -> ApplyConfig:
     """How a model is applied on a mesh, as far as a strategy can refuse it."""
     return ApplyConfig(attention=attention, layout=layout, ring_attention=settings.context_attention == "ring")
 
 
-def param_shardings(
-    mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = TABLE, *, mostly_split: bool = True
-) -> PyTree:
+def param_shardings(mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:
     """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
 
     Raises:
-        UserError: where a size does not divide over its mesh axes, or where more than 2 % of the parameters would be
-            whole on every device of a mesh that is there to split them, unless they need not be `mostly_split`.
+        UserError: where a size does not divide over its mesh axes.
     """
 
     def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
@@ -209,47 +235,11 @@ def param_shardings(
             raise ValueError(f"parameter {name} of shape {shape.shape} has logical axes {axes}")
         spec = partition_spec(axes, mesh, table)
         for size, axis, part in zip(shape.shape, axes, spec, strict=False):
-            names = (part,) if isinstance(part, str) else part or ()
-            pieces, over = math.prod(mesh.shape[n] for n in names), " x ".join(names)
-            if size % pieces:
-                # Of as many devices, so that the other axes can take the rest.
-                fitting = [n for n in range(1, size + 1) if size % n == 0 and mesh.size % n == 0]
-                raise UserError(
-                    f"{axis} = {size} of {name} does not divide over {over} = {pieces}",
-                    where="mesh",
-                    fix=f"{over} = {max(n for n in fitting if n < pieces)} works with {axis} = {size}; "
-                    f"{axis} = {multiples(size, pieces, ' or ')} works with {over} = {pieces}.",
-                )
+            over = (part,) if isinstance(part, str) else part or ()
+            require_divisible(f"{axis} = {size} of {name}", size, over, mesh, where="mesh")
         return NamedSharding(mesh, spec)
 
-    shardings = jax.tree_util.tree_map_with_path(one, abstract, axes)
-    splitting = [f"{axis} {mesh.shape[axis]}" for axis in ("fsdp", "tensor") if mesh.shape[axis] > 1]
-    if mostly_split and splitting:
-        sizes = {
-            jax.tree_util.keystr(path, simple=True, separator="."): math.prod(leaf.shape)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
-        }
-        whole = [
-            name
-            for name, sharding in zip(sizes, jax.tree.leaves(shardings), strict=True)
-            if sharding.is_fully_replicated
-        ]
-        share = sum(sizes[name] for name in whole) / sum(sizes.values())
-        if share > UNSHARDED_TOLERANCE:
-            raise UserError(
-                f"{share:.1%} of the parameters would be whole on every device although the mesh has "
-                f"{' and '.join(splitting)} (the largest is {max(whole, key=lambda name: sizes[name])})",
-                where="mesh",
-                fix=f"At most {UNSHARDED_TOLERANCE:.0%} may be. Give that parameter logical axes which the table "
-                "splits, or use only `data` in the mesh.",
-            )
-    return shardings
-
-
-def multiples(size: int, pieces: int, word: str = ", ") -> str:
-    """The multiples of `pieces` next to a size."""
-    below = size // pieces * pieces
-    return word.join(str(n) for n in (below, below + pieces) if n)
+    return jax.tree_util.tree_map_with_path(one, abstract, axes)
 
 
 def serving_layout(
@@ -265,17 +255,15 @@ def serving_layout(
     weights as `fsdp` does, or, where a width does not divide, hold copies as `data`. `replacements` are the lines of
     the sharding table that the recipe has replaced.
     """
-    table, mesh = serving_table(replacements or {}), make_mesh(sizes, devices)
-    folded = mesh.shape[STAGES] * mesh.shape["context"]
-    shape = {**mesh.shape, STAGES: 1, "context": 1}
+    table, shape = serving_table(replacements or {}), dict(make_mesh(sizes, devices).shape)
+    folded = shape[STAGES] * shape["context"]
+    shape |= {STAGES: 1, "context": 1}
+    mesh = make_mesh(shape | {"fsdp": shape["fsdp"] * folded}, devices)
     try:
-        mesh = make_mesh(shape | {"fsdp": shape["fsdp"] * folded}, devices)
         return MeshLayout(mesh, table), param_shardings(mesh, axes, abstract, table)
     except UserError:
-        if folded == 1:
-            raise
-    mesh = make_mesh(shape | {"data": shape["data"] * folded}, devices)
-    return MeshLayout(mesh, table), param_shardings(mesh, axes, abstract, table)
+        mesh = make_mesh(shape | {"data": shape["data"] * folded}, devices)
+        return MeshLayout(mesh, table), param_shardings(mesh, axes, abstract, table)
 
 
 def serving_table(replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> Table:
@@ -286,42 +274,38 @@ def serving_table(replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> T
 # ---- what does not fit ----
 
 
-def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = TABLE) -> None:
-    """Refuse a batch whose rows, or whose micro-batches' rows, cannot be split evenly over the mesh.
+def multiples(size: int, pieces: int) -> str:
+    """The multiples of `pieces` next to a size."""
+    below = size // pieces * pieces
+    return " or ".join(str(n) for n in (below, below + pieces) if n)
+
+
+def require_divisible(
+    what: str, size: int, axes: Sequence[str], mesh: Mesh, *, where: str, times: int = 1, fix: str = ""
+) -> None:
+    """Refuse a size that `times` the devices along mesh `axes` do not divide.
 
     Raises:
-        UserError: naming the nearest batches that work.
+        UserError: naming the nearest sizes that work, and `fix`.
     """
-    split = rows_split(mesh, table)
-    pieces = split * micro_batches
-    if rows % pieces == 0:
-        return
-    axes = [axis for axis in table["batch"] if mesh.shape[axis] > 1] or [table["batch"][0]]
-    parts = f"{' x '.join(axes)} = {split}" + (f" times {micro_batches} micro_batches" if micro_batches > 1 else "")
-    hint = f"The nearest batches that work: {multiples(rows, pieces)}."
-    if fewer := [n for n in range(1, micro_batches) if rows % (split * n) == 0]:
-        hint += f" Or gradient_accumulation_steps: {fewer[-1]}."
-    if "fsdp" in axes and rows % (pieces // mesh.shape["fsdp"]) == 0:
-        rest = ", ".join(axis for axis in table["batch"] if axis != "fsdp")
-        lines = f"batch: [{rest}], sequence: [fsdp, context], residual: [fsdp, context]"
-        hint += f" Or let fsdp split the sequence: `parallel: {{sharding: {{{lines}}}}}`."
-    raise UserError(f"batch {rows} does not divide over {parts}", where="batch_size", fix=hint)
+    pieces = math.prod(mesh.shape[axis] for axis in axes)
+    if size % (pieces * times):
+        split = f"{' x '.join(axes)} = {pieces}" + (f" times {times} micro-batches" if times > 1 else "")
+        nearest = f"The nearest that work: {multiples(size, pieces * times)}. {fix}"
+        raise UserError(f"{what} does not divide over {split}", where=where, fix=nearest.strip())
+
+
+def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = TABLE) -> None:
+    """Refuse a batch of which micro-batches cannot be split evenly over the mesh; raises UserError."""
+    axes = [axis for axis in table["batch"] if mesh.shape[axis] > 1]
+    fix = "With few rows, fsdp can split the sequence: see docs/parallel.md." if "fsdp" in axes else ""
+    require_divisible(f"batch {rows}", rows, axes, mesh, where="batch_size", times=micro_batches, fix=fix)
 
 
 def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> None:
-    """Refuse rows whose positions cannot be split evenly over the mesh.
-
-    Raises:
-        UserError: naming the nearest lengths that work.
-    """
+    """Refuse rows whose positions cannot be split evenly over the mesh; raises UserError."""
     for axis in ("sequence", "residual"):
-        pieces = math.prod(mesh.shape[name] for name in table[axis])
-        if length % pieces:
-            raise UserError(
-                f"a context of {length} does not divide over {' x '.join(table[axis])} = {pieces}",
-                where="packing.seq_len",
-                fix=f"The nearest lengths that work: {multiples(length, pieces)}.",
-            )
+        require_divisible(f"a context of {length}", length, table[axis], mesh, where="packing.seq_len")
 
 
 def check_axes_used(graph: Graph, sizes: Mapping[str, int], table: Table) -> None:
@@ -330,36 +314,16 @@ def check_axes_used(graph: Graph, sizes: Mapping[str, int], table: Table) -> Non
     The axis of a pipeline is left to `Pipeline.check`.
 
     Raises:
-        UserError: naming the nearest mesh that works.
+        UserError: naming the axis.
     """
-    for axis, size in sizes.items():
-        if size > 1 and axis != STAGES and not _lines(graph, axis, table):
-            rows = table["batch"][0] if table["batch"] else "data"
-            changed = {**sizes, axis: 1, rows: sizes[rows] * size}
-            shown = ", ".join(f"{name}: {changed[name]}" for name in AXES if changed[name] > 1)
-            raise UserError(
-                f"nothing of this model is split along {axis} = {size}: those {size} devices would do the same work",
-                where="mesh",
-                fix=f"Set `mesh: {{{shown}}}`.",
-            )
-
-
-def without_experts(graph: Graph, table: Table) -> str:
-    """A warning of a mesh with the axis `expert`, where it splits no more than the rows; "" where it does."""
-    if _lines(graph, "expert", table) != {"batch"}:
-        return ""
-    return (
-        "no node of the model has experts, so `mesh.expert` splits only the rows of a batch, which is what `mesh.data` "
-        "is for: give its devices to that, or to `mesh.fsdp`, which splits the weights, too"
-    )
-
-
-def _lines(graph: Graph, axis: str, table: Table) -> set[str]:
-    """The lines of the table by which a mesh axis splits something of this model."""
     leaves = jax.tree.leaves(logical_axes(graph), is_leaf=lambda leaf: isinstance(leaf, tuple))
     used = {"batch", *(name for axes in leaves for name in axes if name is not None)}
     if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
         used |= _OF_SEQUENCES
-    if "experts" in used:
-        used.add("expert_rows")
-    return {line for line in used if axis in table[line]}
+    for axis, size in sizes.items():
+        if size > 1 and axis != STAGES and not any(axis in table[line] for line in used):
+            raise UserError(
+                f"nothing of this model is split along {axis} = {size}: those {size} devices would do the same work",
+                where="mesh",
+                fix="Give them to data or fsdp.",
+            )

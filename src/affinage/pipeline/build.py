@@ -59,8 +59,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     config = _json(data, "sources", "root", "mirror", "sample", "on_error")
     config["sources"] = [{**source, "download": None} for source in config["sources"]]  # how files get here
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
-    ingested = {"files": files, "check": own.check_ingest, "resumable": True, "version": 2}
-    yield Step("ingest", own.ingest, {"data": config}, world, **ingested)
+    check: Callable[[LoadedRecipe], None] = own.check_ingest
+    yield Step("ingest", own.ingest, {"data": config}, world, files=files, check=check, version=2, resumable=True)
     config = {"data": _json(data, "filters", "languages")}
     yield Step("filter", own.filter_documents, config, ("ingest",), check=own.check_filter, **more)
     last = ("filter",)
@@ -79,14 +79,10 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     if begun:
         yield Step("train-tokenizer", own.base_tokenizer, {}, ("split",), sources=begun, version=2)
     else:
-        config = {"data": _json(data, "languages"), **_part(recipe, "seed")}
-        config["tokenizer"] = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
+        config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         yield Step("train-tokenizer", own.train_tokenizer, config, ("split",), version=2)
-    read = ("split", "train-tokenizer")
-    if files := recipe.tokenizer.compare:
-        config, check = {"tokenizer": _json(recipe.tokenizer, "compare")}, own.check_compare_tokenizers
-        yield Step("compare-tokenizers", own.compare_tokenizers, config, read, version=2, files=files, check=check)
-    yield Step("tokenize", own.tokenize, _part(recipe, "packing", "seed"), read, check=own.check_tokenize, **more)
+    config, read = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
+    yield Step("tokenize", own.tokenize, config, read, check=own.check_tokenize, **more)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -132,12 +128,12 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> Iterator[Step]:
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Step]:
-    recipe, before = loaded.recipe, ()  # the training before
+    recipe, before = loaded.recipe, tuple[str, ...]()  # the training before
     for name in _trained(recipe):
         settings = getattr(recipe, name)
         check = partial(steps_train.check_training, name=name)
         inputs: tuple[str, ...] = (*before, steps_train.ROWS[name], "train-tokenizer")
-        config, files = {**_part(recipe, "model", "seed"), name: settings.deciding()}, ()
+        config, files = {**_part(recipe, "model", "seed"), name: settings.deciding()}, tuple[str, ...]()
         if recipe.dpo is not None and name == "dpo":
             config["dpo"]["system_prompt"] = recipe.chat_system_prompt
             if recipe.dpo.precompute_ref_log_probs:

@@ -105,15 +105,6 @@ def base_tokenizer(context: StepContext) -> Summary:
     return facts | (measure(tokenizer, context.inputs["split"]) if "split" in context.inputs else {})
 
 
-def compare_tokenizers(context: StepContext) -> Summary:
-    """Measure published tokenizers beside the recipe's own."""
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.data.tokenizer_training import compare
-
-    ours = Tokenizer(context.inputs["train-tokenizer"])
-    return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
-
-
 def tokenize(context: StepContext) -> Summary:
     """Write the documents as shards of packed tokens."""
     from affinage.data.tokenize import tokenize
@@ -276,12 +267,6 @@ def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, *key: str
 
         with at(loaded, *key):
             check_names([task], {}, data_dir, where=task)
-
-
-def check_compare_tokenizers(loaded: LoadedRecipe) -> None:
-    """The files of the published tokenizers are there."""
-    for index, path in enumerate(loaded.recipe.tokenizer.compare):
-        check_exists(loaded, path, "tokenizer", "compare", index)
 
 
 def check_tokenize(loaded: LoadedRecipe) -> None:

@@ -49,7 +49,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         batch_size=settings.batch_size,
         max_new_tokens=settings.max_new_tokens,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
-        compressors=settings.compressors,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
@@ -77,8 +76,6 @@ def export(context: StepContext) -> Summary:
         facts=card_facts(collect_facts(context.run_folder, inputs), settings.license),
         dtype=settings.dtype,
         chat=training in CHAT,
-        max_shard_size=settings.max_shard_size,
-        trim_vocabulary=settings.trim_vocabulary,
     )
     if settings.verify:
         context.progress("comparing with transformers")

@@ -160,7 +160,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     width = jnp.dtype(device.apply_config.compute_dtype).itemsize
     # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
     declared = device.local_graph.parameters
-    weights, trained = (_numbers(device, node, tree) for tree in (declared, _trained(device)))
+    weights, trained = (_numbers(node, tree) for tree in (declared, _trained(device)))
     # A reference model goes through all but the loss once more, forward.
     forward_again = device.split.reference and node.name != device.graph.loss
     hidden = _sums_of_gradients(device, node, links)
@@ -188,9 +188,11 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
         whole = _keys_and_values(device, node, width) * sizes["context"]
         exposed["context"] = passes * parts * layers * 3 * links["context"].all_gather(whole)
     if sizes[STAGES] > 1:
-        # Once round for every part and round, forward and backward; the bubble has the ticks without work.
+        # Once round for every part and round, forward and backward; the bubble has the ticks without work. Beside the
+        # stages rows are split over them: they are gathered for the first stage, and the last one's go to all.
         times = parts * device.pipeline_parts * parallel.pipeline_rounds
         exposed[STAGES] = 2 * times * links[STAGES].permute(residual / device.pipeline_parts)
+        exposed[STAGES] += 2 * parts * (links[STAGES].all_gather(residual) + links[STAGES].all_reduce(residual))
         if parallel.pipeline_rounds > 1:
             # Weights lie in the order of the layers: they go to the stages of their rounds, and gradients back.
             sent = jnp.dtype(device.settings.precision.params).itemsize * device.stages / sizes["fsdp"]
@@ -204,10 +206,9 @@ def _trained(device: PerDevice) -> Mapping[str, Any]:
     return device.local_graph.parameters if adapters is None else adapters.parameters
 
 
-def _numbers(device: PerDevice, node: Node, declared: Mapping[str, Any]) -> int:
+def _numbers(node: Node, declared: Mapping[str, Any]) -> int:
     """A node's parameters as far as tensor, expert and pipeline leave them to one device."""
-    count = sum(p.size for p in parameters_in(declared.get(node.name, {})))
-    return count // (device.stages if node.repeat else 1)
+    return sum(p.size for p in parameters_in(declared.get(node.name, {})))
 
 
 def _keys_and_values(device: PerDevice, node: Node, width: int) -> float:
@@ -235,7 +236,7 @@ def _sums_of_gradients(device: PerDevice, node: Node, links: Mapping[str, Links]
     times, width = _times_summed(device, node)
     seconds: Seconds = {}
     for axes, count in counts.items():
-        numbers = count // (device.stages if node.repeat else 1) / device.sizes["fsdp"]
+        numbers = count / device.sizes["fsdp"]
         left = numbers
         for axis in axes:
             if axis == REPLICAS and once:

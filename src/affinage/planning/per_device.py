@@ -47,7 +47,11 @@ from affinage.training.layerwise import as_it_is_done, check_remat, check_update
 from affinage.training.state import TrainState, abstract_state
 from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
-_COLLECTIVE_AXES = {"experts": "owner", "sequence": "neighbor"}  # named axes of the collectives of a traced step
+_COLLECTIVE_AXES = {
+    "experts": "owner",
+    "sequence": "neighbor",
+    "stages": "stage",
+}  # named axes of the collectives of a traced step
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
 _BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})
 
@@ -146,15 +150,14 @@ class PerDevice:
     def owners(self) -> int:
         """Devices that experts lie on and that send each other their tokens.
 
-        1 if that is left to XLA's partitioner, as in a pipeline: the experts of a device are then a smaller layer.
+        1 if that is left to XLA's partitioner: the experts of a device are then a smaller layer.
         """
         parts = self.parts("experts")
-        exchanging = self.parts("batch") == self.parts("expert_rows") * parts
-        return parts if exchanging and self.stages == 1 else 1
+        return parts if self.parts("batch") == self.parts("expert_rows") * parts else 1
 
     @cached_property
     def local_graph(self) -> Graph:
-        """The model that one device multiplies with: its heads, hidden units, ids and experts, of all layers."""
+        """The model that one device multiplies with: its layers, heads, hidden units, ids and experts."""
         return _parsed(self._local_text, self.owners)
 
     @cached_property
@@ -163,6 +166,8 @@ class PerDevice:
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             self._divide(entry, self.graph[name].layer)
+            if "repeat" in entry:
+                entry["repeat"] //= self.stages
             if "repeat" in entry and self.platform == "gpu":
                 entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return json.dumps(graph)
@@ -232,7 +237,6 @@ class PerDevice:
         settings = self.settings
         changed: dict[str, Any] = {"sharding": {}, "xla_flags": {}}  # which are in the shapes, or not in the program
         if self.stages > 1:
-            settings = settings.model_copy(update={"attention": "xla"})  # what a pipeline has
             changed["pipeline_micro_batches"] = self.pipeline_parts
         neighbors = self.parts("sequence")
         program = _Program(
@@ -240,7 +244,7 @@ class PerDevice:
             settings_class=type(settings),
             settings_text=settings.model_dump_json(),
             parallel_text=self.parallel.model_copy(update=changed).model_dump_json(),
-            rows=self.local_rows,
+            rows=self.local_rows // self.stages,
             seq_len=self.local_seq_len,
             dtype=str(compute_dtype(settings.precision, self.chip)),
             platform=self.platform,
@@ -281,7 +285,8 @@ class PerDevice:
         if self.platform == "tpu" and queries_are_split(self.seq_len, self.parts("sequence")):
             first = self.seq_len - self.local_seq_len
         pairs = attention.pairs(self.seq_len, first)
-        return 2.0 * self.local_rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
+        rows = self.local_rows / self.pipeline_parts
+        return 2.0 * rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
 
 
 def per_device(
@@ -391,7 +396,7 @@ class _Program:
     settings_class: type[TrainSettings]
     settings_text: str  # JSON
     parallel_text: str  # JSON of what is recomputed, and of how a pipeline and a ring run
-    rows: int  # of a micro-batch; of all stages of a pipeline
+    rows: int  # of a micro-batch; beside the stages of a pipeline
     seq_len: int  # tokens of a row that the device has
     dtype: str  # of matrix products
     platform: str
@@ -408,7 +413,12 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
     settings = program.settings_class.model_validate_json(program.settings_text)
     parallel = ParallelSettings.model_validate_json(program.parallel_text)
     split = split_params(graph, settings)
-    layout = _DeviceLayout(_abstract_mesh({STAGES: program.stages}), owners=program.owners, neighbors=program.neighbors)  # type: ignore[arg-type]
+    layout = _DeviceLayout(
+        _abstract_mesh({}),  # type: ignore[arg-type]
+        owners=program.owners,
+        neighbors=program.neighbors,
+        pipeline=program.stages,
+    )
     config = ApplyConfig(
         compute_dtype=jnp.dtype(program.dtype),
         platform=program.platform,
@@ -438,41 +448,60 @@ def _trace(program: _Program) -> tuple[Jaxpr, int]:
 class _DeviceLayout(MeshLayout):
     """The layout of one device, which has everything whole; what goes to others in a run goes over named axes.
 
-    A pipeline's program keeps its mesh of stages, and computes itself what one of them does.
-
     Attributes:
         owners: devices that the experts lie on.
         neighbors: devices that the positions of a row lie on.
+        pipeline: stages, of which the device has one.
     """
 
     owners: int = 1
     neighbors: int = 1
+    pipeline: int = 1
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _DeviceLayout) and (self.owners, self.neighbors) == (other.owners, other.neighbors)
-        return same and super().__eq__(other)
+        return isinstance(other, _DeviceLayout) and self._sizes == other._sizes
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.owners, self.neighbors))
+        return hash(self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.owners, self.neighbors, self.pipeline
 
     @property
     def named_axes(self) -> list[tuple[str, int]]:
         """Named axes and their sizes, for `jax.make_jaxpr`."""
-        return [(name, self.parts(axis)) for axis, name in _COLLECTIVE_AXES.items() if self.parts(axis) > 1]
+        return [(name, size) for name, size in zip(_COLLECTIVE_AXES.values(), self._sizes, strict=True) if size > 1]
+
+    @property
+    @override
+    def stages(self) -> int:
+        return self.pipeline
+
+    @property
+    @override
+    def own_stages(self) -> int:
+        return 1
 
     @override
     def parts(self, *axes: str) -> int:
-        of_several: dict[tuple[str, ...], int] = {("experts",): self.owners, ("sequence",): self.neighbors}
-        return of_several.get(axes) or super().parts(*axes)
+        return {("experts",): self.owners, ("sequence",): self.neighbors}.get(axes, 1)
 
     @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        named = axis in _COLLECTIVE_AXES and self.parts(axis) > 1
-        return (_COLLECTIVE_AXES[axis],) if named else super().mesh_axes(axis)
+        return (_COLLECTIVE_AXES[axis],) if axis in _COLLECTIVE_AXES and self.parts(axis) > 1 else ()
 
     @override
     def whole(self, length: int, axis: str) -> int:
         return length * self.parts(axis)
+
+    @override
+    def gather_rows(self, x: Array) -> Array:
+        return jax.lax.all_gather(x, _COLLECTIVE_AXES["stages"], tiled=True) if self.pipeline > 1 else x
+
+    @override
+    def own_rows(self, x: Array) -> Array:
+        return _own_part(x, 0, _COLLECTIVE_AXES["stages"], self.pipeline) if self.pipeline > 1 else x
 
     @override
     def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
@@ -481,15 +510,13 @@ class _DeviceLayout(MeshLayout):
             return jax.lax.all_to_all(x, owner, after.index("experts"), 0, tiled=True)
         if self.owners > 1 and "experts" in before:
             return jax.lax.all_to_all(x, owner, 0, before.index("experts"), tiled=True)
-        in_stages = self.mesh.size > 1  # inside a pipeline's `shard_map` JAX knows no axis but its mesh's
         if self.neighbors > 1 and "sequence" in before:
-            axis = before.index("sequence")
-            if in_stages:
-                return jnp.concatenate([x] * self.neighbors, axis)
-            return jax.lax.all_gather(x, neighbor, axis=axis, tiled=True)
+            return jax.lax.all_gather(x, neighbor, axis=before.index("sequence"), tiled=True)
         if self.neighbors > 1 and "sequence" in after:
-            axis = after.index("sequence")
-            own = x.shape[axis] // self.neighbors
-            place = 0 if in_stages else jax.lax.axis_index(neighbor)
-            return jax.lax.dynamic_slice_in_dim(x, place * own, own, axis)
-        return super().resplit(x, before, after)
+            return _own_part(x, after.index("sequence"), neighbor, self.neighbors)
+        return x
+
+
+def _own_part(x: Array, axis: int, over: str, parts: int) -> Array:
+    own = x.shape[axis] // parts
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(over) * own, own, axis)

@@ -19,7 +19,7 @@ from affinage.hardware.slices import Slice, chip_called, compared, find_slice, m
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
 from affinage.parallel.mesh import AXES, axis_sizes
-from affinage.parallel.sharding import table_with, without_experts
+from affinage.parallel.sharding import table_with
 from affinage.planning.auto_remat import Choice, choose_remat
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
@@ -415,8 +415,6 @@ def _warnings(plan: Plan) -> Iterator[str]:
         last = max(1, int(plan.data_rows * settings.num_epochs / device.rows))
         if last < settings.steps and settings.mixture is None:
             yield f"num_epochs: {settings.num_epochs:g} ends the training after step {last:,} of {settings.steps:,}"
-    if device.sizes["expert"] > 1 and (unused := without_experts(device.graph, device.table)):
-        yield unused
 
 
 def _attention_warnings(plan: Plan) -> Iterator[str]:

@@ -343,7 +343,8 @@ class _Walker:
                 continue
             copied = value.kind == "weights"
             share = value.share if copied else self.weights.shares.get(_shape(variable))
-            size = _bytes(variable, self.padded)
+            # What an inner loop has stacked for a kernel is padded in that stack alone.
+            size = _bytes(variable, frozenset() if value.stacked else self.padded)
             if value.roots() and {root.row for root in value.roots()} == {*_shape(variable)[-1:]}:
                 size *= padding(_shape(variable)[-1], _LANES)
             result = self._stored(variable, size, share, "weights" if copied else "gradients")

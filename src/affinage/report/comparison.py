@@ -179,9 +179,8 @@ def notes(pair: Paired, t: Language) -> list[str]:
     """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
     found, tasks = [], []
     for one in pair.unlike:
-        items = t("items with another prompt or right answer: {count}", count=one.questions) if one.questions else ""
-        versions = t("versions {a} and {b}", a=one.versions[0], b=one.versions[1]) if one.versions else ""
-        tasks.append(f"{one.task} ({'; '.join(filter(None, (items, versions)))})")
+        items = t("items with another prompt or right answer: {count}", count=one.questions)
+        tasks.append(f"{one.task} ({items})")
     if tasks:
         found.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=", ".join(tasks)))
     metrics = {one.metric.partition(",")[0] for one in pair.differences}

@@ -25,7 +25,7 @@ from affinage.results import (
 TRAININGS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # step -> model
 EVALUATIONS = {"evaluate-base": "base", "evaluate-sft": "sft", "evaluate-dpo": "dpo"}  # step -> model
 ORDER = {  # all steps but the report -> the kind of their work: 0 data, 1 training, 2 evaluation, 3 release
-    **dict.fromkeys(("synthesize", *DOCUMENT_STEPS, "train-tokenizer", "compare-tokenizers", "tokenize"), 0),
+    **dict.fromkeys(("synthesize", *DOCUMENT_STEPS, "train-tokenizer", "tokenize"), 0),
     **dict.fromkeys(("pretrain", "sft-data", "preference-data", "sft", "ref-logprobs", "dpo"), 1),
     **dict.fromkeys(EVALUATIONS, 2),
     "export": 3,

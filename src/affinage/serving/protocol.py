@@ -1,44 +1,33 @@
 """OpenAI's interface: the requests that clients may send, and the form of the replies."""
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from affinage.errors import did_you_mean
 from affinage.generation.engine import TOP_LOGPROBS, Generation, TokenLogprobs
 from affinage.generation.sampling import SamplingParams
 
-DONE = b"data: [DONE]\n\n"
 # Fields that clients send and that do not change the answer.
 _INERT = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice"}
 _INERT |= {"parallel_tool_calls"}
+_DEFAULTS: tuple[Any, ...] = (0, "", [], {}, {"type": "text"}, ["text"])  # values by which a client requests nothing
 
 
 class Refused(Exception):
     """An error in OpenAI's form."""
 
-    def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
-    ) -> None:
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status = status
         kinds = {401: "authentication_error", 429: "rate_limit_error", 404: "not_found_error"}
         kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _requests_nothing(value: Any) -> Any:
-    if value not in (0, "", [], {}, {"type": "text"}, ["text"]):
-        raise ValueError("this field is not supported")
-    return value
-
-
-Unsupported = Annotated[Any, AfterValidator(_requests_nothing)]
 Listed = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -50,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class CommonRequest(BaseModel):
-    """What both endpoints take. top_k, min_p, repetition_penalty, stop_token_ids and ignore_eos are vLLM's."""
+    """The fields of both endpoints. top_k, min_p, repetition_penalty and ignore_eos are vLLM's."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -62,44 +51,33 @@ class CommonRequest(BaseModel):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     max_tokens: int | None = Field(None, ge=0)
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Listed] = Field([], max_length=16)
-    stop_token_ids: list[TokenId] = Field([], max_length=16)
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    best_of: Literal[1] = 1
-    frequency_penalty: Unsupported = 0
-    presence_penalty: Unsupported = 0
-    logit_bias: Unsupported = 0
-    tools: Unsupported = 0
-    functions: Unsupported = 0
-    response_format: Unsupported = 0
-    suffix: Unsupported = ""
-    modalities: Unsupported = 0
-    min_tokens: Unsupported = 0
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothing(cls, body: Any) -> Any:
-        """A null is a field that was left out."""
+    def _without_defaults(cls, body: Any) -> Any:
+        """Leave out nulls, and fields that are unknown here but change nothing, such as `frequency_penalty: 0`."""
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value is not None and name not in _INERT}
+        inert = {name for name, value in body.items() if name not in cls.model_fields and value in _DEFAULTS}
+        return {name: body[name] for name in body.keys() - inert - _INERT if body[name] is not None}
 
-    def sampling(self, longest: int | None, logprobs: int | None, *, most: int, stops: Sequence[int]) -> SamplingParams:
-        """The parameters of the engine; `most` tokens are allowed, `stops` are the tokenizer's."""
+    def params(self, most: int) -> SamplingParams:
+        """Return the parameters of the engine, for at most `most` tokens."""
         return SamplingParams(
-            most if longest is None else min(longest, most),
+            most if self.max_tokens is None else min(self.max_tokens, most),
             self.temperature,
             max(0, self.top_k),
             self.top_p,
             self.min_p,
             self.repetition_penalty,
             secrets.randbits(32) if self.seed is None else self.seed % 2**32,
-            stop_token_ids=(*(() if self.ignore_eos else stops), *self.stop_token_ids),
-            stop=tuple(self.stop),
-            logprobs=logprobs,
+            self.ignore_eos,
+            tuple(self.stop),
         )
 
 
@@ -126,15 +104,14 @@ class ChatRequest(CommonRequest):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS)
 
-    def params(self, most: int, stops: Sequence[int]) -> SamplingParams:
-        """The parameters of the engine; see `sampling`."""
-        logprobs = self.top_logprobs if self.logprobs else None
-        return self.sampling(self.max_completion_tokens or self.max_tokens, logprobs, most=most, stops=stops)
+    @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives of each token; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
 
 
 class CompletionRequest(CommonRequest):
@@ -144,15 +121,16 @@ class CompletionRequest(CommonRequest):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
 
-    def params(self, most: int, stops: Sequence[int]) -> SamplingParams:
-        """The parameters of the engine; see `sampling`."""
-        return self.sampling(self.max_tokens, self.logprobs, most=most, stops=stops)
+    @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives of each token; None: no log-probabilities."""
+        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """Each text to be continued, or its tokens."""
-        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return cast("Sequence[str | list[int]]", [self.prompt] if one else self.prompt)
+        is_single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
 
 
 _Kind = TypeVar("_Kind", ChatRequest, CompletionRequest)
@@ -164,23 +142,9 @@ def parse(content: bytes, kind: type[_Kind]) -> _Kind:
         return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        loc = first["loc"]
-        if not loc:
-            raise Refused(400, f"the body is not a JSON object: {first['msg']}") from error
-        # What follows in `loc` are members of unions.
-        place = ".".join(map(str, loc[:2] if len(loc) > 1 and isinstance(loc[1], int) else loc[:1]))
-        message = f"{place}: {first['msg']}"
-        if first["type"] == "extra_forbidden":
-            message = f"`{place}` is not supported. {did_you_mean(place, kind.model_fields)}".rstrip()
-        raise Refused(400, message, param=place) from error
-
-
-class Echo(NamedTuple):
-    """The prompt before an answer, with the log-probabilities of all tokens but one that begins a text."""
-
-    text: str = ""
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
+        name = str(first["loc"][0]) if first["loc"] else "the body"
+        message = "this field is not supported" if first["type"] == "extra_forbidden" else first["msg"]
+        raise Refused(400, f"{name}: {message}", param=name) from error
 
 
 @dataclass(frozen=True)
@@ -189,70 +153,42 @@ class Reply:
 
     model: str
     chat: bool
-    prompt_tokens: int
     spell: Callable[[int], str]  # the text of a token
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, generations: Sequence[Generation], echoes: Sequence[Echo]) -> dict[str, Any]:
-        """Return the reply in one piece."""
-        choices = []
-        for index, (one, echo) in enumerate(zip(generations, echoes, strict=True)):
-            text = {"text": echo.text + one.text}
-            content = {"message": {"role": "assistant", "content": one.text}} if self.chat else text
-            choices.append(self._choice(index, content, one, echo))
-        return self._object("chat.completion", choices) | {"usage": self._usage(generations)}
+    def body(self, choices: Sequence[Mapping[str, Any]], *, chunk: bool = False, **more: Any) -> dict[str, Any]:
+        """Return a whole reply, or a chunk of a streamed one."""
+        kind, prefix = ("chat.completion" + ".chunk" * chunk, "chatcmpl") if self.chat else ("text_completion", "cmpl")
+        facts = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        return {**facts, "choices": choices, **more}
 
-    def chunk(self, index: int, text: str, end: Generation | None = None, *, begins: bool = False) -> bytes:
-        """Return the event with new text of a choice; its role as a chat begins, its finish reason as it ends."""
-        begins = begins and self.chat
-        if not (text or end or begins):
-            return b""
-        delta = {"role": "assistant", "content": text} if begins else {"content": text}
-        choice = self._choice(index, {"delta": delta} if self.chat else {"text": text}, end, Echo())
-        return event(self._object("chat.completion.chunk", [choice]))
-
-    def _choice(self, index: int, content: Mapping[str, Any], end: Generation | None, echo: Echo) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, end: Generation | None = None, logprobs: Any = None, *, chunk: bool = False
+    ) -> dict[str, Any]:
+        """Return a choice, or new text of one as part of a chunk."""
+        content: dict[str, Any] = {"text": text}
+        if self.chat:
+            content = {"delta" if chunk else "message": {"role": "assistant", "content": text}}
         reason = None if end is None else "length" if end.finish_reason == "length" else "stop"
-        logprobs = None if end is None else self._logprobs(end.logprobs, echo)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def usage(self, generations: Sequence[Generation]) -> bytes:
-        """Return the event with the numbers of tokens."""
-        return event(self._object("chat.completion.chunk", []) | {"usage": self._usage(generations)})
+    def logprobs(self, first: Sequence[int], scored: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Return log-probabilities; of the tokens `first`, before which nothing stands, there are none."""
 
-    def _usage(self, generations: Sequence[Generation]) -> dict[str, int]:
-        written, read = sum(len(one.tokens) for one in generations), self.prompt_tokens
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self.spell(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    def _object(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
-        kind, prefix = (kind, "chatcmpl") if self.chat else ("text_completion", "cmpl")
-        facts = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
-        return facts | {"choices": choices}
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None, echo: Echo) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
         if self.chat:
-            entries = [(one, [self._entry(*alternative) for alternative in one.top]) for one in logprobs]
-            return {"content": [self._entry(one.token, one.logprob) | {"top_logprobs": top} for one, top in entries]}
-        first = echo.tokens[: len(echo.tokens) - len(echo.logprobs)]  # nothing comes before it
-        known = [*echo.logprobs, *logprobs]
-        tokens = [self.spell(token) for token in (*first, *(one.token for one in known))]
+            tops = [[entry(*alternative) for alternative in each.top] for each in scored]
+            return {"content": [entry(*each[:2]) | {"top_logprobs": top} for each, top in zip(scored, tops)]}
+        tokens = [self.spell(token) for token in (*first, *(each.token for each in scored))]
         nothing = [None] * len(first)
         return {
             "tokens": tokens,
-            "token_logprobs": [*nothing, *(one.logprob for one in known)],
+            "token_logprobs": [*nothing, *(each.logprob for each in scored)],
             # Of tokens that are spelled alike the likeliest stays.
-            "top_logprobs": [*nothing, *({self.spell(t): v for t, v in reversed(one.top)} for one in known)],
+            "top_logprobs": [*nothing, *({self.spell(t): v for t, v in reversed(each.top)} for each in scored)],
             "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
         }
-
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = self.spell(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-
-def event(value: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"

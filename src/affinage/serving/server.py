@@ -3,290 +3,278 @@
 import asyncio
 import contextlib
 import hmac
-import ipaddress
+import json
 import logging
 import math
 import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.engine import EngineRequest, Generation
+from affinage.generation.engine import Engine, EngineRequest, Event, Generation, token_logprobs
 from affinage.generation.model import LoadedModel
-from affinage.serving.protocol import DONE, ChatRequest, CompletionRequest, Echo, Refused, Reply, event, parse
-from affinage.serving.worker import Closed, EngineWorker, Full
+from affinage.serving.protocol import ChatRequest, CompletionRequest, Refused, Reply, parse
 
 _LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
-_FILES = {
-    "/": ("index.html", "text/html"),
-    "/chat.css": ("chat.css", "text/css"),
-    "/chat.js": ("chat.js", "text/javascript"),
-}
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_STOPPING = Refused(503, "the server is stopping")
+_STEPS = 4  # tokens per dispatch: how often text is passed on and newcomers are admitted
+_MAX_CHOICES = 16  # of one request
+# Another name may have been pointed to this machine, so that a foreign page could read the answers. Starlette takes
+# what stands before the first colon, which is "[" of an IPv6 address and of no name.
+_LOOPBACK = ["localhost", "127.0.0.1", "["]
 _FAILED = Refused(500, "the server could not answer; its log has the reason")
 _RETRY_AFTER = 2  # seconds
 _POLL = 1.0  # seconds between two checks that the client is still connected
 
-_News = asyncio.Queue[tuple[int, str, Generation | Exception | None]]  # (choice, new text, end)
+_News = asyncio.Queue[Event | None]  # None: the engine has failed
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a server listens, and for whom."""
+class EngineLoop:
+    """One engine for all clients; its steps run in a thread, while the event loop serves them."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
-    key: str | None = None  # that clients must send
-    grace: float = 30.0  # seconds that running answers may still take after a signal to stop
+    def __init__(self, model: LoadedModel, max_num_seqs: int, max_queue: int) -> None:
+        self.engine = Engine(model, max_num_seqs=max_num_seqs, steps=_STEPS, enable_prefix_caching=True)
+        self.capacity = self.engine.slots + max_queue
+        self.requests: dict[EngineRequest, _News] = {}
+        self._device = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
 
-    def guarded(self) -> "Place":
-        """Return it with a key, unless only this machine can connect."""
-        try:
-            loopback = ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            loopback = self.host == "localhost"
-        return self if self.key or loopback else replace(self, key=secrets.token_urlsafe(24))
+    def submit(self, requests: Sequence[EngineRequest]) -> _News:
+        """Queue requests, all or none, and return the queue of their events. Raises Refused if there is no room."""
+        if sum(not request.cancelled for request in self.requests) + len(requests) > self.capacity:
+            raise Refused(429, f"the queue is full; try again in {_RETRY_AFTER} s")
+        news = _News()
+        self.requests |= dict.fromkeys(requests, news)
+        for request in requests:
+            self.engine.submit(request)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        return news
 
+    async def logprobs(self, tokens: Sequence[int], count: int) -> Any:
+        """Return `token_logprobs`, computed between two steps of the engine."""
+        async with self._device:
+            return await asyncio.to_thread(token_logprobs, self.engine.model, tokens, count)
 
-@dataclass(frozen=True)
-class Limits:
-    """What one client may request."""
-
-    max_tokens: int = 1024  # of an answer
-    choices: int = 16  # of one request
-    body_bytes: int = 2**20
+    async def _run(self) -> None:
+        while any(not request.cancelled for request in self.requests):
+            try:
+                async with self._device:
+                    events = await asyncio.to_thread(self.engine.step)
+            except Exception:  # the state was donated to a program that returned none
+                _LOG.exception("the engine failed")
+                for news in set(self.requests.values()):
+                    news.put_nowait(None)
+                self.requests.clear()
+                self.engine.reset()
+                return
+            for new in events:
+                self.requests[new[0]].put_nowait(new)
+            ended = {request for request, _, generation in events if generation is not None}
+            self.requests = {r: news for r, news in self.requests.items() if not (r.cancelled or r in ended)}
 
 
 class Server:
     """One model behind OpenAI's interface. With a `key`, /v1 is for clients that send it."""
 
     def __init__(
-        self, model: LoadedModel, worker: EngineWorker, *, key: str | None = None, limits: Limits | None = None
+        self,
+        model: LoadedModel,
+        *,
+        key: str | None = None,
+        max_num_seqs: int = 8,
+        max_queue: int = 64,
+        max_tokens: int = 1024,
+        max_body: int = 2**20,
     ) -> None:
-        self._model, self._worker, self._limits = model, worker, limits or Limits()
-        self._max_choices = min(self._limits.choices, worker.capacity)
+        self._model, self._max_tokens, self._max_body = model, max_tokens, max_body
+        self.loop = EngineLoop(model, max_num_seqs, max_queue)
+        self._max_choices = min(_MAX_CHOICES, self.loop.capacity)
         self._key = None if key is None else key.encode()
         self._facts = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "affinage"}
 
     def app(self) -> Starlette:
         """Return the application."""
         routes = [
-            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
-            Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/models/{name:path}", self._guarded(self._models)),
-            *(Route(path, self._guarded(self._page)) for path in _FILES),
-            Route("/health", self._guarded(self._health)),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", lambda _: JSONResponse({"status": "ok"})),
+            Route("/", lambda _: FileResponse(_PAGE / "index.html")),
+            Mount("/static", StaticFiles(directory=_PAGE)),
         ]
         handlers = {Refused: _refused, UserError: _mistake, HTTPException: _http_error, Exception: _failed}
-        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+        guards = [Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK)] if self._key is None else []
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)  # type: ignore[arg-type]
 
-    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def guarded(request: Request) -> Response:
-            self._check_access(request)
-            return await handler(request)
-
-        return guarded
-
-    def _check_access(self, request: Request) -> None:
-        if self._key is None:
-            # Another name may have been pointed to this machine, so that a foreign page could read the answers.
-            host = request.headers.get("Host", "")
-            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-            if name not in _LOOPBACK:
-                raise Refused(403, f"without a key this server is for {', '.join(_LOOPBACK)} only")
-        elif request.url.path.startswith("/v1"):
+    def _check_key(self, request: Request) -> None:
+        if self._key is not None:
             scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._key):
                 raise Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
-    # ---- endpoints ----
+    async def _models(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._facts]})
 
     async def _chat(self, request: Request) -> Response:
         body = parse(await self._body(request), ChatRequest)
         messages = [message.as_text() for message in body.messages]
         prompt = await asyncio.to_thread(encode_prompt, messages, self._model.tokenizer, self._model.system_prompt)
-        return await self._answer(request, body, [prompt])
+        return await self._answer(request, body, [prompt], [0])
 
     async def _completion(self, request: Request) -> Response:
-        body = parse(await self._body(request), CompletionRequest)
-        if len(body.prompts) > self._max_choices:
-            raise Refused(400, f"at most {self._max_choices} prompts at once", param="prompt")
-        prompts = await asyncio.to_thread(lambda: [self._tokens(prompt) for prompt in body.prompts])
-        return await self._answer(request, body, prompts)
+        body, opening = parse(await self._body(request), CompletionRequest), list(self._model.tokenizer.opening)
+        added = [len(opening) if isinstance(prompt, str) else 0 for prompt in body.prompts]
+        prompts = await asyncio.to_thread(lambda: [self._tokens(prompt, opening) for prompt in body.prompts])
+        return await self._answer(request, body, prompts, added)
 
     async def _body(self, request: Request) -> bytes:
+        self._check_key(request)
         # A page of another origin may not send JSON without a preflight request, which is not answered.
         if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the body must be JSON, with the header Content-Type: application/json")
-        if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise Refused(400, "a compressed body is not read")
         content = bytearray()
         async for part in request.stream():
             content += part
-            if len(content) > self._limits.body_bytes:
-                raise Refused(413, f"the body is longer than {self._limits.body_bytes:,} bytes")
+            if len(content) > self._max_body:
+                raise Refused(413, f"the body is longer than {self._max_body:,} bytes")
         return bytes(content)
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
+    def _tokens(self, prompt: str | list[int], opening: list[int]) -> list[int]:
         tokenizer = self._model.tokenizer
-        if isinstance(prompt, str):
-            prompt = [*tokenizer.opening, *tokenizer.encode(prompt)]
-        elif any(token >= self._model.graph.vocabulary for token in prompt):
-            raise Refused(400, f"there is no token {max(prompt)}", param="prompt")
-        return prompt or [tokenizer.bos]
-
-    async def _models(self, request: Request) -> Response:
-        name = request.path_params.get("name")
-        self._check_name(name)
-        return JSONResponse(self._facts if name else {"object": "list", "data": [self._facts]})
-
-    def _check_name(self, name: str | None) -> None:
-        if name not in (None, self._model.name):
-            what = f"there is no model `{name}` here, but `{self._model.name}`"
-            raise Refused(404, what, code="model_not_found", param="model")
-
-    async def _health(self, request: Request) -> Response:
-        if self._worker.closed:
-            raise _STOPPING
-        return JSONResponse({"status": "ok"})
-
-    async def _page(self, request: Request) -> Response:
-        name, kind = _FILES[request.url.path]
-        return Response((_PAGE / name).read_bytes(), media_type=kind, headers=_HEADERS)
-
-    # ---- answers ----
+        ids = [*opening, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+        if any(token >= self._model.graph.vocabulary for token in ids):
+            raise Refused(400, f"there is no token {max(ids)}", param="prompt")
+        return ids or [tokenizer.bos]
 
     async def _answer(
-        self, request: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+        added: Sequence[int],
     ) -> Response:
-        chat, tokenizer = isinstance(body, ChatRequest), self._model.tokenizer
-        self._check_name(body.model)
-        longest = max(map(len, prompts), default=0)
-        if longest >= self._model.context:
-            what = f"the prompt has {longest:,} tokens; this model takes at most {self._model.context - 1:,}"
-            raise Refused(400, what, code="context_length_exceeded", param="messages" if chat else "prompt")
+        """Answer prompts, of which the server has `added` the first tokens."""
+        if body.model not in (None, self._model.name):
+            what = f"there is no model `{body.model}` here, but `{self._model.name}`"
+            raise Refused(404, what, code="model_not_found", param="model")
+        longest, most = max(map(len, prompts), default=0), self._model.context - 1
+        if longest > most:
+            what = f"the prompt has {longest:,} tokens; this model takes at most {most:,}"
+            raise Refused(400, what, code="context_length_exceeded")
         if len(prompts) * body.n > self._max_choices:
             raise Refused(400, f"at most {self._max_choices} choices in all", param="n")
-        params = body.params(self._limits.max_tokens, tokenizer.stops)
-        echoes = [Echo()] * len(prompts)
-        if isinstance(body, CompletionRequest) and body.echo:
-            echoes = [await self._echo(*one, body.logprobs) for one in zip(body.prompts, prompts, strict=True)]
-        rows = [(prompt, echo, index) for prompt, echo in zip(prompts, echoes, strict=True) for index in range(body.n)]
-        news, loop = _News(), asyncio.get_running_loop()
-
-        def pass_on(place: int, text: str, end: Generation | Exception | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(news.put_nowait, (place, text, end))
-
-        requests = [
-            EngineRequest(prompt, params, partial(pass_on, place), index)
-            for place, (prompt, _, index) in enumerate(rows)
-        ]
-        try:
-            self._worker.submit(requests)
-        except Full as error:
-            raise Refused(429, f"the queue is full; try again in {_RETRY_AFTER} s", retry_after=_RETRY_AFTER) from error
-        except Closed as error:
-            raise _STOPPING from error
-        except ValueError as error:
-            raise Refused(400, str(error)) from error
-        spell = partial(tokenizer.decode, keep_special=True)
-        reply = Reply(self._model.name, chat, sum(map(len, prompts)), lambda token: spell([token]))
-        echoes = [echo for _, echo, _ in rows]
+        params = body.params(self._max_tokens)
+        requests = [EngineRequest(prompt, params, index) for prompt in prompts for index in range(body.n)]
+        answer = _Answer(request, body, requests, [n for n in added for _ in range(body.n)], self.loop)
         if body.stream:
-            events = _events(request, reply, news, requests, echoes, usage=body.stream_options.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        ends = {place: end async for place, _, end in _received(request, news, requests) if end is not None}
-        return JSONResponse(reply.whole([ends[place] for place in range(len(rows))], echoes))
-
-    async def _echo(self, sent: str | list[int], prompt: list[int], logprobs: int | None) -> Echo:
-        """The prompt as the client sent it: without the tokens that the server put before a text."""
-        added = len(self._model.tokenizer.opening) if isinstance(sent, str) else 0
-        text = self._model.tokenizer.decode(prompt[added:])
-        if logprobs is None:
-            return Echo(text)
-        found = await asyncio.to_thread(self._worker.prompt_logprobs, prompt, logprobs)
-        return Echo(text, prompt[added:], found[max(0, added - 1) :])
+            return StreamingResponse(answer.events(), media_type="text/event-stream")
+        return JSONResponse(await answer.whole())
 
 
-async def _received(
-    request: Request, news: _News, requests: Sequence[EngineRequest]
-) -> AsyncGenerator[tuple[int, str, Generation | None]]:
-    """Yield (choice, new text, its end) until all have ended; cancel the requests if the client leaves.
+class _Answer:
+    """The reply to one request of a client, which has one or several choices."""
 
-    Raises Refused if the engine fails, without its reason.
-    """
-    left = len(requests)
-    try:
-        while left:
+    def __init__(
+        self,
+        http: Request,
+        body: ChatRequest | CompletionRequest,
+        requests: Sequence[EngineRequest],
+        added: Sequence[int],
+        loop: EngineLoop,
+    ) -> None:
+        model = loop.engine.model
+        self._http, self._body, self._requests, self._added, self._loop = http, body, requests, added, loop
+        self._echo = isinstance(body, CompletionRequest) and body.echo
+        self._decode = model.tokenizer.decode
+        self._reply = Reply(model.name, isinstance(body, ChatRequest), lambda t: self._decode([t], keep_special=True))
+        self._written = 0  # tokens
+        self._news = loop.submit(requests)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the reply in one piece."""
+        texts, ends = [""] * len(self._requests), dict[int, tuple[Generation, Any]]()
+        async for place, text, end, logprobs in self._received():
+            texts[place] += text
+            if end is not None:
+                ends[place] = end, logprobs
+        choices = [self._reply.choice(place, text, *ends[place]) for place, text in enumerate(texts)]
+        return self._reply.body(choices, usage=self._usage())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of the reply."""
+
+        def event(value: Mapping[str, Any]) -> bytes:
+            return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+        async with contextlib.aclosing(self._received()) as received:
             try:
-                place, text, end = await asyncio.wait_for(news.get(), _POLL)
-            except TimeoutError:
-                if await request.is_disconnected():
-                    raise ClientDisconnect from None
-                continue
-            if isinstance(end, Closed):
-                raise _STOPPING
-            if isinstance(end, Exception):
-                _LOG.error("an answer failed", exc_info=end)
-                raise _FAILED
-            left -= end is not None
-            yield place, text, end
-    finally:
-        for one in requests:
-            one.cancelled = True
+                async for new in received:
+                    yield event(self._reply.body([self._reply.choice(*new, chunk=True)], chunk=True))
+            except Refused as refused:
+                yield event(refused.body)
+                return
+        if self._body.stream_options.include_usage:
+            yield event(self._reply.body([], chunk=True, usage=self._usage()))
+        yield b"data: [DONE]\n\n"
 
+    def _usage(self) -> dict[str, int]:
+        read = sum(len(request.prompt) for request in self._requests if request.index == 0)
+        return {"prompt_tokens": read, "completion_tokens": self._written, "total_tokens": read + self._written}
 
-async def _events(
-    request: Request,
-    reply: Reply,
-    news: _News,
-    requests: Sequence[EngineRequest],
-    echoes: Sequence[Echo],
-    *,
-    usage: bool,
-) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a reply."""
-    generations = []
-    async with contextlib.aclosing(_received(request, news, requests)) as received:
-        for place, echo in enumerate(echoes):
-            yield reply.chunk(place, echo.text, begins=True)
+    async def _received(self) -> AsyncGenerator[tuple[int, str, Generation | None, Any]]:
+        """Yield (choice, new text, its end, its log-probabilities) until all choices have ended.
+
+        The prompt is the first text of a choice if it is echoed. Cancels the requests if the client leaves. Raises
+        Refused if the engine fails.
+        """
+        requests, left = self._requests, len(self._requests)
         try:
-            async for place, text, end in received:
-                yield reply.chunk(place, text, end)
-                generations += [] if end is None else [end]
-        except Refused as refused:
-            yield event(refused.body)
-            return
-    yield (reply.usage(generations) if usage else b"") + DONE
+            for place, request in enumerate(requests if self._echo else ()):
+                yield place, self._decode(request.prompt[self._added[place] :]), None, None
+            while left:
+                try:
+                    new = await asyncio.wait_for(self._news.get(), _POLL)
+                except TimeoutError:
+                    if await self._http.is_disconnected():
+                        raise ClientDisconnect from None
+                    continue
+                if new is None:
+                    raise _FAILED
+                request, text, end = new
+                place, logprobs = requests.index(request), None
+                if end is not None:
+                    left -= 1
+                    self._written += len(end.tokens)
+                    if self._body.alternatives is not None:
+                        tokens = [*request.prompt, *end.tokens]
+                        begin = self._added[place] if self._echo else len(request.prompt)
+                        scored = await self._loop.logprobs(tokens, self._body.alternatives)
+                        logprobs = self._reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
+                yield place, text, end, logprobs
+        finally:
+            for request in requests:
+                request.cancelled = True
 
 
 async def _refused(request: Request, refused: Refused) -> Response:
-    headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after else {}
-    headers |= {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+    headers = {429: {"Retry-After": str(_RETRY_AFTER)}, 401: {"WWW-Authenticate": "Bearer"}}.get(refused.status)
     return JSONResponse(refused.body, status_code=refused.status, headers=headers)
 
 
@@ -308,34 +296,40 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 def run(
     model: LoadedModel,
-    place: Place,
-    limits: Limits,
+    ready: Callable[[str, str | None], None],
     *,
-    max_num_seqs: int,
-    max_queue: int,
-    ready: Callable[[str, Place], None],
+    host: str,
+    port: int,
+    key: str | None,
+    grace: float,
+    **limits: int,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `ready` is called with the URL and the place, once everything is compiled.
+    """Serve until SIGINT or SIGTERM; answers under way then have `grace` seconds to end.
 
+    `ready` is called with the URL and the key, once everything is compiled. An address that other machines reach has a
+    key, which is made up if there is none. `limits` are `max_num_seqs`, `max_queue` and `max_tokens` of `Server`.
     Raises UserError if it cannot listen.
     """
-    place = place.guarded()
-    listening = _listen(place)
-    worker = EngineWorker(model, max_num_seqs=max_num_seqs, max_queue=max_queue)
+    host = host.strip("[]")
+    if host not in ("localhost", "127.0.0.1", "::1"):
+        key = key or secrets.token_urlsafe(24)
     try:
-        worker.warm_up()
-        app = Server(model, worker, key=place.key, limits=limits).app()
-        grace = math.ceil(place.grace)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        what = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise UserError(what, fix="Choose another with --port, or 0 for any that is free.") from error
+    with listening:
+        server = Server(model, key=key, **limits)
+        server.loop.engine.warm_up()
+        app, seconds = server.app(), math.ceil(grace)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace, lifespan="off"
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=seconds, lifespan="off"
         )
-        host, port = listening.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", place)
+        address, port = listening.getsockname()[:2]
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+        ready(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}", key)
         _Uvicorn(config).run(sockets=[listening])
-    finally:
-        worker.close()
-        listening.close()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -350,13 +344,3 @@ class _Uvicorn(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _listen(place: Place) -> socket.socket:
-    host = place.host.strip("[]")
-    try:
-        family = socket.getaddrinfo(host, place.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, place.port), family=family)
-    except OSError as error:
-        what = f"cannot listen on {place.host}:{place.port}: {error.strerror or error}"
-        raise UserError(what, fix="Choose another with --port, or 0 for any that is free.") from error

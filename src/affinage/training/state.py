@@ -110,13 +110,11 @@ def abstract_state(
     mesh, table, graph = layout.mesh, layout.table, split.graph
     dtype, whole = jnp.dtype(settings.precision.params), replicated(mesh)
 
-    def placed(tree: PyTree, axes: PyTree, *, mostly_split: bool = True) -> PyTree:
-        shardings = param_shardings(mesh, axes, tree, table, mostly_split=mostly_split)
-        return jax.tree.map(_with_sharding, tree, shardings)
+    def placed(tree: PyTree, axes: PyTree) -> PyTree:
+        return jax.tree.map(_with_sharding, tree, param_shardings(mesh, axes, tree, table))
 
-    # Of the two matrices of an adapter one is whole wherever the mesh splits only one side of its weight.
     bare = abstract_params(split.trainable, dtype)
-    params = placed(bare, logical_axes(split.trainable), mostly_split=split.adapters is None)
+    params = placed(bare, logical_axes(split.trainable))
     opt_state = map_like_params(
         lambda leaf, like: _with_sharding(leaf, like.sharding),
         jax.eval_shape(optimizer.init, bare),

@@ -121,13 +121,12 @@ def accumulate(
 def replicas_of(graph: Graph, config: ApplyConfig) -> int:
     """Copies of the model that can each add up the gradients of their micro-batches; 1: the devices go together.
 
-    They must if a node's value, or what it reports, is of all rows together, in a pipeline, and if keys go around in a
-    ring: JAX 0.10 cannot put a `jax.shard_map` over some of the axes into a `jax.vmap` over another.
+    They must in a pipeline, and if a node's value, or what it reports, is of all rows together.
     """
     layout = config.layout
     if not isinstance(layout, MeshLayout) or layout.mesh.shape[STAGES] > 1:
         return 1
-    together = config.rings or any(node.layer.mixes_rows() for node in graph.nodes)
+    together = any(node.layer.mixes_rows() for node in graph.nodes)
     return 1 if together else layout.replicas
 
 

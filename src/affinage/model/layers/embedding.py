@@ -56,9 +56,12 @@ class Embedding(Layer):
 
     @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+        layout = context.config.layout
         x = jnp.take(params["embedding"], inputs[0], axis=0, mode="clip").astype(context.config.compute_dtype)
+        # Beside a pipeline XLA would gather the gradient of all rows, to add it to a table that is split by width.
+        x = layout.own_rows(layout.gather_rows(x))
         x = x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
-        return context.config.constrain(x, ("batch", "residual", "width"))
+        return layout.constrain(x, ("batch", "residual", "width"))
 
 
 @register_layer("learned_positions")

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
-from affinage.model.apply_config import Layout
 from affinage.model.layer import LayerContext, Result
 from affinage.model.layers.dense import GATED, Activation, FfnSettings, activate, dense_flops
 from affinage.model.layers.losses import next_tokens
@@ -163,7 +162,7 @@ class MoeSettings(Settings):
         self, params: PyTree, x: Float[Array, "B S D"], routing: Routing, context: LayerContext
     ) -> Float[Array, "B S K D"]:
         """With tokens sorted by expert (MegaBlocks: Gale et al., 2022): each device sorts those that it has."""
-        layout = context.config.layout if context.config.layout.may_map else Layout()
+        layout = context.config.layout
 
         def local(x: Array, experts: Array, kernels: PyTree) -> Array:
             def answer(tokens: Array, sizes: Array) -> Array:

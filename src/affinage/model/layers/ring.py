@@ -50,7 +50,7 @@ def ring_attention(
     if segment_ids is None:
         segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
     of_queries, of_keys = (("batch", "sequence", heads, "head_dim") for heads in ("heads", "kv_heads"))
-    split = layout.mapped(local, (of_queries, of_keys, of_keys, ("batch", "sequence")), of_queries, over=("sequence",))
+    split = layout.mapped(local, (of_queries, of_keys, of_keys, ("batch", "sequence")), of_queries)
     attended: Array = split(query, key, value, segment_ids)
     return attended
 
