@@ -88,7 +88,7 @@ def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Pa
     ("override", "named"),
     [
         ("name=short", "this run itself"),
-        ("pretrain.resume_from=runs/short@7", "5, 10"),
+        ("pretrain.resume_from=runs/short@7", "@5, @10"),
         ("pretrain.resume_from=runs/no", "no"),
     ],
     ids=["itself", "step", "run"],
