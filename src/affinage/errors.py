@@ -14,7 +14,8 @@ EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a
 
 _OF_A_NETWORK = (errno.ESTALE, errno.ETIMEDOUT)
 _TRANSIENT = (errno.EIO, *_OF_A_NETWORK)
-_NETWORK_PACKAGES = ("httpx", "httpx2", "aiohttp", "huggingface_hub", "botocore")  # their errors are of no file
+# Errors of these packages are of no file.
+_NETWORK_PACKAGES = ("httpx", "httpx2", "requests", "urllib3", "aiohttp", "huggingface_hub", "botocore")
 _FIXES = {  # errors of files that are no defect of ours -> what to do
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "Make room, then run the same command again: what is complete is kept.",
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP): (

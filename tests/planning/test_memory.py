@@ -75,9 +75,9 @@ def test_weights_and_moments_are_the_bytes_of_the_real_state(mesh, moments, tmp_
 TUNED = "{steps: 50, batch_size: 8, sources: [chats.jsonl], schedule: {peak_lr: 1.0e-4, min_lr: 0}, seq_len: 256}"
 
 
-def tuned(stage: str, *changes: str) -> Plan:
+def tuned(stage: str, *changes: str, on: str = "v4-8") -> Plan:
     overrides = [f"sft={TUNED}", f"dpo={TUNED}", "model.nodes.blocks.repeat=2", *changes]
-    return plan_of(SMALL, "v4-8", *overrides, *only(stage, load_recipe(SMALL, overrides).recipe))  # type: ignore[arg-type]
+    return plan_of(SMALL, on, *overrides, *only(stage, load_recipe(SMALL, overrides).recipe))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,10 @@ def test_a_tuning_is_planned_with_the_state_and_the_products_of_its_step(stage, 
     assert made.section == stage and made.device.seq_len == 256
     found = made.memory.weights, made.memory.frozen, made.memory.optimizer
     assert found == state_of(made.device.graph, made.settings, {"fsdp": 4}, 256, tmp_path)
-    # Beside what the convention counts: a kernel's backward pass has more products, and narrow matrices are padded.
-    counted = sum(node.flops for node in made.time.nodes) * made.device.devices
-    assert 1 <= counted / split_params(made.device.graph, made.settings).step_flops(8, 256) < 1.6
+    # A GPU pads no narrow matrices; the backward pass of its attention kernel has one product more than are counted.
+    on_gpus = tuned(stage, *changes, on="h100x4")
+    flops = sum(node.flops for node in on_gpus.time.nodes) * on_gpus.device.devices
+    assert 1 <= flops / split_params(made.device.graph, made.settings).step_flops(8, 256) < 1.15
 
 
 def test_adapters_need_less_of_everything_and_a_held_reference_more():

@@ -81,8 +81,6 @@ class SourceSettings(PlaceSettings):
     """Maximum amount of text, such as 40MB; of the pocket world, the amount that is generated."""
     sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     """Hash of the file at a web address, checked after the download."""
-    download: bool = True
-    """Download files at web addresses once into the cache; false: read them over the network each time."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,7 +99,7 @@ class SourceSettings(PlaceSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "SourceSettings":
-        if self.sha256 and not (self.path.startswith(("http://", "https://")) and self.download):
+        if self.sha256 and not self.path.startswith(("http://", "https://")):
             raise ValueError("`sha256` is checked of files that are downloaded from a web address")
         if self.trust_language and not self.language:
             raise ValueError("`trust_language` needs a `language`")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import requests
 from filelock import FileLock
 from fsspec.core import has_magic, url_to_fs
 
@@ -20,8 +20,8 @@ from affinage.errors import UserError, first_line, is_transient
 from affinage.paths import from_home
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
-BLOCK_BYTES = 16_000_000  # fetched at once: a connection that breaks loses no more
-_WAIT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)  # seconds
+_TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
+_AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
 _VERSION_KEYS = ("etag", "ETag", "md5Hash", "blob_id", "generation")  # of file systems' entries, and times of change:
 _TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 
@@ -38,9 +38,8 @@ def is_web(url: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it; passwords of web addresses are in ~/.netrc (or NETRC)."""
-    options = {"client_kwargs": {"trust_env": True, "timeout": _WAIT}} if is_web(url) else {}
-    filesystem, place = url_to_fs(url, use_listings_cache=False, **options)
+    """fsspec's file system of a URL, and the path in it."""
+    filesystem, place = url_to_fs(url, use_listings_cache=False)
     return filesystem, str(place)
 
 
@@ -76,26 +75,25 @@ def version_of(url: str, *, again: bool = False) -> str:
 
 
 def _version(url: str) -> str:
+    if is_web(url):
+        answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT)
+        answer.raise_for_status()
+        return _version_in(answer.headers)
     filesystem, place = file_system(url)
-    try:
+    if has_magic(place) and not filesystem.exists(place):
+        entries = filesystem.glob(place, detail=True)
+    else:
         entry = filesystem.info(place)
-        found = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
-    except FileNotFoundError:
-        if is_web(url):
-            raise
-        found = filesystem.glob(place, detail=True) if has_magic(place) else {}
-    versions = {name: _version_in(entry) for name, entry in sorted(found.items())}
-    if len(versions) == 1 or not all(versions.values()):
-        return next(iter(versions.values())) if len(versions) == 1 else ""
-    digest = hashlib.sha256(json.dumps(versions).encode()).hexdigest()
-    return f"{len(versions)} files, {digest[:32]}"
+        entries = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
+    versions = {name: _version_in(entry) for name, entry in sorted(entries.items())}
+    return hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:32] if all(versions.values()) else ""
 
 
 def _version_in(entry: Any) -> str:
     if version := next((entry[key] for key in _VERSION_KEYS if entry.get(key)), None):
         return str(version)
     changed = next((entry[key] for key in _TIME_KEYS if entry.get(key)), None)
-    return f"{entry.get('size')} bytes, {changed}" if changed else ""
+    return f"{entry.get('size', entry.get('Content-Length'))} bytes, {changed}" if changed else ""
 
 
 def version_of_copy(url: str) -> str:
@@ -112,13 +110,21 @@ def forget(url: str) -> None:
 # ---- downloading ----
 
 
+def size_of(url: str) -> int:
+    """Bytes of the file at a web address; 0 where the server gives none. Raises requests' errors."""
+    answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+    if answer.status_code not in (405, 501):  # it knows no HEAD
+        answer.raise_for_status()
+    return int(answer.headers.get("Content-Length", 0)) if answer.ok else 0
+
+
 def cached(url: str, sha256: str = "") -> Path:
     """The local copy of the file at a web address, which is downloaded if it is not there.
 
     What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
     same; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Safe to
     call from several processes at once: one downloads, the others wait. Without `sha256`, a copy of another version
-    than the server has now is downloaded again.
+    than the server has now is downloaded again. Passwords are in ~/.netrc.
 
     Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
     the server cannot be reached.
@@ -129,19 +135,19 @@ def cached(url: str, sha256: str = "") -> Path:
         if not path.is_file() or (not sha256 and _was_replaced(url)):
             part = path.with_name(path.name + ".part")
             try:
-                _download(url, part)
-            except (FileNotFoundError, aiohttp.ClientError) as error:
+                with_retries(partial(_download, url, part), url)
+            except requests.RequestException as error:
                 what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
                 raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
             with part.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             write_json(_facts_path(url), _facts(url) | {"sha256": digest})
             os.replace(part, path)
-        found = _facts(url).get("sha256")
-        if sha256 and found != sha256:
+        digest = str(_facts(url).get("sha256"))
+        if sha256 and digest != sha256:
             path.unlink()
             raise UserError(
-                f"the file at {url} is not the expected one: its SHA-256 is {found}, not {sha256}",
+                f"the file at {url} is not the expected one: its SHA-256 is {digest}, not {sha256}",
                 fix="Is `sha256` right? The file is downloaded again the next time.",
             )
     return path
@@ -157,38 +163,22 @@ def _was_replaced(url: str) -> bool:
 
 
 def _download(url: str, part: Path) -> None:
-    """Append what is missing to `part`, block by block."""
-    filesystem, place = file_system(url)
-    entry = with_retries(partial(filesystem.info, place), url)
-    size, version = entry.get("size"), _version_in(entry)
-    if not version or _facts(url).get("version") != version:
-        part.unlink(missing_ok=True)  # the rest would be of another file
-    write_json(_facts_path(url), {"url": url, "version": version})
-    in_blocks = size is not None and entry.get("partial") is not False
-    with part.open("ab") as file:
-        while in_blocks and file.tell() < size:
-            start, stop = file.tell(), min(file.tell() + BLOCK_BYTES, size)
-            try:
-                block = with_retries(partial(_range, filesystem, place, start, stop, size), url)
-            except ValueError:
-                in_blocks = False
-                break
-            if len(block) != stop - start:
-                raise UserError(f"cannot download {url}: the server sent {len(block)} bytes for {stop - start}")
-            file.write(block)
-            file.flush()
-    if not in_blocks:  # streamed from its beginning
-        with_retries(partial(filesystem.get_file, place, str(part)), url)
-    if _version_in(with_retries(partial(filesystem.info, place), url)) != version:
-        part.unlink()  # its blocks may be of two files
-        raise UserError(f"{url} changed while it was downloaded", fix="Run the same command again.")
-
-
-def _range(filesystem: Any, place: str, start: int, stop: int, size: int) -> bytes:
-    """A part of a file. Raises ValueError for a server that sends whole files only."""
-    with filesystem.open(place, size=size, cache_type="none") as remote:
-        remote.seek(start)
-        return bytes(remote.read(stop - start))
+    """Append what is missing to `part`; all of the file, where the server has another one than `part` is of."""
+    begun, validator = part.stat().st_size if part.is_file() else 0, _facts(url).get("validator")
+    rest = {"Range": f"bytes={begun}-", "If-Range": validator} if begun and validator else {}
+    with requests.get(url, headers=_AS_IT_IS | rest, stream=True, timeout=_TIMEOUT) as answer:
+        if answer.status_code == 416 and rest:  # it ends where `part` ends, or before
+            part.unlink()
+            raise ConnectionError("the server has less than was downloaded")
+        answer.raise_for_status()
+        resumed = answer.status_code == 206
+        found = answer.headers
+        # What a server checks before it sends the rest only; a weak ETag says that contents are alike, not the same.
+        strong = [found.get(name) for name in ("ETag", "Last-Modified") if not found.get(name, "W/").startswith("W/")]
+        write_json(_facts_path(url), {"url": url, "version": _version_in(found), "validator": next(iter(strong), None)})
+        with part.open("ab" if resumed else "wb") as file:
+            for chunk in answer.iter_content(1 << 15):
+                file.write(chunk)
 
 
 def _facts_path(url: str) -> Path:

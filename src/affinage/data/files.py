@@ -3,7 +3,6 @@
 import bz2
 import io
 import lzma
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,20 +16,17 @@ import zstandard
 from fsspec.core import has_magic
 
 from affinage.config.data import SourceSettings
-from affinage.data.downloads import cached, cached_path, file_system, is_web
-from affinage.data.hub_answers import refusal_of
-from affinage.data.places import is_url, leads_back, printable
+from affinage.data.downloads import cached, cached_path, file_system, is_web, size_of
+from affinage.data.places import printable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
-READABLE = ".txt, .md, .jsonl, .warc, .wet, MediaWiki's .xml (each also .gz, .zst, .bz2, .xz) and .parquet"
 CHUNK_BYTES = 1 << 16  # read at once
 _PIECE_BYTES = 1 << 8  # decompressed at once: a few bytes can stand for 128 KB
-_ZSTD_WINDOW = 1 << 31  # bytes; what `zstd --long=31` writes, as many published dumps are
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),  # as `zstd --long=31` writes
 }
 _KINDS = {
     "text": (".txt", ".md", ".markdown"),  # one document a file
@@ -52,10 +48,9 @@ class DamagedFile(Exception):
 class SourceFile:
     """One file of a source; `name` is its path within the source, the same on every machine."""
 
-    url: str
+    url: str  # what is at a web address is read from the cache of downloads
     name: str
     bytes: int
-    fetched: bool = False  # read from the cache of downloads, into which it comes first
     sha256: str = ""
     start: int = 0  # a part of a file: the lines, row groups or streams that begin in bytes [start, stop)
     stop: int | None = None
@@ -75,10 +70,10 @@ def kind_of(name: str, *, code: bool = False) -> str:
     In a source of `code`, files of other names are text as well.
     """
     bare = name.lower().removesuffix(compression_of(name))
-    found = next((kind for kind, suffixes in _KINDS.items() if bare.endswith(suffixes)), "")
-    if found == "table" and compression_of(name):
-        found = ""
-    return "text" if code and found in ("", "dump") and not bare.endswith(_NO_CODE) else found
+    kind = next((kind for kind, suffixes in _KINDS.items() if bare.endswith(suffixes)), "")
+    if kind == "table" and compression_of(name):
+        kind = ""
+    return "text" if code and kind in ("", "dump") and not bare.endswith(_NO_CODE) else kind
 
 
 # ---- opening ----
@@ -88,25 +83,7 @@ class _Decompressed(io.RawIOBase):
     """The decompressed bytes of all members or frames of a file; of a damaged file all that come before the damage."""
 
     def __init__(self, raw: IO[bytes], compression: str) -> None:
-        self._chunks, self._ready, self._read = self._decompress(raw, _DECOMPRESSORS[compression]), b"", 0
-
-    @staticmethod
-    def _decompress(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
-        member, compressed = None, b""
-        while compressed or (compressed := raw.read(CHUNK_BYTES)):
-            if member is None:
-                compressed = compressed.lstrip(b"\0")  # padding between members, as tapes and some tools leave it
-                if not compressed:
-                    continue
-                member = new()
-            piece, compressed = compressed[:_PIECE_BYTES], compressed[_PIECE_BYTES:]
-            yield member.decompress(piece, *([CHUNK_BYTES] if hasattr(member, "needs_input") else []))
-            while not member.eof and not getattr(member, "needs_input", True):  # bz2's and lzma's hold the rest back
-                yield member.decompress(b"", CHUNK_BYTES)
-            if member.eof:
-                compressed, member = member.unused_data + compressed, None
-        if member is not None:
-            raise EOFError("the compressed data has no end")
+        self._chunks, self._ready, self._read = _decompress(raw, _DECOMPRESSORS[compression]), b"", 0
 
     def readable(self) -> bool:
         return True
@@ -116,8 +93,7 @@ class _Decompressed(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            chunk = next(self._chunks, None)
-            if chunk is None:
+            if (chunk := next(self._chunks, None)) is None:
                 return 0
             self._ready = chunk
         size = min(len(buffer), len(self._ready))
@@ -126,9 +102,28 @@ class _Decompressed(io.RawIOBase):
         return size
 
 
+def _decompress(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+    """The content in chunks. It is decompressed piece by piece, for nothing of a piece with damage in it comes out."""
+    member, compressed = None, b""
+    while compressed or (compressed := raw.read(CHUNK_BYTES)):
+        if member is None:
+            compressed = compressed.lstrip(b"\0")  # padding between members, as tapes and some tools leave it
+            if not compressed:
+                continue
+            member = new()
+        piece, compressed = compressed[:_PIECE_BYTES], compressed[_PIECE_BYTES:]
+        yield member.decompress(piece, *([CHUNK_BYTES] if hasattr(member, "needs_input") else []))
+        while not member.eof and not getattr(member, "needs_input", True):  # bz2's and lzma's hold the rest back
+            yield member.decompress(b"", CHUNK_BYTES)
+        if member.eof:
+            compressed, member = member.unused_data + compressed, None
+    if member is not None:
+        raise EOFError("the compressed data has no end")
+
+
 def open_stored(file: SourceFile) -> IO[bytes]:
     """The bytes of a file as they are stored."""
-    filesystem, place = file_system(str(cached(file.url, file.sha256)) if file.fetched else file.url)
+    filesystem, place = file_system(str(cached(file.url, file.sha256)) if is_web(file.url) else file.url)
     return cast(IO[bytes], filesystem.open(place, "rb"))
 
 
@@ -166,45 +161,37 @@ def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile]
         fix = f"Install it: pip install 'affinage[{extra}]'." if extra else ""
         raise UserError(f"cannot open {url!r}: {error}", where=where, fix=fix) from None
     except Exception as error:  # OSError, and each library's own
-        if refused := refusal_of(url, error, where):
-            raise refused from None
-        raise (TransientError if is_transient(error) else UserError)(
-            f"cannot reach {url!r}: {first_line(error)}",
-            where=where,
-            fix="Is there a network, and are you allowed to read it? A copy can be named in data.mirror.",
-        ) from None
-    if not files and unreadable:
-        found = ", ".join(unreadable[:3])
-        what = f"no file of a kind that can be read in {url!r}; found {found}"
-        raise UserError(what, where=where, fix=f"affinage reads {READABLE}.")
+        fix = "Is there a network, and are you allowed to read it? A copy can be named in data.mirror."
+        kind = TransientError if is_transient(error) else UserError
+        raise kind(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
     if not files:
-        raise UserError(
-            f"no such file or folder, or nothing in it: {url!r}",
-            where=where,
-            fix="Put it there, or name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]'. "
-            "Relative paths start from `data.root` if it is set, else from the working directory.",
+        fix = (
+            "affinage reads .txt, .md, .jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .zst, .bz2, .xz) and .parquet."
         )
-    if source.sha256 and len(files) > 1:
-        raise UserError(f"`sha256` is of one file, and {len(files)} are in {url!r}", where=where)
+        if unreadable:
+            what = f"no file of a kind that can be read in {url!r}; found {', '.join(unreadable[:3])}"
+            raise UserError(what, where=where, fix=fix)
+        fix = "Name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]'. Relative paths start "
+        fix += "from `data.root` if it is set, else from the working directory."
+        raise UserError(f"no such file or folder, or nothing in it: {url!r}", where=where, fix=fix)
     return files, unreadable
 
 
 def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]]:
-    if is_web(url):
-        return [_web_file(url, source)], []
+    if is_web(url):  # what is in the cache needs no network
+        name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
+        return [SourceFile(url, name, copy.stat().st_size if copy.is_file() else size_of(url), source.sha256)], []
     filesystem, path = file_system(url)
-    # The literal path comes first: file names may contain the characters of a glob.
-    info = _info(filesystem, path, url)
-    if info is None and has_magic(path):
-        base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
-        matches = filesystem.glob(path, detail=True)
-        # A link to a file has a type of its own, and is as good as the file.
-        found = {file: info for file, info in matches.items() if info["type"] == "file" or filesystem.isfile(file)}
-    elif info is not None and filesystem.isdir(path):
-        base = path.rstrip("/")
-        found = _all_in(filesystem, base)
-    else:
-        base, found = path.rstrip("/").rpartition("/")[0], {} if info is None else {path: info}
+    base = path.rstrip("/").rpartition("/")[0]
+    try:  # the literal path comes first: file names may contain the characters of a glob
+        found = {path: filesystem.info(path)}
+        if filesystem.isdir(path):
+            base, found = path.rstrip("/"), filesystem.find(path, detail=True)
+    except FileNotFoundError:
+        found = {}
+        if has_magic(path):
+            base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
+            found = {file: info for file, info in filesystem.glob(path, detail=True).items() if filesystem.isfile(file)}
     files: list[SourceFile] = []
     unreadable: list[str] = []
     for path in sorted(found):
@@ -216,36 +203,3 @@ def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]
         else:
             unreadable.append(name)
     return files, unreadable
-
-
-def _info(filesystem: Any, path: str, url: str) -> dict[str, Any] | None:
-    """What is known of a file or folder; None where there is none. (`exists` is false also where it could not ask.)"""
-    try:
-        return dict(filesystem.info(path))
-    except FileNotFoundError as error:
-        if is_url(url) and refusal_of(url, error):
-            raise
-        return None
-
-
-def _all_in(filesystem: Any, folder: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """All files below a folder, those behind links to folders too; a link to a folder that it is in leads nowhere."""
-    found: dict[str, Any] = filesystem.find(folder, detail=True)
-    above = (*above, os.path.realpath(folder))
-    for path in [path for path, info in found.items() if info.get("islink")]:
-        if filesystem.isdir(path):
-            del found[path]
-            if not leads_back(path, above):
-                found |= _all_in(filesystem, path, above)
-    return found
-
-
-def _web_file(url: str, source: SourceSettings) -> SourceFile:
-    """The file at a web address; what is in the cache needs no network."""
-    name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
-    if source.download and copy.is_file():
-        size = copy.stat().st_size
-    else:
-        filesystem, path = file_system(url)
-        size = int(filesystem.info(path).get("size") or 0)  # raises FileNotFoundError where there is none
-    return SourceFile(url, name, size, source.download, source.sha256)

@@ -1,7 +1,5 @@
 """Streams a dataset of the Hugging Face Hub, or of a folder that `datasets` reads, as documents."""
 
-import contextlib
-import copy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from affinage.data.readers import BadRecord, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 
 _SAVED_PARTS, _SAVED_ROWS = 64, 100_000  # a dataset that was saved as one table is read in parts of these many rows
-_SECONDS = 15.0  # that the Hub may take to answer
 _RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
 
 
@@ -47,13 +44,13 @@ def at_commit(place: str, settings: SourceSettings, where: str, *, patience: flo
     limit_requests(patience)
     try:
         api = HfApi()
-        found = api.dataset_info(place, revision=settings.revision or None, timeout=_SECONDS)
+        info = api.dataset_info(place, revision=settings.revision or None, timeout=15.0)
         api.auth_check(place, repo_type="dataset")  # a gated one shows its card to everybody
     except Exception as error:  # of the Hub, and whatever a network or a proxy can come up with
         if of_the_machine(error) is not None:
             raise
         raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
-    return settings.model_copy(update={"revision": found.sha or settings.revision})
+    return settings.model_copy(update={"revision": info.sha or settings.revision})
 
 
 def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool = True) -> list[DatasetPart]:
@@ -84,7 +81,7 @@ def rows_of(part: DatasetPart, settings: SourceSettings, *, of_text: bool = Fals
 
     Raises DamagedFile where it cannot be read.
     """
-    dataset = _own(_opened(part.place, settings.model_dump_json(), of_text))
+    dataset = _opened(part.place, settings.model_dump_json(), of_text)
     try:
         yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
     except Exception as error:  # of `datasets`, pyarrow, the network
@@ -92,14 +89,6 @@ def rows_of(part: DatasetPart, settings: SourceSettings, *, of_text: bool = Fals
             raise refusal(error, "dataset", part.place, revision=settings.revision, where=part.name) from None
         reason = f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}"
         raise DamagedFile(reason) from None
-
-
-def _own(dataset: Any) -> Any:
-    """A copy of a dataset; another thread may fill a cache of its file system meanwhile, which ends an attempt."""
-    for _ in range(20):
-        with contextlib.suppress(RuntimeError):
-            return copy.deepcopy(dataset)
-    return copy.deepcopy(dataset)
 
 
 @lru_cache(maxsize=2)
@@ -111,20 +100,19 @@ def _opened(place: str, key: str, of_text: bool) -> Any:
     datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
     datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
-    saved = is_folder(place) and any((Path(place) / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    if saved:  # by `save_to_disk`
-        found = datasets.load_from_disk(place)
-        if isinstance(found, datasets.DatasetDict):
-            if settings.split not in found:
-                raise ValueError(f"it has no split {settings.split!r}; it has {', '.join(found)}")
-            found = found[settings.split]
-        found = found.to_iterable_dataset(num_shards=min(_SAVED_PARTS, max(1, len(found) // _SAVED_ROWS)))
+    if is_folder(place) and any((Path(place) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        dataset = datasets.load_from_disk(place)
+        if isinstance(dataset, datasets.DatasetDict):
+            if settings.split not in dataset:
+                raise ValueError(f"it has no split {settings.split!r}; it has {', '.join(dataset)}")
+            dataset = dataset[settings.split]
+        dataset = dataset.to_iterable_dataset(num_shards=min(_SAVED_PARTS, max(1, len(dataset) // _SAVED_ROWS)))
     else:
         # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache,
         # for where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
         limit_requests()
         with tempfile.TemporaryDirectory() as empty:
-            found = datasets.load_dataset(
+            dataset = datasets.load_dataset(
                 place if is_folder(place) else f"hf://datasets/{place}",
                 settings.config or None,
                 data_dir=settings.data_dir or None,
@@ -133,6 +121,5 @@ def _opened(place: str, key: str, of_text: bool) -> Any:
                 cache_dir=empty,
                 streaming=True,
             )
-    return (
-        found.select_columns(needed_columns(settings, found.column_names)) if of_text and found.column_names else found
-    )
+    names = dataset.column_names
+    return dataset.select_columns(needed_columns(settings, names)) if of_text and names else dataset

@@ -1,7 +1,7 @@
 """Where the files of a source are: on this machine, behind a URL, or on the Hub."""
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from pathlib import Path
 
 from affinage.config.data import POCKET_WORLD, SourceSettings
@@ -30,7 +30,7 @@ def is_remote(source: SourceSettings) -> bool:
 
 
 def is_on_hub(source: SourceSettings, mirror: str) -> bool:
-    """Whether a source is a dataset that must be asked of the Hub."""
+    """Whether a source is a dataset that must be fetched from the Hub."""
     return bool(source.dataset) and is_remote(source) and not mirror
 
 
@@ -52,11 +52,8 @@ def released_folder(place: str, runs: Path) -> Path:
     for folder in (from_home(place), runs / place):
         if folder.is_dir():
             return folder / "split" if (folder / "split").is_dir() else folder
-    raise UserError(
-        f"there is no run or folder {place!r}",
-        where="data.dedup.against",
-        fix="Name a run in the folder of runs, or a folder with Parquet files that have a column `text`.",
-    )
+    fix = "Name a run in the folder of runs, or a folder with Parquet files that have a column `text`."
+    raise UserError(f"there is no run or folder {place!r}", where="data.dedup.against", fix=fix)
 
 
 def unique(title: str, taken: Container[str]) -> str:
@@ -65,12 +62,6 @@ def unique(title: str, taken: Container[str]) -> str:
     while name in taken:
         name, number = f"{title}-{number}", number + 1
     return name
-
-
-def leads_back(link: str, above: Iterable[str]) -> bool:
-    """Whether a link leads to a folder that it lies in; `above` are the real paths of those that led to it."""
-    target = os.path.realpath(link)
-    return any(f"{one}/".startswith(f"{target}/") for one in above)
 
 
 def printable(path: str) -> str:

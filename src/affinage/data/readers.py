@@ -19,10 +19,7 @@ from affinage.errors import UserError, plain
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 NOT_ASKED_FOR = "not asked for"  # the reason of records that a source's `filter` leaves out
 BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is not a string", "binary", "too large")
-
 _FIELD = re.compile(r"\{([^{}]+)\}")
-_CHARSET = re.compile(rb"character set encoding:\s*([\w.-]+)", re.IGNORECASE)  # in the header of a Gutenberg book
-_HEADER_BYTES = 8_000
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,11 @@ def read_records(file: SourceFile, settings: SourceSettings) -> Records:
         yield from as_kind(readers[kind_of(file.name, code=settings.kind == "code")](file, settings), settings)
 
 
-def as_kind(found: Records, settings: SourceSettings) -> Records:
+def as_kind(records: Records, settings: SourceSettings) -> Records:
     """Records as documents of the source's kind: the chapters of a book, all else as it is."""
     from affinage.data.gutenberg import chapters
 
-    for record in found:
+    for record in records:
         if settings.kind == "gutenberg" and isinstance(record, Record):
             yield from chapters(record)
         else:
@@ -93,10 +90,10 @@ def needed_columns(settings: SourceSettings, names: list[str]) -> list[str]:
     """
     if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
         raise ValueError(f"it has no column {settings.text_key!r}; it has {', '.join(names)}")
-    keys = ["source", "language", "lang", "licence", "license", "metadata", *settings.filter]
+    keys = ["source", "language", "lang", "licence", "license", *settings.filter]
     for key in (settings.text_key, settings.id_key, settings.url_key, settings.license_key):
         keys += _FIELD.findall(key) or [key]
-    needed = {part for key in keys for part in (key, key.split(".", 1)[0])}
+    needed = {part for key in keys for part in (key, key.partition(".")[0])}
     return [name for name in names if name in needed]
 
 
@@ -106,11 +103,10 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
         value = _word(fields, key)
         if value not in ((wanted,) if isinstance(wanted, str) else wanted):
             return BadRecord(place, NOT_ASKED_FOR, f"{key} is {value!r}")
-    found = _look_up(fields, settings.text_key)
-    if not found:
-        there = encodable(", ".join(map(str, fields)))
-        return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {there}")
-    text = found[0]
+    text = _look_up(fields, settings.text_key)
+    if text is _ABSENT:
+        names = encodable(", ".join(map(str, fields)))
+        return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {names}")
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8-sig")
@@ -121,46 +117,40 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
         return BadRecord(place, "text is not a string", f"{settings.text_key!r} is {kind}", str(text)[:200])
     if not text.strip():
         return BadRecord(place, "empty", f"{settings.text_key!r} is empty")
-    whole = encodable(text)
+    whole, url = encodable(text), settings.url_key
+    values = {key: _word(fields, key) for key in _FIELD.findall(url) or [url]}
     return Record(
         id=_word(fields, settings.id_key) or place,
         text=whole,
         source=_word(fields, "source"),
         language=_word(fields, "language") or _word(fields, "lang"),
-        url=_filled_in(fields, settings.url_key),
+        # a key, or a pattern of keys that all have a value
+        url=values.get(url) or (_FIELD.sub(lambda match: values[match[1]], url) if all(values.values()) else ""),
         license=_word(fields, settings.license_key or "licence") or _word(fields, settings.license_key or "license"),
         replaced=whole != text,
     )
 
 
-def _look_up(fields: Any, key: str) -> list[Any]:
-    """The value of a key, in a list, or nothing; `a.b` is the key of that name, or else the key b within a."""
+_ABSENT = object()
+
+
+def _look_up(fields: Any, key: str) -> Any:
+    """The value of a key, or _ABSENT; `a.b` is the key of that name, or else the key b within a."""
     if not isinstance(fields, Mapping):
-        return []
-    if key in fields:
-        return [fields[key]]
+        return _ABSENT
     outer, dot, inner = key.partition(".")
-    return _look_up(fields.get(outer), inner) if dot else []
+    return fields[key] if key in fields else _look_up(fields.get(outer), inner) if dot else _ABSENT
 
 
 def _word(fields: Mapping[str, Any], key: str) -> str:
     """A word or whole number as text without control characters, a list of words joined; "" for anything else."""
-    values = _look_up(fields, key)
-    words = values[0] if values and isinstance(values[0], list) else values
+    value = _look_up(fields, key)
+    words = value if isinstance(value, list) else [value]
     return ", ".join(
         plain(encodable(str(word)))
         for word in words
         if isinstance(word, str | int) and not isinstance(word, bool) and word != ""
     )
-
-
-def _filled_in(fields: Mapping[str, Any], pattern: str) -> str:
-    """The value of a key, or a pattern with the values of its keys; "" if one of them has none."""
-    keys = _FIELD.findall(pattern)
-    values = {key: _word(fields, key) for key in keys or [pattern]}
-    if not keys:
-        return values[pattern]
-    return _FIELD.sub(lambda match: values[match[1]], pattern) if all(values.values()) else ""
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
@@ -172,35 +162,22 @@ def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
 
 
 def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
-    limit = MAX_RECORD_BYTES
     with open_plain(file) as stream:
-        content = stream.read(limit + 1)
+        content = stream.read(MAX_RECORD_BYTES + 1)
     utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    stated = _CHARSET.search(content[:_HEADER_BYTES]) if settings.kind == "gutenberg" else None
-    if len(content) > limit:
-        yield BadRecord(file.name, "too large", f"over {limit / 1e6:.0f} MB in one text file; split it")
-        return
-    if content.startswith(b"%PDF") or (b"\0" in content and not utf16):
+    if len(content) > MAX_RECORD_BYTES:
+        yield BadRecord(file.name, "too large", f"over {MAX_RECORD_BYTES / 1e6:.0f} MB in one text file; split it")
+    elif content.startswith(b"%PDF") or (b"\0" in content and not utf16):
         yield BadRecord(file.name, "binary", "this is a PDF or has NUL bytes, and is not text")
-        return
-    try:
-        text = content.decode("utf-16" if utf16 else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        if stated is None:
-            yield _not_utf8(file.name, error)
-            return
-        text = content.decode(_codec(stated[1]), "replace")
-    yield Record(file.name, text) if text.strip() else BadRecord(file.name, "empty", "no text in the file")
-
-
-def _codec(stated: bytes) -> str:
-    """The codec of a stated charset; old books that state ASCII are in Windows' Latin letters."""
-    try:
-        name = codecs.lookup(stated.decode("ascii", "replace")).name
-        b"a".decode(name, "replace")  # there are codecs of other things than text
-    except LookupError:
-        return "cp1252"
-    return "cp1252" if name in ("ascii", "iso8859-1") else name
+    else:
+        try:
+            text = content.decode("utf-16" if utf16 else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            if settings.kind != "gutenberg":
+                yield _not_utf8(file.name, error)
+                return
+            text = content.decode("cp1252", "replace")  # old books are in Windows' Latin letters
+        yield Record(file.name, text) if text.strip() else BadRecord(file.name, "empty", "no text in the file")
 
 
 def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
@@ -261,18 +238,14 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
         for group in range(table.num_row_groups):
             facts = table.metadata.row_group(group)
             chunks = [facts.column(k) for k in range(facts.num_columns)]
-            begins = min((one.dictionary_page_offset or one.data_page_offset for one in chunks), default=0)
+            begins = min((chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks), default=0)
             if file.stop is not None and not file.start <= begins < file.stop:
                 number += facts.num_rows
                 continue
             for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
-                for row in rows_of_batch(batch):
-                    number += 1
+                for number, row in enumerate(rows_of_batch(batch), number + 1):  # noqa: B020
                     place = f"{file.name}#{number}"
-                    if isinstance(row, UnicodeDecodeError):
-                        yield _not_utf8(place, row)
-                    else:
-                        yield record_of(row, place, settings)
+                    yield _not_utf8(place, row) if isinstance(row, Exception) else record_of(row, place, settings)
 
 
 def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:

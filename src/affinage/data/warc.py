@@ -16,7 +16,6 @@ from affinage.data.files import DamagedFile, SourceFile, open_plain
 from affinage.data.foreign_json import encodable
 from affinage.data.readers import BadRecord, Record
 
-_HTML = ("text/html", "application/xhtml+xml")
 _READ = WarcRecordType.response | WarcRecordType.conversion
 
 
@@ -26,16 +25,15 @@ def read_warc(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
     Other answers are counted: redirects and errors (`not found`), pictures and scripts (`not HTML`), pages in a
     compression that is not read (`unknown compression`).
     """
-    seen = False
+    number = 0
     with open_plain(file) as stream:
         try:
             for number, entry in enumerate(ArchiveIterator(stream, record_types=_READ, parse_http=True), 1):
-                seen = True
                 yield _read_entry(entry, f"{file.name}#{number}")
         except (ValueError, RuntimeError) as error:
             raise DamagedFile(f"the file is damaged: {error}") from None
-        if not seen and file.bytes:
-            raise DamagedFile("the file holds no web page: is it a web archive?")
+    if not number and file.bytes:
+        raise DamagedFile("the file holds no web page: is it a web archive?")
 
 
 def _read_entry(entry: Any, place: str) -> Record | BadRecord:
@@ -48,24 +46,22 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
         status = None if entry.http_headers is None else entry.http_headers.status_code
         if not entry.is_http or status != 200:
             return BadRecord(id, "not found", f"status {status} of {url}")
-        if not kind.startswith(_HTML):
+        if not kind.startswith(("text/html", "application/xhtml+xml")):
             return BadRecord(id, "not HTML", f"{kind or 'no content type'} of {url}")
     content = entry.reader.read(limit + 1)
-    if len(content) <= limit < entry.content_length or len(content) < min(entry.content_length, limit):
+    if len(content) < min(entry.content_length, limit + 1):
         raise DamagedFile(f"the file is cut off in the record of {url}")
-    # Many archives hold bodies that were decoded already, under the header of before: a body that is not coded as the
-    # header says is taken as it is. FastWARC's own decoding ends the whole archive there.
-    headers = (
-        [(entry.http_headers.get(name) or "") for name in ("Content-Encoding", "Transfer-Encoding")] if html else []
-    )
-    codings = [coding.strip().lower() for header in headers for coding in header.split(",") if coding.strip()]
-    for coding in reversed(codings):
-        try:
-            content = _decode(content, coding, limit + 1)
-        except LookupError:
-            return BadRecord(id, "unknown compression", f"{coding} of {url}")
-        except (ValueError, zlib.error, zstandard.ZstdError):
-            continue
+    if html:
+        names = ("Content-Encoding", "Transfer-Encoding")
+        codings = ",".join(entry.http_headers.get(name) or "" for name in names).lower().split(",")
+        for coding in filter(None, map(str.strip, reversed(codings))):
+            # Many archives hold bodies that were decoded already, under the header of before: a body that is not coded
+            # as its header says is taken as it is. FastWARC's own decoding ends the whole archive there.
+            with contextlib.suppress(ValueError, zlib.error, zstandard.ZstdError):
+                decoded = _decode(content, coding, limit + 1)
+                if decoded is None:
+                    return BadRecord(id, "unknown compression", f"{coding} of {url}")
+                content = decoded
     if len(content) > limit:
         return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
     text = _text_of_page(content, entry.http_charset or "") if html else content.decode("utf-8", "replace")
@@ -85,33 +81,21 @@ def _text_of_page(content: bytes, charset: str) -> str:
     return str(extract_plain_text(html, main_content=True, alt_texts=False, list_bullets=False))
 
 
-def _decode(content: bytes, coding: str, limit: int) -> bytes:
-    """At most `limit` bytes of a body without one coding. Raises LookupError for a coding that is not read."""
-    match coding:
-        case "gzip" | "x-gzip" | "deflate":
-            raw = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
-            return zlib.decompressobj(-zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32).decompress(content, limit)
-        case "zstd":
-            with zstandard.ZstdDecompressor().stream_reader(content) as stream:
-                return stream.read(limit)
-        case "chunked":
-            return _joined(content)
-    if coding in ("identity", "none") or content.lstrip()[:1] == b"<":
-        return content
-    raise LookupError(coding)
-
-
-def _joined(content: bytes) -> bytes:
-    """The chunks end to end (RFC 9112, section 7.1). Raises ValueError if these are none."""
-    parts: list[bytes] = []
-    at = 0
-    while at < len(content):
-        end = content.find(b"\r\n", at)
-        size = int(content[at : max(end, at)].split(b";")[0].strip(), 16)
-        start, at = end + 2, end + 4 + size
-        if size < 0 or (start + size < len(content) and content[start + size : at] != b"\r\n"):
-            raise ValueError("not chunked")
-        if size == 0:
-            break
-        parts.append(content[start : start + size])
-    return b"".join(parts)
+def _decode(content: bytes, coding: str, limit: int) -> bytes | None:
+    """At most `limit` bytes of a body without one coding; None for a coding that is not read."""
+    if coding in ("gzip", "x-gzip", "deflate"):
+        bare = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
+        return zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32).decompress(content, limit)
+    if coding == "zstd":
+        with zstandard.ZstdDecompressor().stream_reader(content) as stream:
+            return stream.read(limit)
+    if coding == "chunked":  # RFC 9112, section 7.1
+        parts, at, size = [], 0, 1
+        while size and at < len(content):
+            end = content.index(b"\r\n", at)
+            if (size := int(content[at:end].split(b";")[0], 16)) < 0:
+                raise ValueError("not chunked")
+            parts.append(content[end + 2 : end + 2 + size])
+            at = end + 4 + size
+        return b"".join(parts)
+    return content if coding in ("identity", "none") or content.lstrip()[:1] == b"<" else None

@@ -57,10 +57,9 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     more: dict[str, Any] = {"version": 3, "resumable": True}
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     config = _json(data, "sources", "root", "mirror", "sample", "on_error")
-    config["sources"] = [{**source, "download": None} for source in config["sources"]]  # how files get here
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
     check: Callable[[LoadedRecipe], None] = own.check_ingest
-    yield Step("ingest", own.ingest, {"data": config}, world, files=files, check=check, version=2, resumable=True)
+    yield Step("ingest", own.ingest, {"data": config}, world, files=files, check=check, **more)
     config = {"data": _json(data, "filters", "languages")}
     yield Step("filter", own.filter_documents, config, ("ingest",), check=own.check_filter, **more)
     last = ("filter",)

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.places import is_url, leads_back, printable
+from affinage.data.places import is_url, printable
 from affinage.paths import from_home
 from affinage.results import read_json
 
@@ -73,19 +73,9 @@ def _fingerprint(file: Path, status: os.stat_result) -> str:
 def _files(path: str) -> Iterator[Path]:
     matches = [Path(path)] if Path(path).exists() else [Path(match) for match in glob.glob(path, recursive=True)]
     for match in sorted(matches):
-        for file in sorted(_all_in(match)) if match.is_dir() else [match]:
+        for file in sorted(match.rglob("*")) if match.is_dir() else [match]:
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(match).parts):
                 yield file
-
-
-def _all_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """All files below a folder, as the steps read them: also behind links to folders, if these do not lead back."""
-    above = (*above, os.path.realpath(folder))
-    for entry in folder.iterdir():
-        if not entry.is_dir():
-            yield entry
-        elif not leads_back(str(entry), above):
-            yield from _all_in(entry, above)
 
 
 def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
