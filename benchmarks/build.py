@@ -2,7 +2,7 @@
 
     python benchmarks/build.py [--quick]
 
-analysis: read a recipe, build its graph, count parameters, FLOPs and the bytes kept under each remat policy. Nothing is
+analysis: read a recipe, build its graph, count parameters and FLOPs. Nothing is
 allocated, so a model of 340 billion parameters takes no longer than one of 600 million; the peer is the limit of two
 seconds that planning is to stay under.
 depth: compile the gradient of 72 and of 18 layers. A scan compiles one layer whatever the depth, so that the ratio is
@@ -22,7 +22,6 @@ from twins import Size, graph_of
 from affinage.config.load import load_recipe
 from affinage.model import ApplyConfig, abstract_params, apply, parse
 from affinage.model.analysis import analyze, parameters
-from affinage.planning.estimate import activations
 
 LIMIT = 2.0  # seconds
 SEQ_LEN = 2048
@@ -35,8 +34,6 @@ def analysis(recipe: str) -> tuple[float, int]:
     graph = parse(loaded.recipe.model, loaded.locate)
     count = parameters(graph).total
     analyze(graph, 1, SEQ_LEN)
-    for policy in ("none", "dots", "block", "full"):
-        activations(graph, 1, SEQ_LEN, policy)
     return time.process_time() - start, count
 
 

@@ -8,21 +8,123 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 import affinage.model.layers  # noqa: F401  the kinds register themselves
-from affinage.cli.config import head
 from affinage.cli.program import app
-from affinage.cli.reference import Section, sections
 from affinage.config.load import packaged_recipes
-from affinage.config.recipe import Recipe
+from affinage.config.recipe import TRAININGS, Recipe
+from affinage.config.settings import Settings, classes_in
+from affinage.config.training import TrainSettings
+from affinage.config.yaml import as_yaml
 from affinage.model.layer import LAYERS
 
 ROOT = Path(__file__).parents[1]
 EXITS = """\
 Exit status: 0 done, 2 a mistake in what was given (one message says which), 75 stopped after saving (run it again to go
 on), 130 interrupted, 1 a defect of affinage."""
+
+
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", ByteSize: "bytes", Any: "any value"}
+
+
+class Setting(NamedTuple):
+    """One key of a recipe."""
+
+    key: str
+    """Dotted; `*` stands for a name of the user's, `[]` for a place in a list."""
+    type: str
+    """In words, with bounds."""
+    default: str
+    """As YAML, "" where the key must be given."""
+    meaning: str
+    """Empty where the name says it all."""
+
+
+class Section(NamedTuple):
+    """The settings of one class, as they stand in one place of the recipe; its key is "" for the recipe itself."""
+
+    key: str
+    meaning: str
+    settings: tuple[Setting, ...]
+
+
+def sections(model: type[Settings], key: str = "") -> Iterator[Section]:
+    """The class's own settings, then those of the classes inside it, depth first.
+
+    What all trainings share stands once, in the section `training`.
+    """
+    inside: list[tuple[str, type[Settings]]] = []
+    found = []
+    shared = TrainSettings.model_fields if issubclass(model, TrainSettings) and model is not TrainSettings else {}
+    for name, field in model.model_fields.items():
+        if name in shared:
+            continue
+        dotted = f"{key}.{name}" if key else name
+        inner = [(dotted + place, child) for place, child in classes_in(field.annotation)]
+        if name == TRAININGS[0]:
+            found.append(Setting("training", "section", "left out", ""))
+            inner.insert(0, ("training", TrainSettings))
+        inside += inner
+        found.append(Setting(dotted, _type(field), _default(field, bool(inner)), meaning(field)))
+    yield Section(key, inspect.cleandoc(model.__doc__ or ""), tuple(found))
+    for dotted, child in inside:
+        yield from sections(child, dotted)
+
+
+def meaning(field: FieldInfo) -> str:
+    """The docstring of a setting in one line."""
+    return " ".join((field.description or "").split())
+
+
+def _type(field: FieldInfo) -> str:
+    found = [
+        f"{sign} {bound:g}"
+        for constraint in field.metadata
+        for name, sign in _BOUNDS.items()
+        if (bound := getattr(constraint, name, None)) is not None
+    ]
+    return f"{_words(field.annotation)} {', '.join(found)}".rstrip()
+
+
+def _words(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (tuple, list):
+        return f"list of {_words(inner[0])}"
+    if origin is dict:
+        return f"mapping of {_words(inner[0])} to {_words(inner[1])}"
+    if origin is Literal:
+        return " | ".join(str(word) for word in inner)
+    if origin is Annotated:
+        return _words(inner[0])
+    if origin is not None:
+        return " | ".join(dict.fromkeys(_words(member) for member in inner if member is not type(None)))
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    return "section" if issubclass(annotation, Settings) else str(getattr(annotation, "__name__", annotation))
+
+
+def _default(field: FieldInfo, is_section: bool) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if field.is_required():
+        return ""
+    if value is PydanticUndefined or isinstance(value, Settings):
+        return "its own defaults"
+    if value is None:
+        return "left out" if is_section else "none"
+    return as_yaml(value)
+
+
+def head(path: Path) -> str:
+    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
+    comment = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))
+    return re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.MULTILINE).rstrip("\n")
 
 
 def settings_page() -> str:

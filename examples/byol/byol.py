@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.load import load_recipe
-from affinage.data.permutation import permuted
+from affinage.data.order import permuted
 from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply, init_params, parse
 from affinage.model.forward import apply_node
 from affinage.model.graph import Node

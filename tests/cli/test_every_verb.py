@@ -63,6 +63,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["data", "search", "tiny", "the", "--limit", "2"], lambda told: len(told["documents"]) == 2),
     (["data", "head", "tiny", "--limit", "1"], lambda told: told[0]["source"] == "pocket-world"),
     (["data", "head", "tiny", "--step", "filter", "--reason", "too short"], lambda told: len(told) > 0),
+    (["data", "stats", "tiny"], lambda told: told["steps"]["filter"]["documents_out"] < 422),
     (["checkpoint", "ls", "tiny/pretrain"], lambda told: [each["step"] for each in told] == [18, 20]),
     (["checkpoint", "show", "tiny@4"], lambda told: told["step"] == 4 and told["arrays"]["params"]["numbers"] > 0),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], lambda told: len(told["arrays"]["different"]) > 0),
@@ -98,8 +99,8 @@ READ = [
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
     (["chat", "tiny", ASK, "--max-new-tokens", "4"], "\n"),
-    (["config", "show", "tiny", "pretrain"], "steps: 20 "),
-    (["graph", "tiny", "--mermaid"], "flowchart TD"),
+    (["config", "show", "tiny", "pretrain"], "pretrain.steps"),
+    (["graph", "tiny"], "transformer_block"),
     (["config", "schema"], "json-schema.org"),
     (["world", "text", "--megabytes", "0.05"], "text"),
 ]

@@ -16,7 +16,7 @@ WRONG_NAMES = """
 run quickstrat                                                     `quickstart`
 run quickstart --set name=store                                    `store`
 sft quickstart --set sft.sources=[no.jsonl]                        --set sft.sources: | no.jsonl
-data lineage quickstart                                            affinage data lineage quickstart --step
+data lineage quickstart                                            --step
 chat nobody                                                        `nobody`
 generate a@b x                                                     `@b`
 eval runs/x                                                        `runs/x`
@@ -26,14 +26,13 @@ eval quickstart --tasks piqa                                       affinage run 
 compare nobody no-one                                              `nobody`
 plan quickstart --on v9-8                                          `v9-8`
 sweep TINY                                                         sweep
-graph quickstart --json --mermaid                                  --json, --mermaid
 train quickstart --set model.nodes.blocks.attention.heads=5        `blocks`
 train quickstart --set model.nodes.embed.vocab=99                  3072
 train quickstart --set mesh={data: 3}                              batch 8
 plan quickstart --on ""                                            ``
 checkpoint ls small --runs gs://bucket/runs                        --runs | gs://bucket/runs
 run quickstart --set base=novels                                   --set base | in a file
-run                                                                affinage run quickstart
+train                                                              RECIPE
 """
 # In a folder where they are.
 BROKEN = """

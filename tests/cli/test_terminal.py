@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli import options
-from affinage.cli.output import working
 from affinage.cli.watch import headline
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
 from affinage.hardware.devices import accelerator_is_here
@@ -46,7 +44,7 @@ def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
 @pytest.mark.parametrize(
     ("words", "begun", "told", "status"),
     [
-        (["world", "mine", "--megabytes", "200"], ".mine.part", signal.SIGINT, EXIT_INTERRUPTED),
+        (["world", "mine", "--megabytes", "200"], "mine", signal.SIGINT, EXIT_INTERRUPTED),
         pytest.param(
             ["data", TINY, "--set", "data.sources=[{path: pocket-world, max_bytes: 60MB}]"],
             "runs/store/synthesize-*/request.json",
@@ -70,23 +68,6 @@ def test_a_signal_ends_a_verb_with_its_status(tmp_path: Path, words, begun, told
         assert not list(tmp_path.iterdir()), "an interrupted world leaves nothing behind"
     else:
         assert "Run the same command to resume." in said
-
-
-def test_names_are_completed(tmp_path: Path, monkeypatch, affinage):
-    for name in ("first", "second"):
-        (tmp_path / "runs" / name / "pretrain").mkdir(parents=True)
-        (tmp_path / "runs" / name / "recipe.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("_AFFINAGE_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_CWORD", "2")
-    for words, expected in (
-        ("affinage run novels", ["novels", "novels-chat"]),
-        ("affinage chat ", ["first", "second"]),
-        ("affinage chat first/", ["first/pretrain"]),
-    ):
-        monkeypatch.setenv("COMP_WORDS", words)
-        assert sorted(affinage()[1].split()) == expected
-    assert {"v4-8", "v4-32"} <= set(options.complete_slice("v4"))
 
 
 LEFT, UP = b"\x1b[D", b"\x1b[A"
@@ -118,14 +99,6 @@ def test_arrow_keys_edit_a_line_of_a_chat_and_bring_back_those_before_it(tmp_pat
     assert read.read_text() == "['bonjour', 'salut', 'bonjour !']"
 
 
-def test_work_is_shown_as_lines_if_wanted_and_otherwise_not_at_all_outside_of_a_terminal(capsys):
-    for lines in (False, True):
-        with working("reading", lines=lines) as progressed:
-            for what in ("a.txt", "10 of 90 rows", "30 of 90 rows", "the end"):
-                progressed(what)
-    assert capsys.readouterr() == ("", "reading: a.txt\nreading: 10 of 90 rows\nreading: the end\n")
-
-
 MANY = {"too short": 1200, "other language": 30, "binary": 7, "empty": 2, "too long": 1}
 QUIZ, OTHER = {"items": 10_000, "found": 12}, {"items": 50, "found": 0}
 ACC, NORM = {"value": 0.45, "stderr": 0.114}, {"value": 0.3, "stderr": 0.01}
@@ -155,9 +128,7 @@ def test_the_facts_that_a_person_wants_to_see_while_waiting(step: str, result: d
     assert list(headline(RESULTS[step].model_validate(result))) == lines
 
 
-def test_too_few_documents_to_judge_by_are_named():
-    few, enough = (" ".join(headline(SplitResult(documents_out=9, validation_documents=held))) for held in (1, 25))
-    assert "few to judge by" in few and "few" not in enough
+def test_groups_without_held_out_documents_and_samples_are_named():
     assert "a, b, c and 1 more" in " ".join(headline(SplitResult(without_validation=["a", "b", "c", "d"])))
     assert "7 not in the sample" in " ".join(headline(IngestResult(not_sampled=7)))
 

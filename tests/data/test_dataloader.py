@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from affinage.data.dataloader import DataLoader, make_batch, prefetch, segments, validation_sets
 from affinage.data.mixture import SLOTS, Group, Mixture, components_of
-from affinage.data.permutation import permuted
+from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
@@ -134,7 +134,7 @@ def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
 def test_iterating_gives_the_batches_in_order_and_ends_its_threads_and_errors_come_in_their_turn(folder: Path):
     feed = DataLoader(folder, seed=0, batch=4)
     before = threading.active_count()
-    batches = feed.iterate(5, ahead=3, threads=2)
+    batches = feed.iterate(5)
     for step in range(5, 25):
         assert (next(batches)["tokens"] == feed.batch(step)["tokens"]).all()
     batches.close()

@@ -71,7 +71,10 @@ def test_the_reference_has_every_setting_verb_recipe_and_kind(tmp_path: Path):
     settings, verbs, recipes, kinds = (
         (tmp_path / f"{name}.md").read_text() for name in ("settings", "verbs", "recipes", "kinds")
     )
-    assert "language_threshold" in settings and "Share of letters and digits" in settings
+    rows = [line.split(" | ") for line in settings.splitlines() if line.startswith("| `")]
+    assert len(rows) <= 270 and "language_threshold" in settings and "Share of letters and digits" in settings
+    unexplained = [key for key, kind, _, meaning in rows if meaning.strip("| ") == "" and "section" not in kind]
+    assert not unexplained, "every setting has a docstring"
     assert "## affinage checkpoint verify" in verbs and "Exit status" in verbs
     assert all(f"## {name}\n" in recipes for name in packaged_recipes())
     assert all(f"## {name}\n" in kinds for name, kind in LAYERS.items() if kind.__module__.startswith("affinage."))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
-from affinage.model import ApplyConfig, abstract_params, apply, init_cache, parse
-from affinage.model.analysis import analyze, cache_bytes, parameters
+from affinage.model import ApplyConfig, abstract_params, apply, parse
+from affinage.model.analysis import analyze, parameters
 from affinage.model.products import Logits
 
 GRAPHS = {
@@ -91,5 +91,3 @@ def test_bytes_and_parameters_are_those_of_the_arrays(name):
     graph = parse(GRAPHS[name])
     leaves = jax.tree.leaves(abstract_params(graph, jnp.bfloat16))
     assert parameters(graph).total == sum(leaf.size for leaf in leaves)
-    cache = jax.tree.leaves(init_cache(graph, 2, 8, jnp.bfloat16))
-    assert cache_bytes(graph, 2, 8, jnp.bfloat16) == sum(array.nbytes for array in cache)

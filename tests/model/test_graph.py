@@ -1,4 +1,4 @@
-"""What a recipe may say of a model, a mistake with its line, kinds of one's own, and the drawing of a graph."""
+"""What a recipe may say of a model, a mistake with its line, and kinds of one's own."""
 
 import copy
 from typing import Any
@@ -13,7 +13,6 @@ import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, logical_axes, parse
-from affinage.model.analysis import mermaid
 from affinage.model.layer import LAYERS, Layer, expect_sequence, register_layer, sequence_of
 from affinage.model.parameter import ParamSpec
 
@@ -125,26 +124,3 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
             register_layer("test_gate")(type("Another", (Layer,), {}))
     finally:
         del LAYERS["test_gate"]
-
-
-NORM = {"kind": "rms_norm"}
-BRANCHED = changed(
-    ("left", NORM | {"in": "embed"}), ("blocks.in", "left"), ("other", NORM | {"in": "norm"}), ("logits.in", "other")
-)
-
-
-@pytest.mark.parametrize(
-    ("model", "dotted"),
-    [(tiny_graphs.llama(), 0), (tiny_graphs.gpt2(), 1), (BRANCHED, 0)],
-    ids=["llama", "gpt2", "branched"],
-)
-def test_a_flowchart_has_every_node_once_and_every_arrow(model, dotted):
-    graph = parse(model)
-    lines = [line.strip() for line in mermaid(graph).splitlines()]
-    for node in graph.nodes:
-        (box,) = [line for line in lines if line.startswith(f'{node.name}["')]
-        assert node.repeat is None or f"× {node.repeat}" in box
-        assert all(f"{source} --> {node.name}" in lines for source in node.inputs)
-    assert sum(" --> " in line for line in lines) == sum(len(node.inputs) for node in graph.nodes)
-    # Weights that are shared, or followed by an average, are dotted.
-    assert sum(" -. " in line for line in lines) == dotted

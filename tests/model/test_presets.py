@@ -10,7 +10,6 @@ import pytest
 from affinage.config.load import load_recipe
 from affinage.model import abstract_params, parse
 from affinage.model.analysis import analyze, parameters
-from affinage.planning.estimate import activations
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VOCABULARY = 3072  # what `vocab: auto` is in the quickstart
@@ -79,7 +78,5 @@ def test_twins_have_as_many_active_parameters_but_for_the_router():
 def test_large_graphs_are_analysed_without_weights(recipe):
     arrays = jax.live_arrays()  # held, so that none of them goes meanwhile
     graph = graph_of(recipe)
-    kept = [activations(graph, 1, 2048, policy)[0] for policy in ("none", "block", "full")]
     assert analyze(graph, 1, 2048).training_flops > 6 * parameters(graph).active * 2048 * 0.9
-    assert kept == sorted(kept, reverse=True)
     assert len(arrays) == len(jax.live_arrays())

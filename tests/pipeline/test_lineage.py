@@ -139,7 +139,7 @@ def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
 def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
     whole = said(capsys, "data", "head", str(run), "--limit", "1000")
     assert {document["part"] for document in whole} == {"train", "validation"}
-    assert said(capsys, "data", "head", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
+    assert said(capsys, "data", "head", str(run), "--limit", "2") == whole[:2]
     french = said(capsys, "data", "head", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
     assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
     removed = said(capsys, "data", "head", str(run), "--step", "filter", "--reason", "too short")

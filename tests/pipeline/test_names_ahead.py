@@ -57,7 +57,6 @@ def ahead(tmp_path, monkeypatch):
         ("data.decontaminate.benchmark_files=[exam.yaml]", "dataset_path"),
         pytest.param("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag", marks=pytest.mark.full),  # 13,000 files
         ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
-        ("pretrain.mixture=[{weights: {text: 1}}]", "texts"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):

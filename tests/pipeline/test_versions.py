@@ -50,7 +50,6 @@ RESULTS: dict[str, tuple[int, str, float]] = {
 _LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
     "seconds", "tokens_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
-    "device_utilization",
     "devices", "device", "items_per_second", "fingerprint", "url",
 }  # fmt: skip
 

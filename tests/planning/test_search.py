@@ -129,11 +129,11 @@ def test_the_lines_to_paste_are_the_settings():
 
 
 def test_the_verb_prints_a_table_and_json(capsys):
-    words = [SMALL, "--on", "v4-8", "--search", "--best", "2", *settings(*TINY)]
+    words = [SMALL, "--on", "v4-8", "--search", *settings(*TINY)]
     assert "to paste into the recipe" in told(capsys, *words)[1]
     status, out, _ = told(capsys, *words, "--json")
     best = json.loads(out)["best"]
-    assert status == 0 and len(best) == 2 and best[0]["plan"]["fits"]
+    assert status == 0 and len(best) == 3 and best[0]["plan"]["fits"]
 
 
 @pytest.mark.full

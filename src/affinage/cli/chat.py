@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import JsonOption, ModelArgument, opt, verb, with_options
+from affinage.cli.options import JsonOption, ModelArgument, app, opt, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class SamplingOptions:
         return SamplingParams(max_new_tokens, **asdict(self) | {"stop": tuple(self.stop or ())})
 
 
-@verb()
+@app.command()
 @with_options(sampling=SamplingOptions, opening=OpenOptions)
 def generate(
     model: ModelArgument,
@@ -66,20 +65,24 @@ def generate(
 
     Example: affinage generate quickstart "The currency of Japan" "La monnaie du Japon"
     """
-    with _only_utf8("PROMPT"):
-        texts = prompts or [_piped()]
-        "".join(texts).encode()
-    found = opened(model, opening)
+    texts = prompts or ["" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")]
+    "".join(texts).encode()  # raises, before a model is opened, for words of another encoding than UTF-8
+    if not any(texts):
+        fix = (
+            'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
+        )
+        raise UserError("no prompt was given", fix=fix)
+    loaded = opened(model, opening)
     from affinage.api import prompt_tokens
     from affinage.generation.engine import generate as generated
 
-    rows = [prompt_tokens(text, found.model) for text in texts]
-    for text, result in zip(texts, generated(found.model, rows, sampling.params(max_new_tokens))):
-        line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **found.facts}
+    rows = [prompt_tokens(text, loaded.model) for text in texts]
+    for text, result in zip(texts, generated(loaded.model, rows, sampling.params(max_new_tokens))):
+        line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **loaded.facts}
         print(json.dumps(line, ensure_ascii=False) if as_json else text + result.text)
 
 
-@verb()
+@app.command()
 @with_options(sampling=SamplingOptions, opening=OpenOptions)
 def chat(
     model: ModelArgument,
@@ -94,76 +97,45 @@ def chat(
 
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
-    questions = question or []
-    with _only_utf8("QUESTION, --system"):
-        "".join([*questions, system or ""]).encode()
-    found = opened(model, opening)
+    "".join([*(question or ()), system or ""]).encode()  # as in `generate`
+    loaded = opened(model, opening)
     from affinage.generation.chat import ChatSession, converse
 
-    session = ChatSession(found.model, sampling.params(max_new_tokens))
-    if not found.is_chat:
+    write = partial(print, end="", flush=True)
+    session = ChatSession(loaded.model, sampling.params(max_new_tokens))
+    if not loaded.is_chat:
         note = "is not a chat model. It continues texts: affinage generate"
         print(f"Warning: {model} {note} {shlex.quote(model)} ...", file=sys.stderr)
     if system is not None:
         session.set_system(system)
-    for text in questions:
+    for text in question or ():
         session.reset()
         for piece in session.reply(text):
-            _write(piece)
-        _write("\n")
-    if not questions:
+            write(piece)
+        write("\n")
+    if not question:
         if sys.stdin.isatty():
-            print(f"This is {found.model.name}. /help lists the commands, /quit leaves.", file=sys.stderr)
-        converse(session, read_line, _write)
-
-
-def _piped() -> str:
-    """The text of a pipe or a file, without its last line break; a terminal is not waited for."""
-    text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
-    if not text:
-        fix = (
-            'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
-        )
-        raise UserError("no prompt was given", fix=fix)
-    return text
-
-
-@contextlib.contextmanager
-def _only_utf8(where: str) -> Iterator[None]:
-    """Inside, text in another encoding is a mistake of the user."""
-    try:
-        yield
-    except UnicodeError as error:
-        fix = "Convert it, for example with: iconv -f latin1 -t utf-8 FILE | affinage ..."
-        raise UserError(f"this is not UTF-8: {error.reason}", where=where, fix=fix) from error  # type: ignore[attr-defined]
+            print(f"This is {loaded.model.name}. /help lists the commands, /quit leaves.", file=sys.stderr)
+        converse(session, read_line, write)
 
 
 def read_line() -> str | None:
     """A line from the terminal, with arrow keys to edit it and to go back; None where the person leaves."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() uses it once it is there
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  input() uses it once it is there
     try:
-        with _only_utf8("standard input"):
-            return input("> " if terminal else "")
+        return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
-        if terminal:
-            _write("\n")
         return None
 
 
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-@verb()
+@app.command()
 @with_options(opening=OpenOptions)
 def serve(
     model: ModelArgument,
     host: Annotated[str, opt("Address to listen on. 0.0.0.0: for other machines too.")] = "127.0.0.1",
     port: Annotated[int, opt("0: any that is free.", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[Path | None, opt(_KEY_FILE)] = None,
+    api_key_file: Annotated[Path | None, opt(_KEY_FILE, exists=True, dir_okay=False)] = None,
     max_num_seqs: Annotated[int, opt("Answers generated at once.", "--max-num-seqs", min=1)] = 8,
     max_queue: Annotated[int, opt("Answers that may wait; more are refused with 429.", min=0)] = 64,
     max_tokens: Annotated[int, opt("The longest answer.", min=1)] = 1024,
@@ -176,34 +148,21 @@ def serve(
 
     Example: affinage serve quickstart --port 8000
     """
-    key = _api_key(api_key_file)
+    # It is no argument, which every user of the machine could read.
+    key = (os.environ.get(_VARIABLE) or None) if api_key_file is None else api_key_file.read_text("utf-8").strip()
+    if key is not None and not _KEY.fullmatch(key):
+        fix = "Use letters, digits and signs, without spaces."
+        raise UserError("this is not a key that a header can carry", where=str(api_key_file or _VARIABLE), fix=fix)
     loaded = opened(model, opening, reserves=True).model
     from affinage.serving.server import run
+
+    def announce(url: str, used: str | None) -> None:
+        page = f"{url}/#token={'YOURS' if key else used}" if used else f"{url}/"
+        print(f"{url}/v1 is the base URL for OpenAI clients (API key: {'yours' if key else used or 'any'}).")
+        print(f"{page} is a page to talk with it. Ctrl-C ends it.", flush=True)
 
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
     print("Compiling ...", flush=True)
     limits = {"max_num_seqs": max_num_seqs, "max_queue": max_queue, "max_tokens": max_tokens}
-    run(loaded, partial(_announce, own=key), host=host, port=port, key=key, grace=grace, **limits)
-
-
-def _api_key(file: Path | None) -> str | None:
-    """The key in a file or in the environment; not in an argument, which every user of the machine can read."""
-    where, text = _VARIABLE, os.environ.get(_VARIABLE, "")
-    if file is not None:
-        try:
-            where, text = str(file), file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            fix = "Write a key into it: letters, digits and signs."
-            raise UserError(f"no key can be read there: {error}", where="--api-key-file", fix=fix) from error
-    key = text.strip()
-    if (key or file is not None) and not _KEY.fullmatch(key):
-        fix = "Use letters, digits and signs, without spaces."
-        raise UserError("this is not a key that a header can carry", where=where, fix=fix)
-    return key or None
-
-
-def _announce(url: str, key: str | None, own: str | None) -> None:
-    page = f"{url}/#token={'YOURS' if own else key}" if key else f"{url}/"
-    print(f"{url}/v1 is the base URL for OpenAI clients (API key: {'yours' if own else key or 'any'}).")
-    print(f"{page} is a page to talk with it. Ctrl-C ends it.", flush=True)
+    run(loaded, announce, host=host, port=port, key=key, grace=grace, **limits)

@@ -3,9 +3,9 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from affinage.cli.options import RUNS, JsonOption, RunsOption, arg, complete_model, find, verb, verbs
+from affinage.cli.options import RUNS, JsonOption, RunsOption, arg, find, verbs
 from affinage.cli.output import counted, emit, table, working
 from affinage.errors import UserError
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
 
 _HELP = "A run, a training of it (quickstart/pretrain), or a checkpoint (...@1000)."
-CheckpointArgument = Annotated[str, arg("MODEL[@STEP]", _HELP, complete_model)]
+CheckpointArgument = Annotated[str, arg("MODEL[@STEP]", _HELP)]
 group = verbs(
     "checkpoint",
     "List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
@@ -26,22 +26,19 @@ def on_the_processor() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-@verb(within=group)
+@group.command()
 def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """List the checkpoints of a training.
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    store, _ = _store(training, runs, quiet=as_json)
+    store, _ = _store(training, runs)
     from affinage.checkpoint.browse import listing
 
-    rows = listing(store)
-    if not rows:
-        print("no checkpoint yet", file=sys.stderr)
-    emit(rows, as_json)
+    emit(listing(store), as_json)
 
 
-@verb(within=group)
+@group.command()
 def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Print what a checkpoint holds: settings, data, versions, arrays.
 
@@ -49,15 +46,15 @@ def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonO
 
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
-    store, steps = _chosen(checkpoint, runs)
+    store, steps = _steps(checkpoint, runs)
     from affinage.checkpoint.browse import arrays
 
     metadata = store.metadata(steps[-1])
-    facts: dict[str, Any] = {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
+    facts = {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
     emit(metadata.facts | facts, as_json)
 
 
-@verb(within=group)
+@group.command()
 def diff(
     one: CheckpointArgument, other: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
 ) -> None:
@@ -65,13 +62,13 @@ def diff(
 
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200
     """
-    chosen = [_chosen(name, runs) for name in (one, other)]
+    chosen = [_steps(name, runs) for name in (one, other)]
     from affinage.checkpoint.browse import compare
 
     emit(compare(*(store.metadata(steps[-1]) for store, steps in chosen)), as_json)
 
 
-@verb(within=group)
+@group.command()
 def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Read every array of one checkpoint, or of all of a training, and compare it with its checksum.
 
@@ -79,40 +76,37 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
 
     Example: affinage checkpoint verify quickstart
     """
-    store, steps = _chosen(checkpoint, runs, quiet=as_json)
+    store, steps = _steps(checkpoint, runs)
     with working("reading checkpoints"):
         rows = [{"step": step, "corruption": store.verify(step) or None} for step in steps]
-    emit(rows, as_json, [table([{"step": row["step"], "state": row["corruption"] or "intact"} for row in rows])])
-    if corrupted := [row for row in rows if row["corruption"]]:
+    emit(rows, as_json, [table([row | {"corruption": row["corruption"] or "intact"} for row in rows])])
+    if corrupted := [row["step"] for row in rows if row["corruption"]]:
         what = f"corrupted: {len(corrupted)} of {counted(len(rows), 'checkpoint')}"
         fix = "A training resumes from the newest intact one by itself; copy a corrupted one again if it has a copy."
         raise UserError(what, where=checkpoint, fix=fix)
 
 
-def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | str | None]":
-    """The checkpoints that a name stands for, and the step it names. Of a run with several trainings, prints which."""
-    from affinage.pipeline.models import locate, run_of, trainings_of
+def _store(name: str, runs: Path) -> "tuple[CheckpointStore, int | str | None]":
+    """The checkpoints that a name stands for, whose training is printed, and the step that it names."""
+    from affinage.pipeline.models import locate
 
     target = find(name, runs)  # before JAX is imported
-    folder, step = locate(target, runs)
     if target.kind == "hub":
         raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
-    if target.kind in ("recipe", "run") and not quiet:
-        last, *others = (f"{name.partition('@')[0]}/{each}" for each in trainings_of(run_of(target, runs)))
-        if others:
-            print(f"{last}, the last training; others: {', '.join(others)}", file=sys.stderr)
+    folder, step = locate(target, runs)
+    print(f"checkpoints of {folder.name}", file=sys.stderr)
     from affinage.checkpoint import CheckpointStore
 
     return CheckpointStore(folder / "checkpoints"), step
 
 
-def _chosen(name: str, runs: Path, *, quiet: bool = True) -> "tuple[CheckpointStore, list[int]]":
-    """A store, and the step that was named or all that are complete, oldest first. Raises UserError without any."""
-    store, step = _store(name, runs, quiet=quiet)
+def _steps(name: str, runs: Path) -> "tuple[CheckpointStore, list[int]]":
+    """The checkpoints of a training, and the step that was named, or all that are complete, oldest first."""
+    store, step = _store(name, runs)
     steps = store.steps()
     if not steps:
         raise UserError("no checkpoint is complete", where=str(store.folder), fix="Train the model, or copy it again.")
     if step is not None and step not in steps:
         fix = f"There are {', '.join(f'@{known}' for known in steps)}."
         raise UserError(f"there is no complete checkpoint of step {step}", where=str(store.folder), fix=fix)
-    return store, [each for each in steps if step in (None, each)]
+    return store, steps if step is None else [int(step)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, arg, complete_model, find, opt, verb
+from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, app, arg, find, opt
 from affinage.cli.output import Table, described, emit
 from affinage.errors import UserError
 
@@ -13,12 +13,9 @@ if TYPE_CHECKING:
     from affinage.report.comparison import Comparison, Entrant
 
 
-@verb()
+@app.command()
 def compare(
-    names: Annotated[
-        list[str],
-        arg("A B [C]...", "Runs, models that `eval` has scored, or folders of results.", complete_model),
-    ],
+    names: Annotated[list[str], arg("A B [C]...", "Runs, models that `eval` has scored, or folders of results.")],
     runs: RunsOption = RUNS,
     html: Annotated[Path | None, opt("Write a page: settings, losses, scores, time.", "--html", metavar="FILE")] = None,
     lang: LangOption = None,
@@ -41,18 +38,15 @@ def compare(
     targets = [find(name, runs) for name in names]  # before JAX is imported
     for target in targets:
         check_complete(target, runs)
-    from affinage.report.comparison import comparison
+    from affinage.report.comparison import comparison, render_comparison
+    from affinage.report.page import write_page
 
-    found = comparison([_entrant(target, runs) for target in targets])
-    page = {}
+    compared = comparison([_entrant(target, runs) for target in targets])
+    facts = compared.to_dict()
     if html is not None:
-        from affinage.report.comparison import render_comparison
-        from affinage.report.page import write_page
-
-        write_page(render_comparison(found, lang), html)
-        page = {"page": str(html)}
-    facts = found.to_dict() | page
-    emit(facts, as_json, _view(found, facts))
+        write_page(render_comparison(compared, lang), html)
+        facts["page"] = str(html)
+    emit(facts, as_json, _view(compared, facts))
 
 
 def _entrant(target: "Target", runs: Path) -> "Entrant":
@@ -76,23 +70,26 @@ def _entrant(target: "Target", runs: Path) -> "Entrant":
     return entrant(name, run, results, parts=parts)
 
 
-def _view(found: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
+def _view(compared: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":
     from affinage.config.yaml import brief
     from affinage.report.comparison import notes
     from affinage.report.language import Language
 
+    words = {True: "real", False: "may be noise"}
     differences = [
-        {key: value for key, value in one.items() if key != "is_real"}
-        | {"": "real" if one["is_real"] else "may be noise" if one["stderr"] else "none"}
-        for one in facts["differences"]
+        {key: value for key, value in row.items() if key != "is_real"} | {"": words[row["is_real"]]}
+        for row in facts["differences"]
     ]
-    runs = [{key: value for key, value in one.items() if key not in ("summary", "scores")} for one in facts["runs"]]
-    yield from described(facts | {"runs": runs, "settings": [], "differences": differences, "asked_otherwise": []})
-    if found.settings:
-        settings = found.settings.items()
-        rows = [[key, *(None if one is None else brief(one) for one in values)] for key, values in settings]
+    runs = [{key: value for key, value in row.items() if key not in ("summary", "scores")} for row in facts["runs"]]
+    shown = {"runs": runs, "differences": differences, "page": facts.get("page")}
+    yield from described(shown)
+    if compared.settings:
+        rows = [
+            [key, *(None if value is None else brief(value) for value in values)]
+            for key, values in compared.settings.items()
+        ]
         yield ""
-        yield Table(["setting", *(one.name for one in found.entrants)], rows)
-    yield from dict.fromkeys(note for pair in found.paired for note in notes(pair, Language("en")))
-    if len({one["task"] for one in differences}) > 5:
+        yield Table(["setting", *(each.name for each in compared.entrants)], rows)
+    yield from dict.fromkeys(note for pair in compared.paired for note in notes(pair, Language("en")))
+    if len({row["task"] for row in differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

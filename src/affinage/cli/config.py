@@ -3,21 +3,17 @@
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from affinage.cli import options
-from affinage.cli.options import arg, load, opt, verb, verbs
-from affinage.cli.output import Table, emit
+from affinage.cli.options import app, arg, load, opt, verbs
+from affinage.cli.output import Table, emit, table
 from affinage.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from affinage.cli.reference import Value
 
 group = verbs("config", "Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
-FACTS = ("Run", "Hardware", "Time", "Cost", "Expect")
-_FACT = re.compile(rf"({'|'.join(FACTS)}): +(.*)")
 _NEW = """\
 # yaml-language-server: $schema={schema}
 #
@@ -37,7 +33,7 @@ name: {name}
 """
 
 
-@verb()
+@app.command()
 def recipes(as_json: options.JsonOption = False) -> None:
     """List the packaged recipes.
 
@@ -45,49 +41,18 @@ def recipes(as_json: options.JsonOption = False) -> None:
     """
     from affinage.config.load import packaged_recipes, read_file
 
-    found: list[dict[str, Any]] = []
-    rows = []
-    for name, path in packaged_recipes().items():
-        about = facts(path)
-        texts = {fact.lower(): " ".join(lines) for fact, lines in about.items()} | {"run": about.get("Run", [])}
-        description = read_file(path).value.get("description", "")
-        found.append({"name": name, "description": description, **texts, "head": head(path)})
-        shorts = (re.split("[:;]", found[-1][fact])[0] for fact in ("hardware", "time", "cost"))
-        rows.append((name, f"{description}\n{', '.join(short for short in shorts if short != 'none')}"))
-    more = "\nRun one: affinage run NAME. Start your own from one: affinage new my-run --like NAME."
-    emit(found, as_json, [Table(("", ""), rows, left=(0, 1)), more])
+    rows = [
+        {"name": name, "description": read_file(path).value.get("description", ""), "file": str(path)}
+        for name, path in packaged_recipes().items()
+    ]
+    shown = Table(("", ""), [(row["name"], row["description"]) for row in rows], left=(0, 1))
+    emit(rows, as_json, [shown, "\nRun one: affinage run NAME. Start your own: affinage new my-run --like NAME."])
 
 
-def head(path: Path) -> str:
-    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
-    comment = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))
-    return re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.MULTILINE).rstrip("\n")
-
-
-def facts(path: Path) -> dict[str, list[str]]:
-    """The facts in the head of a recipe by name, as lines.
-
-    A fact is a line `Name: text` and the indented lines after it; those of `Run` are one command each.
-    """
-    found: dict[str, list[str]] = {}
-    current: list[str] = []
-    for line in head(path).splitlines():
-        if match := _FACT.fullmatch(line):
-            current = found.setdefault(match[1], [])
-            current.append(match[2])
-        elif line.startswith("  "):
-            current.append(line.strip())
-        else:
-            current = []
-    return found
-
-
-@verb()
+@app.command()
 def new(
     name: Annotated[str, arg("NAME", "Of the run, and of the file NAME.yaml.")],
-    like: Annotated[
-        str, opt("The recipe to start from.", "--like", metavar="RECIPE", autocompletion=options.complete_recipe)
-    ] = "quickstart",
+    like: Annotated[str, opt("The recipe to start from.", "--like", metavar="RECIPE")] = "quickstart",
 ) -> None:
     """Write NAME.yaml, a recipe based on another one, and the schema with which editors check it.
 
@@ -102,71 +67,80 @@ def new(
         raise UserError("this file is there already", where=str(path), fix="Take another name, or remove it first.")
     base = find_recipe(like)
     shown = like if like in packaged_recipes() else base.as_posix()
-    if not Path(_SCHEMA_FILE).exists():
-        Path(_SCHEMA_FILE).write_text(_schema_text(), encoding="utf-8")
+    Path(_SCHEMA_FILE).write_text(_schema(), encoding="utf-8")
     path.write_text(_NEW.format(schema=_SCHEMA_FILE, file=path, base=shown, name=name), encoding="utf-8")
     print(f"Written: {path}, based on `{shown}`. Change it, then: affinage run {path}")
 
 
-@verb(within=group)
+@group.command()
 def show(
     recipe: options.RecipeArgument,
-    key: Annotated[str | None, arg("[KEY]", "Only this section or setting, and what it means.")] = None,
+    key: Annotated[str, arg("[KEY]", "Only this section or setting.")] = "",
     overrides: options.SetOption = None,
     runs: options.RunsOption = options.RUNS,
-    changes: Annotated[bool, opt("Only what differs from the recipe's base.", "--changes")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Print every value in effect, where it was written, and what it was in the recipe's base.
-
-    The output is a recipe, too, without a base.
+    """Print every value in effect, and where it was written.
 
     Example: affinage config show novels-chat pretrain
     """
-    from affinage.cli.reference import as_text, effective
+    from affinage.config.yaml import as_yaml
 
-    values = effective(load(recipe, overrides, runs, lenient=True))
-    if key is not None:
-        values = _under(values, key)
-    if changes:
-        values = [value for value in values if value.differs]
-    rows = [
-        {"key": value.key, "value": value.value, "origin": value.origin, "meaning": value.meaning}
-        | ({"base": value.base} if value.differs else {})
-        for value in values
-    ]
-    emit(rows, as_json, [as_text(values, meanings=key is not None).removesuffix("\n")] if values else [])
-
-
-def _under(values: "list[Value]", key: str) -> "list[Value]":
-    found = [value for value in values if value.key == key or value.key.startswith(f"{key}.")]
-    if found:
-        return found
-    # It may be one that is left out: then only what it means can be printed.
-    from affinage.cli.reference import settings_by_key
-
-    plain, settings = re.sub(r"\.\d+(?=\.|$)", "[]", key), settings_by_key()
-    if plain in settings:
-        setting = settings[plain]
-        print(f"{key} is not set. {setting.type}; default: {setting.default or 'must be given'}. {setting.meaning}")
-        return []
-    fix = did_you_mean(key, [*settings, *(value.key for value in values)])
-    raise UserError(f"`{key}` is not a setting", where="KEY", fix=fix or "`affinage config show RECIPE` lists them.")
+    loaded = load(recipe, overrides, runs, lenient=True)
+    rows = []
+    for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
+        written = _is_written(loaded.raw, path, value)
+        if written or value not in (None, "", [], {}):
+            origin = loaded.locate(path) if written else "default"
+            rows.append({"key": ".".join(map(str, path)), "value": value, "origin": origin})
+    shown = [row for row in rows if f"{row['key']}.".startswith(f"{key}." if key else "")]
+    if not shown:
+        fix = did_you_mean(key, [row["key"] for row in rows]) or f"`affinage config show {recipe}` lists all."
+        raise UserError(f"`{key}` has no value in effect", where="KEY", fix=fix)
+    emit(shown, as_json, [table([row | {"value": as_yaml(row["value"])} for row in shown])])
 
 
-@verb(within=group)
+def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The words, numbers and lists of them in a value, each with its path."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for place, inner in enumerate(value):
+            yield from _leaves(inner, (*path, place))
+    else:
+        yield path, value
+
+
+def _is_written(raw: Any, path: tuple[str | int, ...], value: Any) -> bool:
+    """Whether a recipe sets a path; one value may stand for a mapping with it, as a source's path does."""
+    for key in path:
+        if isinstance(raw, str):
+            return bool(raw == value)
+        try:
+            raw = raw[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
+
+
+@group.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for editors.
 
     Example: affinage config schema > recipe.schema.json
     """
-    sys.stdout.write(_schema_text())
+    sys.stdout.write(_schema())
 
 
-def _schema_text() -> str:
-    import affinage.model.layers  # noqa: F401  the kinds register themselves
-    from affinage.cli.reference import json_schema
-    from affinage.model.layer import LAYERS
+def _schema() -> str:
+    """The schema of a recipe file, whose every key may be given by its base instead."""
+    from affinage.config.recipe import Recipe
 
-    written: dict[str, Any] = json_schema(LAYERS)
-    return json.dumps(written, indent=1, ensure_ascii=False) + "\n"
+    schema = Recipe.model_json_schema()
+    for definition in (schema, *schema["$defs"].values()):
+        definition.pop("required", None)
+    schema["properties"]["base"] = {"description": "The recipe that this one starts from.", "type": "string"}
+    schema["properties"]["training"] = {"description": "Settings of all trainings.", "type": "object"}
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps({"$schema": dialect, **schema}, indent=1, ensure_ascii=False) + "\n"

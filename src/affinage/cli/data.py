@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from typer.core import TyperGroup
 
 from affinage.cli import options
-from affinage.cli.options import arg, find, opt, verb, verbs, with_options
+from affinage.cli.options import arg, find, opt, verbs, with_options
 from affinage.cli.output import emit, table, working
 from affinage.cli.run import SampleOption, run_pipeline, sampled
 from affinage.errors import UserError
@@ -30,21 +30,21 @@ group = verbs(
     "data",
     "Run the data steps of a recipe, or look at the documents of a run.\n\n"
     "Example: affinage data quickstart\n\naffinage data lineage quickstart --step 100",
-    _RunByDefault,
+    cls=_RunByDefault,
 )
 
 
-@verb(within=group)
-@with_options(how=options.PipelineOptions)
-def run(recipe: options.RecipeArgument, sample: SampleOption = None, *, how: options.PipelineOptions) -> None:
+@group.command()
+@with_options(settings=options.PipelineOptions)
+def run(recipe: options.RecipeArgument, sample: SampleOption = None, *, settings: options.PipelineOptions) -> None:
     """Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.
 
     Example: affinage data quickstart --set data.sources='[my_folder/]'
     """
-    run_pipeline(recipe, sampled(how, "data", sample), _LAST, any_of=True)
+    run_pipeline(recipe, sampled(settings, "data", sample), _LAST, any_of=True)
 
 
-@verb(within=group)
+@group.command()
 def lineage(
     run: options.RunArgument,
     step: Annotated[int, opt("Of training, from 1, as in metrics.jsonl.", show_default=False)],
@@ -70,7 +70,7 @@ def lineage(
     emit({"run": str(folder), "training": name, "step": step, "rows": rows}, as_json, [table(flat)])
 
 
-@verb(within=group)
+@group.command()
 def search(
     run: options.RunArgument,
     text: Annotated[str, arg("TEXT", "In any letter case.")],
@@ -83,7 +83,7 @@ def search(
     Example: affinage data search quickstart "the currency of Japan"
     """
     if not text:
-        raise UserError("there is nothing to look for", fix="Give a text of at least one character.")
+        raise UserError("there is nothing to look for", where="TEXT", fix="Give a text of at least one character.")
     folder, _ = _run_and_step(run, runs)
     from affinage.pipeline.lineage import TrainingRows
 
@@ -101,7 +101,7 @@ def search(
     emit({"run": str(folder), "text": text, "documents": documents, "more": more}, as_json, view)
 
 
-@verb(within=group)
+@group.command()
 def head(
     run: Annotated[str, arg("RUN[/STEP]", "A run, or one of its data steps.")],
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
@@ -109,7 +109,6 @@ def head(
     source: Annotated[str | None, opt("Only documents of this source.")] = None,
     language: Annotated[str | None, opt("Only documents in this language.")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
-    skip: Annotated[int, opt("Number of documents to leave out first.", min=0)] = 0,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: options.RunsOption = options.RUNS,
     as_json: options.JsonOption = False,
@@ -122,14 +121,34 @@ def head(
     from affinage.pipeline.lineage import documents, removed
 
     step = step or named or "split"
-    chosen: Iterator[dict[str, Any]]
+    rows: Iterator[dict[str, Any]]
     if reason is not None:
-        chosen = iter(removed(folder, step, reason))
+        rows = iter(removed(folder, step, reason))
     else:
-        chosen = documents(folder, step, part=part, source=source, language=language)
-    page = list(itertools.islice(chosen, skip, skip + limit))
+        rows = documents(folder, step, part=part, source=source, language=language)
+    page = list(itertools.islice(rows, limit))
     shown = [row | {"text": str(row["text"])[:_SHOWN]} if "text" in row else row for row in page]
     emit(page, as_json, [table(shown) if shown else "no documents"])
+
+
+@group.command()
+def stats(
+    run: options.RunArgument, runs: options.RunsOption = options.RUNS, as_json: options.JsonOption = False
+) -> None:
+    """Count what each data step kept and removed, and the tokens of each source and language.
+
+    Example: affinage data stats quickstart
+    """
+    folder, _ = _run_and_step(run, runs)
+    from affinage.results import DOCUMENT_STEPS, TokenizeResult, read_result
+
+    counts = ("documents_in", "documents_out", "bytes_out", "removed")
+    results = {name: read_result(folder / name, kind) for name, kind in DOCUMENT_STEPS.items()}
+    steps = {name: {key: getattr(result, key) for key in counts} for name, result in results.items() if result}
+    packed = read_result(folder / "tokenize", TokenizeResult)
+    parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
+    facts = {"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}
+    emit(facts, as_json)
 
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:

@@ -5,55 +5,49 @@ import importlib.util
 import os
 import platform
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import affinage
-from affinage.cli.options import RUNS, JsonOption, RunsOption, verb
+from affinage.cli.options import RUNS, JsonOption, RunsOption, app
 from affinage.cli.output import emit
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
-_OPTIONAL = {  # package: (what needs it, the extra that installs it)
-    "transformers": ("export --verify", "verify"),
-    "torch": ("export --verify", "verify"),
-    "ray": ("data.executor: ray, and launch --on ray", "ray"),
-    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu"),
-    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda"),
-}
-_ACCELERATORS = {  # package: (what it is for, files that are there where this machine has one)
-    "jax_cuda12_plugin": ("an NVIDIA GPU", ("/dev/nvidia0", "/proc/driver/nvidia/version")),
-    "libtpu": ("a TPU", ("/dev/accel0", "/dev/vfio/0")),
+_OPTIONAL = {  # package: (what needs it, the extra that installs it, files that are there on a machine that needs it)
+    "transformers": ("export --verify", "verify", ()),
+    "torch": ("export --verify", "verify", ()),
+    "ray": ("data.executor: ray, and launch --on ray", "ray", ()),
+    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu", ("/dev/accel0", "/dev/vfio/0")),
+    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda", ("/dev/nvidia0", "/proc/driver/nvidia/version")),
 }
 _HUB = "https://huggingface.co"
 _TIMEOUT = 3.0  # seconds; being offline is fine
 
 
-@verb()
+@app.command()
 def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Print what this machine has (devices, memory, disk, network, versions) and which packages are missing for what.
 
     Example: affinage doctor --json
     """
-    missing = {name: extra for name, extra in _OPTIONAL.items() if importlib.util.find_spec(name) is None}
-    with ThreadPoolExecutor(1) as pool:
-        reachable = pool.submit(_reachable)
-        facts = {
-            "devices": _devices(),
-            "unused": [
-                f"{what} is here, and JAX cannot use it: pip install 'affinage[{_OPTIONAL[package][1]}]'"
-                for package, (what, places) in _ACCELERATORS.items()
-                if package in missing and any(Path(place).exists() for place in places)
-            ],
-            "machine": _machine(runs),
-            "versions": {"affinage": affinage.__version__, "python": platform.python_version()}
-            | {name: _version(name) for name in _PACKAGES},
-            "missing": [
-                {"package": package, "needed_for": purpose, "get_it": f"pip install 'affinage[{extra}]'"}
-                for package, (purpose, extra) in missing.items()
-            ],
-            "network": {_HUB: reachable.result()},
+    missing = [
+        {
+            "package": package,
+            "needed_for": purpose,
+            "get_it": f"pip install 'affinage[{extra}]'",
+            "hardware_is_here": any(map(os.path.exists, files)),
         }
+        for package, (purpose, extra, files) in _OPTIONAL.items()
+        if importlib.util.find_spec(package) is None
+    ]
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    facts = {
+        "devices": _devices(),
+        "machine": _machine(runs),
+        "versions": {"affinage": affinage.__version__, "python": platform.python_version()} | versions,
+        "missing": missing,
+        "network": {_HUB: _reachable()},
+    }
     emit(facts, as_json)
 
 
@@ -63,17 +57,13 @@ def _devices() -> list[dict[str, Any]]:
     from affinage.hardware.devices import acquire
 
     try:
-        devices = acquire()
+        kinds = [(device.platform, device.device_kind) for device in acquire()]
     except UserError as error:
         return [{"problem": str(error)}]
     return [
-        {
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "bfloat16_flops": chip(device.device_kind).flops_per_device,
-            "memory_bytes": chip(device.device_kind).memory_bytes,
-        }
-        for device in devices
+        {"platform": name, "kind": kind, "bfloat16_flops": chip(kind).flops_per_device}
+        | {"memory_bytes": chip(kind).memory_bytes}
+        for name, kind in kinds
     ]
 
 
@@ -87,13 +77,6 @@ def _machine(runs: Path) -> dict[str, Any]:
         "runs": str(runs.absolute()),
         "disk_free_bytes": shutil.disk_usage(place).free,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _reachable() -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from affinage.cli import options
 from affinage.cli.opening import MaxLenOption, MeshOption, OpenOptions, model_of, opened
-from affinage.cli.options import find, opt, verb
+from affinage.cli.options import app, find, opt
 from affinage.cli.output import Table, counted, emit, listed, table, working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
@@ -22,7 +22,7 @@ _TEMPLATE = "Ask in the model's chat template: tasks made for chat (auto), all (
 _CONTAMINATION = "Search the text that it was trained on for the items, where it is here; default yes."
 
 
-@verb("eval")
+@app.command("eval")
 def evaluate(
     model: options.ModelArgument,
     overrides: options.SetOption = None,
@@ -48,7 +48,7 @@ def evaluate(
 
     affinage eval quickstart/pretrain --tasks julian --data-dir my_benchmarks --limit 100
     """
-    given: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "tasks": [name for names in tasks or () for name in names.split(",") if name] or None,
         "data_dir": data_dir,
         "limit": limit,
@@ -57,17 +57,17 @@ def evaluate(
         "batch_size": batch_size,
         "contamination": contamination,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     target = find(model, runs)
-    own = not given and mesh is None and max_model_len is None
-    if own and target.kind in ("recipe", "run") and target.step is None:
+    whole = target.kind in ("recipe", "run") and target.step is None
+    if whole and not chosen and mesh is None and max_model_len is None:
         results = _evaluate_run(model, options.PipelineOptions(overrides, runs, force, as_json=as_json))
         tables = iter([part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each))])
     elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
     else:
-        results = _evaluate_model(model, OpenOptions(mesh, max_model_len, runs), given)
+        results = _evaluate_model(model, OpenOptions(mesh, max_model_len, runs), chosen)
         tables = _view(results)
     from affinage.cluster.processes import is_first
 
@@ -75,21 +75,21 @@ def evaluate(
         emit(results, as_json, tables)
 
 
-def _evaluate_run(name: str, how: options.PipelineOptions) -> dict[str, Any]:
+def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.eval_results import is_evaluated
     from affinage.pipeline.models import EVALUATIONS, resolve, run_of
 
-    run, steps = run_of(resolve(name, how.runs), how.runs), [*EVALUATIONS.values()]
-    if how.overrides or how.force or not is_evaluated(run):
+    run, steps = run_of(resolve(name, settings.runs), settings.runs), [*EVALUATIONS.values()]
+    if settings.overrides or settings.force or not is_evaluated(run):
         instead = "Name benchmarks: --tasks julian, or --task my_task.yaml"
-        run = run_own_steps(name, how, "evaluate", steps, instead)
+        run = run_own_steps(name, settings, "evaluate", steps, instead)
     files = {step: run / step / "results.json" for step in steps}
-    found = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in files.items() if file.is_file()}
-    return {"run": run.name, "evaluations": found}
+    results = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in files.items() if file.is_file()}
+    return {"run": run.name, "evaluations": results}
 
 
-def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> dict[str, Any]:
     """The results of one model, evaluated apart from its recipe."""
     target, _ = model_of(name, opening.runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
@@ -100,8 +100,8 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
     from affinage.pipeline.models import made_from, recorded
     from affinage.stopping import StopSignals
 
-    as_made = recorded(target.run).get("evaluate") or {} if target.run is not None and "tasks" not in given else {}
-    settings = {key: value for key, value in as_made.items() if key in _SETTINGS and value is not None} | given
+    of_recipe = recorded(target.run).get("evaluate") or {} if target.run is not None and "tasks" not in chosen else {}
+    settings = {key: value for key, value in of_recipe.items() if key in _SETTINGS and value is not None} | chosen
     tasks = settings.pop("tasks", [])
     if not tasks:
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
@@ -114,47 +114,46 @@ def _evaluate_model(name: str, opening: OpenOptions, given: dict[str, Any]) -> d
             entered.enter_context(StopSignals())  # one that waits for others is left at once
         processes = entered.enter_context(init_distributed())
         entered.enter_context(processes.all_at_work())
-        found = opened(name, opening, reserves=True, announce=False)
-        contamination = settings.pop("contamination", True)
-        with working(name) as progressed:
+        loaded = opened(name, opening, reserves=True, announce=False)
+        search = contamination_search(target.path) if settings.pop("contamination", True) else None
+        with working(name) as progress:
             results = evaluate(
-                found.model,
+                loaded.model,
                 tasks,
                 folder=folder if processes.first else None,
                 state=model_fingerprint(target, opening.runs),
                 training=training_of(target),
                 keep=folder / "answers.db",
                 task_folders=worlds,
-                chat=found.is_chat,
-                seen=contamination_search(target.path) if contamination else None,
-                progress=progressed,
+                chat=loaded.is_chat,
+                seen=search,
+                progress=progress,
                 **settings,
             )
         processes.barrier("the end of the evaluation")
-    return {**results, **found.facts}
+    return {**results, **loaded.facts}
 
 
 def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     tasks = results["tasks"]
-    yield table(
-        [
-            {
-                "task": task,
-                "metric": metric,
-                "value": _number(score["value"]),
-                "±": _number(score["stderr"]),
-                "chance": _number(entry.get("chance") if metric.startswith("acc") else None),
-                "items": entry["items"],
-            }
-            for task, entry in tasks.items()
-            for metric, score in entry["metrics"].items()
-        ]
-    )
+    rows = [
+        {
+            "task": task,
+            "metric": metric,
+            "value": _number(score["value"]),
+            "±": _number(score["stderr"]),
+            "chance": _number(entry.get("chance") if metric.startswith("acc") else None),
+            "items": entry["items"],
+        }
+        for task, entry in tasks.items()
+        for metric, score in entry["metrics"].items()
+    ]
+    yield table(rows)
     if templated := [task for task, entry in tasks.items() if entry.get("chat_template")]:
         yield f"Asked in the chat template: {', '.join(templated)}"
-    long = {task: entry for task, entry in tasks.items() if entry.get("truncated")}
-    if cut := [f"{each['truncated']:,} of {task}'s {counted(each['items'], 'item')}" for task, each in long.items()]:
-        yield f"Longer than the context of {results['context']:,} tokens, and cut or scored in pieces: {', '.join(cut)}"
+    cut = [f"{entry['truncated']:,} of {task}" for task, entry in tasks.items() if entry.get("truncated")]
+    if cut:
+        yield f"Items longer than the context of {results['context']:,} tokens, cut or in pieces: {', '.join(cut)}"
     if facts := results.get("contamination"):
         yield from _contamination(facts, tasks)
     if results.get("unavailable"):
@@ -167,13 +166,11 @@ def _contamination(facts: Mapping[str, Any], tasks: Mapping[str, Any]) -> Iterat
     """The items that were found in the training text, and the scores without them."""
     yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
     for task, entry in facts["tasks"].items():
-        if numbers := [*entry["found"], *entry.get("common", [])]:  # results of older versions have no `common`
+        if numbers := [*entry["found"], *entry["common"]]:
             yield f"{task}: {len(numbers):,} of {entry['items']:,} found: {listed([*map(str, numbers)], _NUMBERS)}"
             for metric, rest in entry["without"].items():
-                value = tasks[task]["metrics"][metric]["value"]
-                yield f"  {metric} {_number(value)}; without them {_number(rest['value'])} ± {_number(rest['stderr'])}"
-        if entry.get("too_short"):
-            yield f"{task}: {counted(entry['too_short'], 'item')} too short to be searched for"
+                value = _number(tasks[task]["metrics"][metric]["value"])
+                yield f"  {metric} {value}; without them {_number(rest['value'])} ± {_number(rest['stderr'])}"
 
 
 def _number(value: float | None) -> str:

@@ -8,11 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from affinage.cli import options
 from affinage.cli.opening import model_of
-from affinage.cli.options import arg, find, opt, verb, warn
+from affinage.cli.options import app, arg, find, opt, warn
 from affinage.cli.output import size, working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
@@ -24,10 +22,9 @@ if TYPE_CHECKING:
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
-_USUAL = {"dtype": "float32", "license": "apache-2.0"}
 
 
-@verb("import")
+@app.command("import")
 def import_(
     source: Annotated[str, arg("FOLDER_OR_HUB_ID", "Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")],
     to: Annotated[Path | None, opt("Where to write; default: its name, here.", "--to", metavar="DIR")] = None,
@@ -46,30 +43,28 @@ def import_(
     from affinage.pipeline.imports import import_model
 
     with working(f"importing {source}"):
-        at = from_home(source)
-        origin = os.path.abspath(at) if at.is_dir() else source
-        found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
-    if found["ignored"]:
-        warn(f"config.json has keys without a meaning for a {found['family']}: {', '.join(found['ignored'])}")
-    typer.echo(
-        f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
-        f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
+        place = from_home(source)
+        origin = os.path.abspath(place) if place.is_dir() else source
+        facts = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+    if facts["ignored"]:
+        warn(f"config.json has keys without a meaning for a {facts['family']}: {', '.join(facts['ignored'])}")
+    print(
+        f"A {facts['family']} of {facts['parameters']:,} parameters, {facts['vocabulary']:,} token ids and "
+        f"{facts['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
     )
 
 
-@verb()
+@app.command()
 def export(
     model: options.ModelArgument,
     overrides: options.SetOption = None,
     runs: options.RunsOption = options.RUNS,
     force: options.ForceOption = None,
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], opt("Of the weights.")] = "float32",
-    license: Annotated[str, opt("SPDX identifier of the weights.")] = "apache-2.0",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, opt("Of the weights; default: float32.")] = None,
+    license: Annotated[str | None, opt("SPDX identifier of the weights; default: apache-2.0.")] = None,
     adapter: Annotated[bool, opt("With --to: only the trained LoRA adapters, for PEFT.", "--adapter")] = False,
-    base: Annotated[
-        str | None, opt("With --adapter: a folder or hub id of the model below it.", metavar="BASE")
-    ] = None,
+    base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
     check_gguf: Annotated[bool, opt("Convert with llama.cpp and compare with it.", "--verify-gguf")] = False,
     push: Annotated[str | None, opt("Upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")] = None,
@@ -85,19 +80,18 @@ def export(
 
     affinage export quickstart/sft --adapter --to my_adapter
     """
+    offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
     if adapter:
-        if to is None or check or check_gguf or push is not None or overrides or force:
+        if to is None or check or check_gguf or push is not None:
             fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
             raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
         _write_adapter(model, runs, to, base)
         return
-    if base is not None:
-        raise UserError("--base goes with --adapter", where="--base", fix="Leave it out for a whole model.")
-    offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
-    settings: dict[str, Any] = {"dtype": dtype, "license": license}
+    chosen: dict[str, Any] = {"dtype": dtype, "license": license}
+    chosen = {name: value for name, value in chosen.items() if value}
     if to is None:
-        chosen = [f"export.{key}={json.dumps(value)}" for key, value in settings.items() if value != _USUAL[key]]
-        folder = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *chosen], runs, force))
+        settings = [f"export.{name}={json.dumps(value)}" for name, value in chosen.items()]
+        folder = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *settings], runs, force))
     elif overrides or force:
         fix = "Leave them out, or leave out --to."
         raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)
@@ -108,11 +102,11 @@ def export(
         from affinage.hub.export import export as write
         from affinage.pipeline.models import is_chat, open_target
 
-        facts = _card(target, state, settings.pop("license"))
-        write(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **settings)
+        facts = _card(target, state, chosen.pop("license", "apache-2.0"))
+        write(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **chosen)
     if check or check_gguf:
         _compare(model, runs, folder, check, check_gguf)
-    typer.echo(f"The model is in {folder}.")
+    print(f"The model is in {folder}.")
     if push is not None:
         if not offline:
             import huggingface_hub
@@ -123,22 +117,22 @@ def export(
 
         with working(f"uploading to {push}"):
             address = upload(folder, push, private=not public)
-        typer.echo(f"The model is at {address}.")
+        print(f"The model is at {address}.")
 
 
-def _export_of_run(name: str, how: options.PipelineOptions) -> Path:
+def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
     """The folder that a run's export step wrote, after running that step if it is missing."""
     from affinage.pipeline.models import export_of, run_of
 
-    target = find(name, how.runs)
+    target = find(name, settings.runs)
     if target.kind not in ("recipe", "run") or target.step is not None:
         raise UserError("only a whole run has an export of its own", where=name, fix="Name a folder: --to my_model")
-    if not how.overrides and not how.force:
-        training, _ = model_of(name, how.runs)
-        if found := export_of(training.path, run_of(target, how.runs)):
-            return found
+    if not settings.overrides and not settings.force:
+        training, _ = model_of(name, settings.runs)
+        if folder := export_of(training.path, run_of(target, settings.runs)):
+            return folder
     instead = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
-    return run_own_steps(name, how, "export", ("export",), instead) / "export" / "model"
+    return run_own_steps(name, settings, "export", ("export",), instead) / "export" / "model"
 
 
 def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFacts":
@@ -165,15 +159,9 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
 
     before, known = adapter_base(target, runs)
     files = write_adapter(to, *open_adapters(target, runs), base=base or known)
-    typer.echo(f"The adapter is in {to}: {size(sum(files.values()))}.")
-    if base or known:
-        typer.echo(f'Its base is {base or known}; both: peft.AutoPeftModelForCausalLM.from_pretrained("{to}")')
-    else:
-        export = command("export", before or "MODEL", "--to", "my_base", runs=runs)
-        typer.echo(
-            f"Its base is {before or 'the imported model that its recipe begins with'}. Export that, too: {export}"
-        )
-        typer.echo("and write the adapter with --base my_base.")
+    print(f"The adapter is in {to}: {size(sum(files.values()))}. Its base: {base or known or before or 'an import'}.")
+    if not (base or known):
+        print(f"Export that, and name it by --base: {command('export', before or 'IMPORT', '--to', 'base', runs=runs)}")
 
 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:
@@ -188,7 +176,7 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
     model = open_target(target, runs)
     if with_transformers:
         with working("comparing with transformers"):
-            typer.echo(verified_in_words(Verified(**verify(folder, model, _PROBES))))
+            print(verified_in_words(Verified(**verify(folder, model, _PROBES))))
     if with_gguf:
         lines = [*_PROBES, *TRICKY_TEXTS]
         validation = target.run / "split" / "validation" if target.run is not None else None
@@ -196,17 +184,11 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
             texts = (str(text) for batch in read_documents(validation) for text in batch.column("text").to_pylist())
             lines += islice((line for text in texts for line in text.splitlines()), _LINES)
         with working("comparing with llama.cpp"):
-            found = verify_gguf(folder, model, lines)
-        apart = f"{found['largest_logit_difference']:.1e} of the largest apart"
-        typer.echo(f"llama.cpp computes the same: ids of {found['texts']:,} lines, logits at most {apart}")
+            facts = verify_gguf(folder, model, lines)
+        apart = f"{facts['largest_logit_difference']:.1e} of the largest apart"
+        print(f"llama.cpp computes the same: ids of {facts['texts']:,} lines, logits at most {apart}")
 
 
 def _must_be_new(folder: Path) -> None:
-    fix = "Name another folder, such as --to my_model."
     if folder.exists():
-        raise UserError("this is there already", where=str(folder), fix=fix)
-    try:
-        folder.mkdir(parents=True)
-        folder.rmdir()
-    except OSError as error:
-        raise UserError(f"this folder cannot be made: {error.strerror}", where=str(folder), fix=fix) from error
+        raise UserError("this is there already", where=str(folder), fix="Name another folder, such as --to my_model.")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from affinage.cli import options
-from affinage.cli.options import load, opt, verb
+from affinage.cli.options import app, load, opt
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
 
 
-@verb()
+@app.command()
 def launch(
     recipe: options.RecipeArgument,
     processes: Annotated[int, opt("Number of processes that train together.", min=1, metavar="N")],
@@ -24,8 +24,6 @@ def launch(
     overrides: options.SetOption = None,
     runs: options.RunsOption = options.RUNS,
     until: options.UntilOption = None,
-    force: options.ForceOption = None,
-    profile: options.ProfileOption = None,
     max_preemptions: Annotated[int, opt("Restarts after a process was preempted.", min=0)] = 1000,
     max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
     grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
@@ -49,16 +47,20 @@ def launch(
     from affinage.pipeline.models import RECIPE, resolve
 
     run = resolve(recipe, runs).run
-    file = loaded.path if run is None else run / RECIPE
-    words = ["run", str(file.resolve() if on == "ray" else file)]
-    words += ["--runs", str(runs.absolute() if on == "ray" else runs)]
-    traced = None if profile is None else [profile]
-    for option, values in (("--set", overrides), ("--until", until), ("--force", force), ("--profile", traced)):
+    file = (loaded.path if run is None else run / RECIPE).resolve()
+    words = ["run", str(file), "--runs", str(runs.absolute())]
+    for option, values in (("--set", overrides), ("--until", until)):
         words += [word for value in values or () for word in (option, value)]
+    lock = threading.Lock()
+
+    def write(line: str) -> None:
+        with lock:  # a whole line, from whichever thread
+            typer.echo(line)
+
     with contextlib.ExitStack() as cleanup:
         launcher: Launcher
         if on == "local":
-            launcher = LocalLauncher(processes, devices=devices, say=_print)
+            launcher = LocalLauncher(processes, devices=devices, say=write)
         else:
             from affinage.cluster.ray_launch import RayLauncher
 
@@ -68,10 +70,10 @@ def launch(
                 min_workers=min_processes,
                 devices=devices,
                 files=_files_of(loaded, file),
-                say=_print,
+                say=write,
             )
             cleanup.callback(launcher.close)
-        status = supervise(launcher, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=_print)
+        status = supervise(launcher, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=write)
     raise typer.Exit(status)
 
 
@@ -79,18 +81,9 @@ def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
     """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
     from affinage.config.load import load_recipe
 
-    plugins = [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
-    chain, base = [file], loaded.base
+    files, base = [file], loaded.base
     while base is not None:
-        chain.append(base)
+        files.append(base)
         base = load_recipe(base).base
-    return {os.fspath(path.resolve()): path.read_bytes() for path in (*chain, *plugins) if Path(path).is_file()}
-
-
-_lock = threading.Lock()
-
-
-def _print(line: str) -> None:
-    """Print a whole line, from whichever thread."""
-    with _lock:
-        typer.echo(line)
+    files += [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
+    return {os.fspath(path.resolve()): path.read_bytes() for path in files}

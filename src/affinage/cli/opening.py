@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_RESERVED = 4096  # tokens of context for which memory is reserved, of a model from elsewhere that reads more
 
 
-def _sizes(text: str) -> dict[str, int | str]:
+def _mesh(text: str) -> dict[str, int | str]:
     """The devices along each axis, from `fsdp=4,tensor=2`."""
     sizes: dict[str, int | str] = {}
     for part in text.split(","):
@@ -33,7 +33,7 @@ _MAX_LEN = (
     "Longest prompt and answer together. Default: what the model was trained on; for a model from elsewhere "
     f"{MAX_RESERVED} where memory is reserved for it (serve, eval)."
 )
-MeshOption = Annotated[Any, opt(_MESH, "--mesh", metavar="AXIS=DEVICES,...", parser=_sizes, show_default=False)]
+MeshOption = Annotated[Any, opt(_MESH, "--mesh", metavar="AXIS=DEVICES,...", parser=_mesh, show_default=False)]
 MaxLenOption = Annotated[int | None, opt(_MAX_LEN, "--max-model-len", metavar="TOKENS", min=2, show_default=False)]
 
 
@@ -47,23 +47,12 @@ class OpenOptions:
 
 
 class Opened(NamedTuple):
-    """A model, and what it is."""
+    """A model, what its name stands for, whether it was trained to chat, and for JSON how far it is trained."""
 
     model: "LoadedModel"
     target: "Target"
-    state: "ModelState | None"  # None of a model that was not trained here
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether it was trained to chat."""
-        from affinage.pipeline.models import is_chat
-
-        return is_chat(self.target.path)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """How far it is trained, for JSON."""
-        return {} if self.state is None else asdict(self.state)
+    is_chat: bool
+    facts: dict[str, Any]
 
 
 def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, ModelState | None]":
@@ -85,7 +74,7 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     return replace(target, kind=kind, path=folder, step=step, belongs_to=target.run), state
 
 
-def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: bool = True) -> Opened:
+def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce: bool = True) -> Opened:
     """Returns the model that a name stands for, opened as the options say; see `model_of`.
 
     With `reserves`, memory is held for the whole context: a model from elsewhere, whose context may be far longer than
@@ -94,19 +83,20 @@ def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: boo
     Raises:
         UserError: as `model_of` and `open_model`, and for a context that is longer than the model's.
     """
-    target, state = model_of(name, how.runs, announce=announce)  # before JAX is imported
-    from affinage.cluster.processes import Processes
-    from affinage.pipeline.models import is_from_elsewhere, open_target
+    target, state = model_of(name, options.runs, announce=announce)  # before JAX is imported
+    from affinage.cluster.processes import is_first
+    from affinage.pipeline.models import is_chat, is_from_elsewhere, open_target
 
     with working(f"opening {name}"):
-        model = open_target(target, how.runs, mesh=how.mesh)
-    own, wanted = model.context, how.max_model_len
-    if wanted is not None and wanted > own:
-        fix = f"Write {own} at most, or leave it out."
-        raise UserError(f"`{name}` reads {own:,} tokens at once, not {wanted:,}", where="--max-model-len", fix=fix)
-    if wanted is None and reserves and own > MAX_RESERVED and is_from_elsewhere(target.path):
-        wanted = MAX_RESERVED
-        if Processes.current.first:
-            used = f"`{name}` can read {own:,} tokens at once; {wanted:,} are used"
-            print(f"{used}. More take more memory: --max-model-len {own}", file=sys.stderr)
-    return Opened(replace(model, context=wanted or own), target, state)
+        model = open_target(target, options.runs, mesh=options.mesh)
+    longest, length = model.context, options.max_model_len
+    if length is not None and length > longest:
+        what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"
+        raise UserError(what, where="--max-model-len", fix=f"Write {longest} at most, or leave it out.")
+    if length is None and reserves and longest > MAX_RESERVED and is_from_elsewhere(target.path):
+        length = MAX_RESERVED
+        if is_first():
+            limited = f"`{name}` can read {longest:,} tokens at once; {length:,} are used"
+            print(f"{limited}. More take more memory: --max-model-len {longest}", file=sys.stderr)
+    model = replace(model, context=length or longest)
+    return Opened(model, target, is_chat(target.path), asdict(state) if state else {})

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from affinage.errors import UserError
 
@@ -19,71 +17,22 @@ if TYPE_CHECKING:
     from affinage.pipeline.models import Target
 
 RUNS = Path("runs")
-_EXAMPLE = re.compile(r"^Examples?: (.+)$", re.MULTILINE)  # in the docstring of a verb
-_HELP: dict[str, Any] = {"no_args_is_help": True, "context_settings": {"help_option_names": ["-h", "--help"]}}
+HELP: dict[str, Any] = {"no_args_is_help": True, "context_settings": {"help_option_names": ["-h", "--help"]}}
 
 app = typer.Typer(
     name="affinage",
     help="From raw text in two languages to a released, evaluated chat model.\n\nBegin with: affinage run quickstart",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    **_HELP,
+    **HELP,
 )
 
 
-class Verb(TyperCommand):
-    """A command whose message about a missing argument or option ends with the first example of its help."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as the base class does, and add the example to the error of a missing parameter."""
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            example = _EXAMPLE.search(self.help or "")
-            if example and not error.message:  # a parameter with a wrong value has a message of its own
-                error.message = f"For example: {example[1]}"
-            raise
-
-
-def verb(name: str | None = None, within: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that makes a verb of a function, by its own name or `name`."""
-    return within.command(name, cls=Verb)
-
-
-def verbs(name: str, help: str, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
+def verbs(name: str, help: str, **more: Any) -> typer.Typer:
     """A group of verbs."""
-    group = typer.Typer(help=help, cls=cls, **_HELP)
+    group = typer.Typer(help=help, **HELP, **more)
     app.add_typer(group, name=name)
     return group
-
-
-def complete_recipe(incomplete: str) -> list[str]:
-    """Names of packaged recipes for the shell; where none fits it continues with files."""
-    from affinage.config.load import packaged_recipes
-
-    return [name for name in packaged_recipes() if name.startswith(incomplete)]
-
-
-def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of runs for the shell, and after a slash those of their trainings."""
-    from affinage.pipeline.models import TRAININGS, run_names
-
-    folder = Path(ctx.params.get("runs") or RUNS)
-    run, slash, _ = incomplete.partition("/")
-    trained = [f"{run}/{name}" for name in TRAININGS if slash and (folder / run / name).is_dir()]
-    return [name for name in trained or run_names(folder) if name.startswith(incomplete)]
-
-
-def complete_recipe_or_run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of packaged recipes and of runs for the shell."""
-    return [*dict.fromkeys([*complete_recipe(incomplete), *complete_model(ctx, incomplete)])]
-
-
-def complete_slice(incomplete: str) -> list[str]:
-    """Names of common TPU slices and boxes of GPUs for the shell."""
-    from affinage.hardware.slices import compared
-
-    return [one.name for one in compared() if one.name.startswith(incomplete)]
 
 
 def opt(help: str, *names: str, **more: Any) -> Any:
@@ -91,30 +40,27 @@ def opt(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
-def arg(metavar: str, help: str, complete: Callable[..., list[str]] | None = None) -> Any:
+def arg(metavar: str, help: str) -> Any:
     """An argument of a verb."""
-    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=complete)
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
 def _is_a_folder(runs: Path) -> Path:
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(runs)):
-        raise UserError(
-            f"runs are kept in a folder, and {str(runs).replace(':/', '://', 1)} is a URL",
-            where="--runs",
-            fix="Mount the bucket (gcsfuse, mountpoint-s3, rclone mount) and name the folder that it is mounted at.",
-        )
+    scheme, colon, _ = str(runs).partition(":/")
+    if colon and scheme.isalnum():
+        fix = "Mount the bucket (gcsfuse, mountpoint-s3, rclone mount) and name the folder that it is mounted at."
+        what = f"runs are kept in a folder, and {str(runs).replace(':/', '://', 1)} is a URL"
+        raise UserError(what, where="--runs", fix=fix)
     return runs
 
 
-RecipeArgument = Annotated[
-    str, arg("RECIPE|RUN", "A recipe file, a run, or a packaged recipe.", complete_recipe_or_run)
-]
+RecipeArgument = Annotated[str, arg("RECIPE|RUN", "A recipe file, a run, or a packaged recipe.")]
 _MODEL = (
     "A run (quickstart), a training of it (quickstart/pretrain), a checkpoint (quickstart/pretrain@1000), an average "
     "(quickstart/pretrain@ema or @mean:5), an import, or a Hugging Face folder."
 )
-ModelArgument = Annotated[str, arg("MODEL", _MODEL, complete_model)]
-RunArgument = Annotated[str, arg("RUN", "A run, or its recipe.", complete_model)]
+ModelArgument = Annotated[str, arg("MODEL", _MODEL)]
+RunArgument = Annotated[str, arg("RUN", "A run, or its recipe.")]
 SetOption = Annotated[
     list[str] | None, opt("Change a setting, e.g. pretrain.steps=100. May be repeated.", "--set", metavar="KEY=VALUE")
 ]
@@ -146,30 +92,28 @@ class PipelineOptions:
 
 
 def with_options(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the options that dataclasses list; it gets those of each together, under the name given here.
+    """Give a verb the options that dataclasses list, for example `@with_options(options=PipelineOptions)`.
 
-    For example `@with_options(how=PipelineOptions)`.
+    The verb receives one instance of each dataclass, under the name given here.
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(verb).parameters.values()
-        own = [each.replace(kind=keyword) for each in parameters if each.name not in groups]
-        shared = [
-            inspect.Parameter(option.name, keyword, default=option.default, annotation=option.type)
-            for group in groups.values()
-            for option in fields(group)
-        ]
+        signature = [each.replace(kind=keyword) for each in parameters if each.name not in groups]
+        for group in groups.values():
+            for option in fields(group):
+                signature.append(
+                    inspect.Parameter(option.name, keyword, default=option.default, annotation=option.type)
+                )
 
         @functools.wraps(verb)
         def wrapped(**values: Any) -> None:
-            together = {
-                name: group(**{option.name: values.pop(option.name) for option in fields(group)})
-                for name, group in groups.items()
-            }
-            verb(**values, **together)
+            for name, group in groups.items():
+                values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
+            verb(**values)
 
-        vars(wrapped)["__signature__"] = inspect.Signature([*own, *shared])
+        vars(wrapped)["__signature__"] = inspect.Signature(signature)
         return wrapped
 
     return decorate

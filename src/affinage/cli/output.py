@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _UNBROKEN = 10_000  # columns where there is no terminal: a program reads lines, and one that is folded is two
-_LONG = 10**12  # whole numbers from here on, such as FLOPs, are rounded
+_LONG = 10**12  # numbers from here on, such as FLOPs, are written with an exponent
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -68,10 +68,13 @@ def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """A table of rows that are mappings, with a column for each key that has a value in any of them."""
+    """A table of rows that are mappings, with a column for each key that has a value in any of them.
+
+    Columns of numbers are aligned to the right.
+    """
     keys = [*dict.fromkeys(key for row in rows for key, value in row.items() if value not in _EMPTY)]
-    left = [at for at, key in enumerate(keys) if not any(isinstance(row.get(key), int | float) for row in rows)]
     cells = [[_in_words(key, row.get(key)) for key in keys] for row in rows]
+    left = [at for at in range(len(keys)) if not all(re.match(r"$|[-–$\d]", row[at]) for row in cells)]
     return Table([_title(key) for key in keys], cells, left, title)
 
 
@@ -119,7 +122,8 @@ def _cell(value: Any) -> str:
         return {None: "–", True: "yes", False: "no"}[value]
     if not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) and value < _LONG else f"{value:.4g}"
+    whole = isinstance(value, int) or abs(value) >= 1000
+    return f"{value:,.0f}" if whole and abs(value) < _LONG else f"{value:.4g}"
 
 
 @functools.cache
@@ -128,10 +132,10 @@ def screen() -> "Console":
     import rich
 
     rich.reconfigure(stderr=rich.get_console().stderr, highlight=False)
-    found = rich.get_console()
-    if not found.is_terminal and "COLUMNS" not in os.environ:
-        found.width = _UNBROKEN
-    return found
+    console = rich.get_console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _UNBROKEN
+    return console
 
 
 @contextlib.contextmanager
@@ -158,22 +162,12 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 @contextlib.contextmanager
-def working(name: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, on standard error, what is being done.
+def working(name: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal, on standard error, what is being done; elsewhere nothing.
 
-    Yields a function that shows a phase in words, such as "30 of 90 choices". Without a terminal nothing is printed, or
-    with `lines` one line for each new phase, whatever the numbers in it.
+    Yields a function that shows a phase in words, such as "30 of 90 choices".
     """
     from rich.console import Console
 
-    console, shown = Console(file=sys.stderr), set()
-    with console.status(f"{name} ...") as status:
-
-        def progressed(what: str) -> None:
-            status.update(f"{name}: {what}")
-            phase = re.sub(r"[\d,.]+", "", what)
-            if lines and not console.is_terminal and phase not in shown:
-                print(f"{name}: {what}", file=console.file, flush=True)
-            shown.add(phase)
-
-        yield progressed
+    with Console(file=sys.stderr).status(f"{name} ...") as status:
+        yield lambda phase: status.update(f"{name}: {phase}")

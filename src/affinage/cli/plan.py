@@ -1,42 +1,48 @@
 """The verb `plan`: whether a run fits a slice, how long it takes and what it costs, before the slice is rented."""
 
 import os
-import shutil
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from affinage.cli import options
-from affinage.cli.options import load, opt, verb, warn
-from affinage.cli.output import emit, working
+from affinage.cli.options import app, load, opt
+from affinage.cli.output import Table, counted, emit, table, working
+from affinage.durations import duration
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
-    from affinage.planning.capacity import Attempt
+    from affinage.planning.capacity import Attempt, Capacity
     from affinage.planning.compiled import CompileReport
-    from affinage.planning.plan import Counted, Training
+    from affinage.planning.curve import Point
+    from affinage.planning.plan import Counted, Plan, Training
+    from affinage.planning.search import Candidate
+
+    View = Iterator[str | Table]
 
 _DATA = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the steps that prepare training data
+_BEST = 3  # settings that --search prints
 _ON = "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."
-TrainingName = Literal["pretrain", "sft", "dpo"]
 
 
-@verb()
+@app.command()
 def plan(
     recipe: options.RecipeArgument,
-    on: Annotated[str | None, opt(_ON, "--on", metavar="SLICE", autocompletion=options.complete_slice)] = None,
-    training: Annotated[TrainingName | None, opt("The training to plan; default: the recipe's first.")] = None,
+    on: Annotated[str | None, opt(_ON, "--on", metavar="SLICE")] = None,
+    training: Annotated[
+        Literal["pretrain", "sft", "dpo"] | None, opt("The training to plan; default: the recipe's first.")
+    ] = None,
     overrides: options.SetOption = None,
     compile_step: Annotated[bool, opt("Compile the step with the slice's own compiler: minutes.", "--compile")] = False,
     which: Annotated[bool, opt("Compare many slices: time and cost on each.", "--which")] = False,
     search: Annotated[
         bool, opt("Search for the fastest mesh, micro-batches, remat and optimizer state.", "--search")
     ] = False,
-    best: Annotated[int, opt("How many of the best --search prints.", min=1)] = 3,
     width: Annotated[int | None, opt("Find the most layers of this width that the slice's compiler accepts.")] = None,
     tries: Annotated[int, opt("Maximum number of compilations for --width.", min=1)] = 6,
     curve: Annotated[
@@ -61,31 +67,34 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.hardware.slices import find_slice
 
-    modes = {"--which": which, "--width": width is not None, "--curve": curve, "--search": search}
-    wanted = [name for name, is_given in {**modes, "--compile": compile_step}.items() if is_given]
-    if len(wanted) > 1 and wanted not in (["--search", "--compile"], ["--width", "--compile"]):
-        raise UserError(f"{' and '.join(wanted)} do not go together", where=wanted[0], fix=f"Leave out {wanted[1]}.")
-    if which and on:
-        raise UserError("--which plans for all slices", where="--which", fix="Leave out --on.")
+    one_mesh = compile_step and not (search or width)
+    modes: dict[str, Any] = {
+        "--which": which,
+        "--width": width,
+        "--curve": curve,
+        "--search": search,
+        "--compile": one_mesh,
+    }
+    names = [name for name, wanted in (modes | {"--on": which and on}).items() if wanted]
+    if len(names) > 1:
+        raise UserError(f"{' and '.join(names)} do not go together", where=names[0], fix=f"Leave out {names[1]}.")
     named = None if on is None else find_slice(on)
     planned = _planned(recipe, overrides or [], training, runs)
-    if which:
-        _which(planned, as_json)
-        return
     from affinage.planning.plan import default_slice
 
     where = named or default_slice(planned.loaded.recipe)
-    if width is not None:
+    if which:
+        _which(planned, as_json)
+    elif width is not None:
         _capacity(planned, where, width, tries, as_json)
     elif curve:
-        from affinage.cli.plan_view import curve_view
         from affinage.planning.curve import curve as scaled
 
         points = scaled(planned.loaded.recipe, planned.graph, curve, where)
         rows = [point.plan.to_dict() | {"efficiency": point.efficiency, "why": point.why} for point in points]
-        emit({"curve": rows}, as_json, curve_view(points, where))
+        emit({"curve": rows}, as_json, _curve_view(points, where))
     elif search:
-        _search(planned, where, best, compile_step, as_json)
+        _search(planned, where, compile_step, as_json)
     else:
         _plan_one(planned, where, compile_step, as_json)
 
@@ -94,8 +103,8 @@ def plan(
 class _Planned:
     """A training that is to be planned."""
 
-    name: str  # of the recipe, as it was given
-    recipe: str  # its file
+    name: str  # of the recipe, as the user gave it
+    file: str
     overrides: list[str]
     loaded: "LoadedRecipe"
     section: "Training"
@@ -103,7 +112,6 @@ class _Planned:
     counted: "Counted"
     data_tokens: int | None
     data_rows: int | None
-    runs: Path
 
     @property
     def extent(self) -> str:
@@ -111,16 +119,16 @@ class _Planned:
         from affinage.pipeline.models import command
 
         others = [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
-        data = self.loaded.recipe.data
-        if data is not None and self.data_tokens is None:
+        if self.loaded.recipe.data is not None and self.data_tokens is None:
             others.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
         return f"planned: {self.section}" + (f"; not planned: {', '.join(others)}" if others else "")
 
-    def compiled(self, where: "Slice", overrides: list[str]) -> "CompileReport":
+    def compiled(self, where: "Slice", overrides: Sequence[str] = ()) -> "CompileReport":
         """The compiler's report of a step, with further overrides."""
         from affinage.planning.compiled import compile_on
 
-        return compile_on(self.recipe, [*self.overrides, *overrides], where, self.counted)
+        with working(f"the compiler of {where.name}"):
+            return compile_on(self.file, [*self.overrides, *overrides], where, self.counted)
 
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
@@ -147,116 +155,254 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     packed, tokenizer = read_result(run / _DATA[section], kind), read_result(run / "train-tokenizer", TokenizerResult)
     characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
-    counted = Counted(tokenizer.vocabulary if tokenizer and characters else None, documents)
+    counts = Counted(tokenizer.vocabulary if tokenizer and characters else None, documents)
     facts = (packed.train.tokens, packed.train.rows) if packed and packed.train else (None, None)
-    return _Planned(name, file, overrides, loaded, section, planned_graph(loaded, counted), counted, *facts, runs)
+    return _Planned(name, file, overrides, loaded, section, planned_graph(loaded, counts), counts, *facts)
 
 
-def _which(planned: _Planned, as_json: bool) -> None:
-    from affinage.cli.plan_view import comparison_view
-    from affinage.planning.plan import compare
-
-    recipe = planned.loaded.recipe
-    with working("planning"):
-        found = compare(recipe, planned.graph)
-    refused = [entry for entry in found if isinstance(entry, tuple)]
-    plans = [entry for entry in found if not isinstance(entry, tuple)]
-    no = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
-    view = [f"{recipe.name}; {planned.extent}\n", *comparison_view(plans, refused)]
-    emit({"plans": [made.to_dict() for made in plans], "refused": no}, as_json, view)
+# ---- one plan ----
 
 
 def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
-    from affinage.cli.plan_view import plan_view
-    from affinage.hardware.slices import memory_text
     from affinage.planning.plan import make_plan
 
-    planned = _dividing(planned, where)
     made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens, planned.data_rows)
-    disk = made.save_bytes * (made.saves + 1)
-    folder = next(path for path in (planned.runs, *planned.runs.absolute().parents) if path.exists())
-    if where.platform == "cpu" and (free := shutil.disk_usage(folder).free) < disk:
-        warn(f"the disk of {planned.runs} has {memory_text(free)} free, and checkpoints take {memory_text(disk)}")
     facts: dict[str, Any] = made.to_dict()
-    report = None
-    if compile_step:
-        with working(f"the compiler of {where.name}"):
-            report = planned.compiled(where, [])
+    report = planned.compiled(where) if compile_step else None
+    if report is not None:
         ratio = made.memory.total / report.peak_bytes if report.peak_bytes else None
         facts["compiled"] = {**vars(report), "estimate_over_compiled": ratio}
-    emit(facts, as_json, plan_view(made, report, planned.extent))
+    emit(facts, as_json, _plan_view(made, report, planned.extent))
 
 
-def _dividing(planned: _Planned, where: "Slice") -> _Planned:
-    """The same with the nearest batch that divides over the mesh on a slice, with a warning if it is another one."""
-    from affinage.config.load import load_recipe
-    from affinage.planning.plan import dividing_batch, training_settings
+def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "View":
+    """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
+    from affinage.hardware.slices import memory_text
 
-    recipe, section = planned.loaded.recipe, planned.section
-    batch, before = dividing_batch(recipe, where), training_settings(recipe)[1].batch_size
-    if batch is None:
-        return planned
-    warn(
-        f"batch_size {before} does not divide over the mesh on {where.name}; planned with {batch}, the nearest that "
-        f"does, and so {batch / (before or batch):.3g} times the tokens: --set {section}.batch_size={batch}"
-    )
-    overrides = [*planned.overrides, f"{section}.batch_size={batch}"]
-    return replace(planned, overrides=overrides, loaded=load_recipe(planned.recipe, overrides))
+    where, facts, memory, time = made.where, made.facts, made.memory, made.time
+    shape = "x".join(map(str, where.shape)) + (f" in each of {where.slices} slices" if where.slices > 1 else "")
+    chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
+    yield f"{made.recipe} on {where.name}: {chips}; mesh: {_mesh(made.device.sizes) or 'one device'}"
+    yield from [str(made.choice)] if made.choice else []
+    yield f"{extent}\n"
+    whole = f" ({facts.parameters:,} in total)" if facts.active != facts.parameters else ""
+    steps = f"{counted(facts.steps, 'step')} × {counted(facts.rows, 'row')} × {facts.context:,} tokens"
+    ratio = f"{facts.tokens_per_parameter:,.1f} for each of {facts.active:,} parameters{whole}"
+    yield f"{made.section}: {steps} = {facts.tokens:,} tokens, {ratio}"
+    yield f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}"
+    if facts.epochs is not None:
+        yield f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data"
+    disk = memory_text(made.save_bytes * (made.saves + 1))
+    yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
+    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size and name != "host"}
+    parts |= {f"estimate: {'fits' if made.fits else 'does not fit'}": memory.total, "a program may take": made.capacity}
+    parts |= {"beside it, in the host's memory": memory.host} if memory.host else {}
+    yield Table(("memory of a device", ""), [(name, memory_text(size)) for name, size in parts.items()])
+    yield from _report_lines(made, report) if report else ()
+    yield ""
+    rows: list[Sequence[Any]] = []
+    for node in time.nodes:
+        seconds = (node.compute, node.memory, node.hidden, node.exposed, node.seconds)
+        rows += [(node.name, *(f"{part:.4f}" for part in seconds), node.bound)] if node.seconds else []
+    update = f"{time.update:.4f}"
+    rows.append(("update of the weights", "", update, "", "", update, "memory"))
+    others = {"sums over micro-batches": time.adding, "bubble": time.bubble}
+    rows += [(name, "", "", "", "", f"{spent:.4f}", "") for name, spent in others.items() if spent]
+    rows.append(("step", "", "", "", "", f"{time.seconds:.4f}", time.bound))
+    columns = ("seconds of a step", "compute", "memory", "links, hidden", "links, waited for", "takes", "bound by")
+    yield Table(columns, rows, left=(0, 6))
+    if time.collectives:
+        along = ", ".join(f"{axis} {spent:.4f}" for axis, spent in time.collectives.items())
+        yield f"seconds of collectives along each axis of the mesh: {along}"
+    mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
+    source = f" ({made.price_source})" if made.price_source else ""
+    cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour{source}"
+    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}"
+    yield "\n" + ("" if made.fits else "if it fitted: ") + speed
+    yield from (f"\nWarning: {warning}" for warning in made.warnings)
+    yield from ["\nClaims that cannot be true:"] if made.contradictions else []
+    for claim in made.contradictions:
+        yield f"  {claim.claim}: {claim.what}" + (f"; {claim.reading}" if claim.reading else "")
 
 
-def _search(planned: _Planned, where: "Slice", count: int, compile_step: bool, as_json: bool) -> None:
-    """Print the best `count` settings, with the compiler's report of each where the step is compiled."""
-    from affinage.cli.plan_view import search_view
+def _report_lines(made: "Plan", report: "CompileReport") -> Iterator[str]:
+    from affinage.hardware.slices import memory_text
+
+    if report.fits:
+        off = f"the estimate is {made.memory.total / report.peak_bytes - 1:+.1%} off"
+        yield f"compiler: fits, {memory_text(report.peak_bytes)} after {report.seconds:.0f} s; {off}"
+    else:
+        needed = f" It would need {memory_text(report.peak_bytes)}." if report.peak_bytes else ""
+        yield f"compiler: does not fit, after {report.seconds:.0f} s.{needed} {report.message}".rstrip()
+    if report.collectives is not None:
+        collectives = ", ".join(f"{count} {name}" for name, count in report.collectives.items())
+        yield f"  collectives in the program (a loop's count once): {collectives or 'none'}"
+    if report.attention is not None and made.where.platform != "cpu":
+        kernels = ", ".join(f"{count} {name}" for name, count in report.attention.items())
+        yield f"  attention in the program: {kernels or 'matrix products over all pairs, without a kernel'}"
+
+
+# ---- tables of plans ----
+
+
+def _mesh(sizes: Any) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+
+def _dollars(amount: float | None) -> str:
+    return "" if amount is None else f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}"
+
+
+def _row(made: "Plan", *columns: str) -> dict[str, Any]:
+    """The cells of a plan in a table of plans, for some columns."""
+    from affinage.hardware.slices import memory_text
+
+    cells = {
+        "slice": made.where.name,
+        "chips": made.where.chips,
+        "mesh": _mesh(made.device.sizes),
+        "rows": made.device.rows,
+        "fits": "nearly" if made.nearly_full else "yes" if made.fits else "no",
+        "of a device": memory_text(made.memory.total),
+        "may take": memory_text(made.capacity),
+        "step": f"{made.time.seconds:.4g} s",
+        "tokens/s": f"{made.tokens_per_second:,.0f}",
+        "MFU": f"{made.mfu:.0%}" if made.mfu else "",
+        "total": duration(made.seconds),
+        "cost": _dollars(made.cost),
+        "of 1e9 tokens": _dollars(made.cost_per_billion),
+        "bound by": made.time.bound,
+    }
+    return {column: cells[column] for column in columns}
+
+
+def _which(planned: _Planned, as_json: bool) -> None:
+    """Print the plan on every slice, those that fit first, and the slices that the recipe cannot be split over."""
+    from affinage.planning.plan import compare
+
+    with working("planning"):
+        entries = compare(planned.loaded.recipe, planned.graph)
+    refused = [entry for entry in entries if isinstance(entry, tuple)]
+    plans = [entry for entry in entries if not isinstance(entry, tuple)]
+    facts = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
+    view = [f"{planned.loaded.recipe.name}; {planned.extent}\n", *comparison_view(plans, refused)]
+    emit({"plans": [made.to_dict() for made in plans], "refused": facts}, as_json, view)
+
+
+def comparison_view(plans: "Sequence[Plan]", refused: "Sequence[tuple[Slice, UserError]]" = ()) -> "View":
+    """A line for every slice, and why others are left out."""
+    columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
+    yield table([_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans])
+    if any(made.nearly_full for made in plans):
+        yield "nearly: it takes more than 90 % of what it may; the estimate can be off by as much"
+    tokens = [made.facts.tokens for made in plans]
+    if len(set(tokens)) > 1:
+        yield f"Rows are given per device: {min(tokens):,} to {max(tokens):,} tokens in total. Compare the last cost."
+    yield f"Cost: {', '.join(dict.fromkeys(made.price_source or 'hardware.price of the recipe' for made in plans))}"
+    reasons: dict[str, list[tuple[Slice, UserError]]] = {}
+    for where, error in refused:
+        reasons.setdefault(str(error.where), []).append((where, error))
+    for same in reasons.values():
+        where, error = same[0]
+        yield f"Left out: {', '.join(each.name for each, _ in same)}\n  on {where.name}: {error.what}. {error.fix}"
+
+
+def _curve_view(points: "Sequence[Point]", first: "Slice") -> "View":
+    """A line for each slice, and one if the curve does not begin at `first`, the requested slice."""
+    columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost")
+    yield table([_row(p.plan, *columns) | {"of ideal": f"{p.efficiency:.0%}", "a step is": p.why} for p in points])
+    begin = points[0].plan.where.name
+    if begin != first.name:
+        yield f"The curve begins at {begin}: on {first.name} the recipe fits with no mesh that was tried."
+
+
+# ---- searches ----
+
+
+def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
+    """Print the best settings, with the compiler's report of each where the step is compiled."""
     from affinage.planning.search import search
 
     recipe, section = planned.loaded.recipe, planned.section
-    with working("searching", lines=True) as progressed:
-        found = search(recipe, planned.graph, where, count, progressed)
-    rows: list[Any] = []
-    for number, (candidate, made) in enumerate(found.best, 1):
-        report = None
-        if compile_step:
-            print(f"Compiling for {where.name}: {number} of {len(found.best)}", file=sys.stderr)
-            report = planned.compiled(where, candidate.overrides(recipe, section))
-        rows.append((candidate, made, report))
+    with working("searching") as progress:
+        result = search(recipe, planned.graph, where, _BEST, progress)
+    rows: list[tuple[Candidate, Plan, CompileReport | None]] = []
+    for candidate, made in result.best:
+        overrides = candidate.overrides(recipe, section)
+        rows.append((candidate, made, planned.compiled(where, overrides) if compile_step else None))
     best = [
         {"settings": candidate.settings(section), "plan": made.to_dict()}
         | ({"compiled": vars(report)} if report else {})
         for candidate, made, report in rows
     ]
-    facts = {"candidates": found.candidates, "estimated": found.estimated, "best": best}
-    ways = f"{recipe.name} on {where.name}: {found.candidates:,} ways to split it, in full: {found.estimated}\n"
-    emit(facts, as_json, [ways, *search_view(rows, recipe, section)])
+    facts = {"candidates": result.candidates, "estimated": result.estimated, "best": best}
+    ways = f"{recipe.name} on {where.name}: {result.candidates:,} ways to split it, in full: {result.estimated}\n"
+    emit(facts, as_json, [ways, *_search_view(rows, planned)])
+
+
+def _search_view(rows: "Sequence[tuple[Candidate, Plan, CompileReport | None]]", planned: _Planned) -> "View":
+    """The settings that a search found, and the best of them as lines for a recipe."""
+    from affinage.hardware.slices import memory_text
+
+    lines = []
+    for candidate, made, report in rows:
+        line = {"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches, "remat": candidate.remat}
+        line |= {"moments": candidate.moments, **_row(made, "step", "MFU", "of a device", "may take", "bound by")}
+        if report is not None:
+            line["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
+        lines.append(line)
+    yield table(lines)
+    chosen = next((candidate for candidate, _, report in rows if report is None or report.fits), None)
+    if chosen is None:
+        yield "\nThe compiler refused all of them."
+        return
+    best = chosen.lines(planned.loaded.recipe, planned.section)
+    yield f"\nThe best of them, to paste into the recipe:\n\n{best}"
 
 
 def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json: bool) -> None:
     """Print every attempt as it comes, and the largest model with its settings and its predicted step."""
-    from affinage.cli.plan_view import capacity_view
     from affinage.config.load import load_recipe
     from affinage.hardware.slices import memory_text
     from affinage.planning.capacity import capacity, shape
 
-    if "blocks" not in load_recipe(planned.recipe).recipe.model["nodes"]:
+    if "blocks" not in load_recipe(planned.file).recipe.model["nodes"]:
         fix = "affinage plan capacity --width ..."
         raise UserError(f"{planned.name} has no node `blocks`", where="--width", fix=fix)
 
     def progress(attempt: "Attempt") -> None:
-        report, parameters = attempt.report, f"{attempt.parameters / 1e9:.1f}B"
+        report = attempt.report
         fits = f"{'fits' if report.fits else 'refused'}, {memory_text(report.peak_bytes)}"
-        line = f"{attempt.layers} layers, {parameters}: {fits}, after {report.seconds:.0f} s"
+        line = f"{attempt.layers} layers, {attempt.parameters / 1e9:.1f}B: {fits}, after {report.seconds:.0f} s"
         print(line, file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
-    found = capacity(planned.recipe, settings, where, tries=tries, on_attempt=progress, counted=planned.counted)
-    fax = found.fax
+    result = capacity(planned.file, settings, where, tries=tries, on_attempt=progress, counted=planned.counted)
+    fax = result.fax
     facts = {
-        "layers": found.largest.layers,
-        "parameters": found.largest.parameters,
-        "overrides": list(found.overrides),
-        "seconds": found.plan.time.seconds,
-        "fax": vars(fax) | {"ratio": found.largest.parameters / fax.parameters} if fax else None,
+        "layers": result.largest.layers,
+        "parameters": result.largest.parameters,
+        "overrides": list(result.overrides),
+        "seconds": result.plan.time.seconds,
+        "fax": vars(fax) | {"ratio": result.largest.parameters / fax.parameters} if fax else None,
         "attempts": [
-            {"layers": one.layers, "parameters": one.parameters, "compiled": vars(one.report)} for one in found.attempts
+            {"layers": each.layers, "parameters": each.parameters, "compiled": vars(each.report)}
+            for each in result.attempts
         ],
     }
-    emit(facts, as_json, capacity_view(found, planned.name, where, width))
+    emit(facts, as_json, _capacity_view(result, planned.name, width))
+
+
+def _capacity_view(result: "Capacity", recipe: str, width: int) -> "View":
+    """The largest model of a width that trains on a slice, and the command that plans it."""
+    from affinage.pipeline.models import command
+
+    largest, fax, where = result.largest, result.fax, result.plan.where
+    yield f"\n{where.name}: {largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
+    if fax:
+        times = f"{largest.parameters / fax.parameters:.2f} times as many"
+        assumed = "Its feed-forward width and heads are not published; those below are assumed."
+        yield f"FAX reached {fax.parameters / 1e9:.1f}B at {fax.seconds:.2f} s a step: {times}. {assumed}"
+    yield f"predicted: {result.plan.time.seconds:.2f} s a step, bound by {result.plan.time.bound}"
+    settings = [word for override in result.overrides for word in ("--set", override)]
+    yield "\n" + command("plan", recipe, "--on", where.name, *settings)

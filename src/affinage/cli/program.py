@@ -16,7 +16,7 @@ from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
-for _name in "run launch sweep data checkpoint eval compare plan report hub chat config graph doctor".split():
+for _name in "run launch sweep data checkpoint eval compare plan hub chat config graph doctor".split():
     importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
 
@@ -42,17 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Exit status: 0 done, 1 a defect of affinage (with traceback) or a failure that may be over at the next try, 2 a
     mistake of the user (with what to do about it), 75 stopped after saving (run it again to resume), 130 interrupted.
-    docs/terminal.md has them in full.
     """
     if arguments is not None:
         _run(arguments)
         return
-    otherwise = warnings.formatwarning
+    format_warning = warnings.formatwarning
 
     def one_line(message: Any, category: type[Warning], *place: Any, **more: Any) -> str:
         if issubclass(category, errors.UserWarned):  # a place in the code would not help a user
             return f"Warning: {message}\n"
-        return otherwise(message, category, *place, **more)
+        return format_warning(message, category, *place, **more)
 
     warnings.formatwarning = one_line
     with left_when_done():
@@ -61,16 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str]) -> None:
     words = [word for word in arguments if word != "--debug"]
-    debug = len(words) < len(arguments)
     try:
         app(words, prog_name="affinage")
-    except SystemExit as ended:
-        if ended.code == errors.EXIT_INTERRUPTED:
+    except SystemExit as exit:
+        if exit.code == errors.EXIT_INTERRUPTED:
             print("Interrupted.", file=sys.stderr)
         raise
     except Exception as error:
         message, status = _ending(error)
-        if debug or not message:
+        if len(words) < len(arguments) or not message:
             print(masked(traceback.format_exc()), file=sys.stderr)
         if message:
             print(message, file=sys.stderr)
@@ -82,10 +80,14 @@ def _ending(error: Exception) -> tuple[str, int]:
     if isinstance(error, errors.Preempted):
         return f"Stopped: {error}. Run the same command to resume.", errors.EXIT_PREEMPTED
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    mistake: errors.UserError | None
     if package in _EXTRAS:
         fix = f"Install it: pip install 'affinage[{_EXTRAS[package]}]'"
-        error = errors.UserError(f"this needs the package `{package}`", fix=fix)
-    mistake = error if isinstance(error, errors.UserError) else errors.of_the_machine(error)
+        mistake = errors.UserError(f"this needs the package `{package}`", fix=fix)
+    elif isinstance(error, UnicodeError):
+        mistake = errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
+    else:
+        mistake = error if isinstance(error, errors.UserError) else errors.of_the_machine(error)
     if mistake is None:
         return "", 1
     return f"Error: {mistake}", 1 if isinstance(mistake, errors.TransientError) else errors.EXIT_USER_ERROR

@@ -1,83 +1,84 @@
-"""Verbs that run the steps of a recipe: `run`, and those that stop at one of them."""
+"""Verbs that run the steps of a recipe, `run` and those that stop at one of them; and the report of what they made."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from affinage.cli.options import PipelineOptions, RecipeArgument, UntilOption, arg, load, opt, verb, with_options
-from affinage.cli.output import only_data_on_stdout, screen, working
+from affinage.cli import options
+from affinage.cli.options import PipelineOptions, RecipeArgument, app, arg, find, load, opt, warn, with_options
+from affinage.cli.output import emit, only_data_on_stdout, screen, working
 from affinage.errors import UserError
 
 SampleOption = Annotated[float | None, opt("Use a share of each source only, e.g. 0.001.", "--sample", metavar="SHARE")]
 ShowOption = Annotated[int | None, opt("Only prepare the data, and show N examples of it.", min=1, metavar="N")]
 
 
-@verb()
-@with_options(how=PipelineOptions)
-def run(recipe: RecipeArgument, until: UntilOption = None, *, how: PipelineOptions) -> None:
+@app.command()
+@with_options(settings=PipelineOptions)
+def run(recipe: RecipeArgument, until: options.UntilOption = None, *, settings: PipelineOptions) -> None:
     """Run a recipe, from raw text to the report. Steps that are complete are not run again.
 
     Example: affinage run quickstart --set pretrain.steps=200
     """
-    run_pipeline(recipe, how, until or ())
+    run_pipeline(recipe, settings, until or ())
 
 
-@verb()
-@with_options(how=PipelineOptions)
-def train(recipe: RecipeArgument, *, how: PipelineOptions) -> None:
+@app.command()
+@with_options(settings=PipelineOptions)
+def train(recipe: RecipeArgument, *, settings: PipelineOptions) -> None:
     """Run up to the end of pretraining: `run --until pretrain`.
 
     Example: affinage train quickstart --set pretrain.steps=200
     """
-    run_pipeline(recipe, how, ("pretrain",))
+    run_pipeline(recipe, settings, ("pretrain",))
 
 
-@verb()
-@with_options(how=PipelineOptions)
-def sft(recipe: RecipeArgument, show: ShowOption = None, sample: SampleOption = None, *, how: PipelineOptions) -> None:
+@app.command()
+@with_options(settings=PipelineOptions)
+def sft(
+    recipe: RecipeArgument, show: ShowOption = None, sample: SampleOption = None, *, settings: PipelineOptions
+) -> None:
     """Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.
 
     Example: affinage sft quickstart --show 3
     """
-    how = sampled(how, "sft", sample)
-    folder = run_pipeline(recipe, how, ("sft-data" if show else "sft",))
-    if show and not how.dry_run:
-        _show_examples(folder / "sft-data", show, how)
+    _tune(recipe, sampled(settings, "sft", sample), show, "sft-data", "sft")
 
 
-@verb()
-@with_options(how=PipelineOptions)
-def dpo(recipe: RecipeArgument, show: ShowOption = None, *, how: PipelineOptions) -> None:
+@app.command()
+@with_options(settings=PipelineOptions)
+def dpo(recipe: RecipeArgument, show: ShowOption = None, *, settings: PipelineOptions) -> None:
     """Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.
 
     Example: affinage dpo quickstart --set dpo.beta=0.3
     """
-    folder = run_pipeline(recipe, how, ("preference-data" if show else "dpo",))
-    if show and not how.dry_run:
-        _show_examples(folder / "preference-data", show, how)
+    _tune(recipe, settings, show, "preference-data", "dpo")
 
 
-def _show_examples(rows: Path, count: int, how: PipelineOptions) -> None:
+def _tune(recipe: str, settings: PipelineOptions, show: int | None, data: str, training: str) -> None:
+    run_folder = run_pipeline(recipe, settings, (data if show else training,))
+    if not show or settings.dry_run:
+        return
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tuning_data import show_examples
     from affinage.pipeline.models import made_from
 
-    tokenizer = made_from(rows.resolve(), "train-tokenizer")
-    if tokenizer is None:
+    rows = run_folder / data
+    folder = made_from(rows.resolve(), "train-tokenizer")
+    if folder is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
-    with only_data_on_stdout(how.as_json):
-        for name, example in show_examples(rows, Tokenizer(tokenizer), count):
+    with only_data_on_stdout(settings.as_json):
+        for name, example in show_examples(rows, Tokenizer(folder), show):
             screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
             screen().print(example, markup=False, highlight=False)
 
 
-@verb()
+@app.command()
 def world(
-    folder: Annotated[Path, arg("FOLDER", "Where to write; must be empty or not there.")],
+    folder: Annotated[Path, arg("FOLDER", "Where to write; must not be there.")],
     megabytes: Annotated[float, opt("How much text, in 1e6 bytes.", min=0.01)] = 3.0,
     seed: Annotated[int, opt("Seed of the texts.", min=0)] = 0,
 ) -> None:
@@ -87,43 +88,79 @@ def world(
     """
     from affinage.data.synthetic import write_world
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError("this is not an empty folder", where=str(folder), fix="Name one that is not there yet.")
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of one that was interrupted
+    if folder.exists():
+        raise UserError("this is there already", where=str(folder), fix="Name a folder that is not there yet.")
+    folder.mkdir(parents=True)
     try:
-        part.mkdir(parents=True)
         with working("the pocket world"):
-            write_world(part, megabytes=megabytes, seed=seed)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    typer.echo(f"The pocket world is in {folder}.")
+            write_world(folder, megabytes=megabytes, seed=seed)
+    except BaseException:  # also when it is interrupted
+        shutil.rmtree(folder)
+        raise
+    print(f"The pocket world is in {folder}.")
 
 
-def sampled(how: PipelineOptions, section: str, share: float | None) -> PipelineOptions:
+@app.command()
+def report(
+    run: options.RunArgument,
+    runs: options.RunsOption = options.RUNS,
+    lang: options.LangOption = None,
+    out: Annotated[
+        Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
+    ] = None,
+    baselines: Annotated[
+        Path | None, opt("Show the scores of this file beside those of the run.", "--baselines", metavar="FILE.yaml")
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Write the report of a run, one HTML file. With --out, a run that is not complete has a report of what there is.
+
+    Examples: affinage report quickstart
+
+    affinage report quickstart --lang fr --out rapport.html
+
+    affinage report my_run --baselines examples/baselines.yaml
+    """
+    from affinage.pipeline.models import check_complete, incomplete, run_of
+
+    target = find(run, runs)
+    folder = run_of(target, runs)
+    if out is None:
+        check_complete(target, runs, instead="For a report of what there is, name a file: --out report.html")
+    elif missing := incomplete(folder):
+        warn(f"`{run}` is not complete; to train: {', '.join(missing)}")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
+    from affinage.report import write_report
+
+    file = out or folder / "report.html"
+    facts = write_report(folder, file, lang, baselines)
+    emit({"report": str(file), **facts}, as_json, [facts["summary"], f"The report is in {file}."])
+
+
+def sampled(settings: PipelineOptions, section: str, share: float | None) -> PipelineOptions:
     """The same options, with a share of the section's sources only, if one is given."""
     setting = [] if share is None else [f"{section}.sample={share:.12f}".rstrip("0")]
-    return replace(how, overrides=[*(how.overrides or ()), *setting])
+    return replace(settings, overrides=[*(settings.overrides or ()), *setting])
 
 
 def run_pipeline(
     name: str,
-    how: PipelineOptions,
+    settings: PipelineOptions,
     until: Sequence[str],
     *,
     any_of: bool = False,
-    only: Sequence[str] | None = None,
+    only: Sequence[str] = (),
     quiet: bool = False,
 ) -> Path:
-    """Run the steps of a recipe up to the steps `until`, to its end if there are none. Returns the run's folder.
+    """Run the steps of a recipe, or of a run's recipe, and show them as they run. Returns the run's folder.
 
     Args:
         name: a recipe file, a run, or a packaged recipe.
-        how: options of the command line.
+        settings: options of the command line.
         until: names of steps.
         any_of: leave out those of `until` that the recipe does not have, as long as it has one of them.
-        only: the steps that may run; if others are not complete, the command that runs them is the error's fix.
+        only: the steps that may run, if any are named; if others are not complete, the command that runs them is the
+            error's fix.
         quiet: print no result at the end.
     """
     from affinage.stopping import StopSignals, without_readers
@@ -131,10 +168,10 @@ def run_pipeline(
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
         from affinage.pipeline.models import command, resolve
 
-        profile = [] if how.profile is None else [f"runtime.profile={how.profile}"]
-        loaded = load(name, [*(how.overrides or ()), *profile], how.runs)
-        made = resolve(name, how.runs).run
-        runs = how.runs if made is None else made.parent  # a run that is named by its path is run where it is
+        profile = [] if settings.profile is None else [f"runtime.profile={settings.profile}"]
+        loaded = load(name, [*(settings.overrides or ()), *profile], settings.runs)
+        run_folder = resolve(name, settings.runs).run
+        runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
         from affinage.api import prepare_process, write_report
         from affinage.cli.watch import Watch, show_plan, show_result, warn_of
         from affinage.cluster.processes import init_distributed
@@ -147,25 +184,26 @@ def run_pipeline(
             raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
-        runner = PipelineRunner(loaded, runs, steps, until=until, force=how.force or ())
+        runner = PipelineRunner(loaded, runs, steps, until=until, force=settings.force or ())
         prepare_process(loaded)
-        if how.dry_run:
+        if settings.dry_run:
             plan = runner.plan()
             runner.check(plan)
-            show_plan(plan, how.as_json)
+            show_plan(plan, settings.as_json)
             warn_of(loaded, plan)
             return runner.folder
-        with init_distributed(loaded.recipe.runtime.heartbeat_timeout) as processes, only_data_on_stdout(how.as_json):
+        heartbeat = loaded.recipe.runtime.heartbeat_timeout
+        with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
             if not processes.first:
                 runner.follow()
                 return runner.folder
             plan = runner.plan()
             waiting = [step.name for step in plan if not step.complete]
-            if only is not None and (first := [step for step in waiting if step not in only]):
-                words = [word for setting in how.overrides or () for word in ("--set", setting)]
+            if only and (before := [step for step in waiting if step not in only]):
+                words = [word for setting in settings.overrides or () for word in ("--set", setting)]
                 words += [word for step in until for word in ("--until", step)]
                 fix = f"Run them: {command('run', name, *words, runs=runs)}"
-                raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
+                raise UserError(f"steps that come before are not complete: {', '.join(before)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
             warn_of(loaded, plan)
@@ -175,25 +213,20 @@ def run_pipeline(
             with Watch() as watch:
                 runner.run(watch)
         if not quiet:
-            show_result(runner, plan, watch.seconds, how.as_json)
+            show_result(runner, plan, watch.seconds, settings.as_json)
         return runner.folder
 
 
-def run_own_steps(name: str, how: PipelineOptions, section: str, steps: Sequence[str], instead: str) -> Path:
+def run_own_steps(name: str, settings: PipelineOptions, section: str, steps: Sequence[str], instead: str) -> Path:
     """Run those of a run's last steps that are missing, and nothing before them. Returns the run's folder.
 
-    Args:
-        name: the run, or its recipe.
-        how: options of the command line.
-        section: of the recipe, that these steps carry out.
-        steps: names of steps, of which the recipe has one at least.
-        instead: what to do where the recipe of the run does not have the section.
+    `steps` carry out a `section` of the recipe; `instead` is what to do where the recipe of the run does not have it.
     """
     from affinage.pipeline.models import check_complete, recorded, resolve, run_of
 
-    target = resolve(name, how.runs)
-    if not how.overrides:
-        check_complete(target, how.runs)
-        if recorded(run_of(target, how.runs)).get(section) is None:
+    target = resolve(name, settings.runs)
+    if not settings.overrides:
+        check_complete(target, settings.runs)
+        if recorded(run_of(target, settings.runs)).get(section) is None:
             raise UserError(f"the recipe of this run has no `{section}`", where=name, fix=instead)
-    return run_pipeline(name, how, steps, any_of=True, only=steps, quiet=True)
+    return run_pipeline(name, settings, steps, any_of=True, only=steps, quiet=True)

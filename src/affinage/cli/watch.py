@@ -11,17 +11,17 @@ from affinage import results
 from affinage.cli.options import warn
 from affinage.cli.output import Table, counted, emit, listed, screen, working
 from affinage.durations import duration
+from affinage.errors import plain
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.pipeline.runner import PipelineRunner, PlannedStep
 
 _NAME = 16  # columns for the names of steps
+_WORDS = 4  # of a prompt
 _SHOWN = 3  # reasons, benchmarks and groups that the line of a step names
-_FEW_HELD_OUT = 5  # documents: fewer say little about all others
 _FACTS = {  # attribute of a result -> what the line of its step says
     "documents_out": "{:,} documents",
-    "documents": "{:,} documents",
     "not_sampled": "{:,} not in the sample",
     "validation_documents": "{:,} held out",
     "vocabulary": "{:,} pieces",
@@ -38,7 +38,7 @@ class Watch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the steps that ran
         self._live = contextlib.ExitStack()
-        self._progressed: Any = None
+        self._progress: Any = None
 
     def __enter__(self) -> "Watch":
         return self
@@ -51,12 +51,12 @@ class Watch:
         if planned.reason != "never ran":
             _print(planned.name, planned.reason)
         if screen().is_terminal and not planned.step.has_progress:
-            self._progressed = self._live.enter_context(working(planned.name))
+            self._progress = self._live.enter_context(working(planned.name))
 
     def on_progress(self, message: str) -> None:
         """The running step has got further."""
-        if self._progressed is not None:
-            self._progressed(message)
+        if self._progress is not None:
+            self._progress(message)
 
     def on_metrics(self, row: Mapping[str, Any]) -> None:
         """A training has written a line of its metrics, which it shows itself."""
@@ -64,7 +64,7 @@ class Watch:
     def on_end(self, planned: "PlannedStep", result: results.Result, seconds: float) -> None:
         """A step is complete."""
         self._live.close()
-        self._progressed = None
+        self._progress = None
         self.seconds[planned.name] = seconds
         _print(planned.name, f"{', '.join(headline(result)) or 'done'}  {duration(seconds)}")
 
@@ -100,14 +100,14 @@ def show_result(
 ) -> None:
     """Print where the results are, how long the steps took, and the next command."""
     complete = [step.name for step in steps]
-    found = dict(places(runner, complete))
+    there = dict(places(runner, complete))
     view: list[str | Table] = [f"Nothing to do: all {len(complete)} steps of {runner.loaded.recipe.name} are complete."]
     if seconds:
         times = [(step, duration(spent)) for step, spent in seconds.items()]
         view = ["", Table(("step", "time"), [*times, ("all", duration(sum(seconds.values())))])]
         view += [f"Already complete: {counted(len(complete) - len(seconds), 'step')}."]
-    view += ["", *(f"{what:<{_NAME}}{place}" for what, place in found.items())]
-    emit({"ran": dict(seconds), "complete": complete, **found}, as_json, view)
+    view += ["", *(f"{name:<{_NAME}}{place}" for name, place in there.items())]
+    emit({"ran": dict(seconds), "complete": complete, **there}, as_json, view)
 
 
 def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -128,8 +128,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"
     paths = [os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)]
     before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
-    prompt = next(iter(recipe.report.prompts), "Once upon a time")
-    words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
+    words = ("generate", model, _opening_words(runner.folder)) if training == "pretrain" else ("chat", model)
     yield "next", before + command(*words, runs=runner.runs)
 
 
@@ -146,10 +145,9 @@ def headline(result: results.Result) -> Iterator[str]:
     if isinstance(result, results.DecontaminateResult):
         matches = [f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found]
         yield f"benchmark items found: {listed(matches, _SHOWN) or 'none'}"
-    if isinstance(result, results.SplitResult) and 0 < result.validation_documents < _FEW_HELD_OUT:
-        yield "few to judge by (data.split.validation_fraction=0.1 holds more out)"
-    if isinstance(result, results.SplitResult) and (missed := result.without_validation):
-        yield f"none held out of {listed(missed, _SHOWN)}: too few documents (data.split.by=tail cuts ends)"
+    if isinstance(result, results.SplitResult) and result.without_validation:
+        missed = listed(result.without_validation, _SHOWN)
+        yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"
     if isinstance(result, results.EvaluationResult):
         yield counted(len(result.tasks), "benchmark")
         yield from _scores(result)
@@ -157,23 +155,29 @@ def headline(result: results.Result) -> Iterator[str]:
         yield verified_in_words(result.verified)
 
 
-def _scores(result: results.EvaluationResult) -> list[str]:
-    """The accuracy of a few benchmarks in percent, with a standard error: the metric that papers give."""
+def _scores(result: results.EvaluationResult) -> Iterator[str]:
+    """Yield the headline scores of a few benchmarks in percent, with their standard errors."""
     from affinage.report.evaluations import headline as headline_metric
 
-    shown = []
-    for name, task in result.tasks.items():
+    for name, task in [*result.tasks.items()][:_SHOWN]:
         score = task.metrics.get(headline_metric(name, task.metrics))
         if score is not None and score.value is not None and 0 <= score.value <= 1:
-            error = "" if score.stderr is None else f" ± {100 * score.stderr:.1f}"
-            shown.append(f"{name} {100 * score.value:.1f}{error}")
-    return shown[:_SHOWN]
+            yield f"{name} {100 * score.value:.1f}" + (f" ± {100 * score.stderr:.1f}" if score.stderr else "")
 
 
 def verified_in_words(facts: results.Verified) -> str:
-    """What `hub.verify` compared, and how well it agreed."""
+    """How well transformers agrees with a model that was exported."""
     return (
-        f"transformers computes the same: logits of {facts.tokens:,} tokens in {facts.texts:,} texts at most "
-        f"{facts.largest_logit_difference:.1e} of the largest apart, the same ids of {facts.token_sequences:,} texts "
-        f"and {facts.conversations:,} conversations"
+        f"transformers computes the same: logits of {facts.tokens:,} tokens at most "
+        f"{facts.largest_logit_difference:.1e} of the largest apart, and the same ids"
     )
+
+
+def _opening_words(run: Path) -> str:
+    """The first words of a document that the run has held out, or a beginning that fits any text."""
+    from affinage.data.documents import read_documents
+
+    validation = run / "split" / "validation"
+    batches = read_documents(validation) if validation.is_dir() else ()
+    texts = (text for batch in batches for text in batch.column("text").to_pylist())
+    return plain(" ".join(next(texts, "Once upon a time").split()[:_WORDS]))

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Integer
 
 from affinage.data.mixture import Component, Group, Mixture, Weights
-from affinage.data.permutation import permuted
+from affinage.data.order import permuted
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.data.token_shards import TokenShards, find_shard_folders, open_shards
 from affinage.errors import UserError
@@ -93,12 +93,11 @@ class DataLoader:
         if len(set(lengths.values())) > 1:
             raise UserError(f"rows of different lengths cannot be mixed: {lengths}")
         self.context = next(iter(lengths.values()))
-        self.batch_size = batch
+        self.batch_size, self._seed = batch, seed
         groups = {
             name: Group(shards.facts.get("source", ""), shards.facts.get("language", ""), shards.rows)
             for name, shards in self.shards.items()
         }
-        self._seed = seed
         self._mixture = Mixture(groups, mixture, batch)
         self._starts = {  # of every component the first row of each folder, and the number of all
             component: np.cumsum([0, *(self.shards[name].rows for name in component)])
@@ -130,23 +129,23 @@ class DataLoader:
         """Return the folder and the row number of every row of the global batch of `step`."""
         places: dict[int, tuple[str, int]] = {}
         for component, lines, positions in self._mixture.draws(step * self.batch_size, self.batch_size):
-            folders, rows = self._locate(component, positions)
-            for line, folder, row in zip(lines.tolist(), folders.tolist(), rows.tolist(), strict=True):
-                places[line] = component[folder], row
+            folders, rows = (numbers.tolist() for numbers in self._locate(component, positions))
+            names = [component[folder] for folder in folders]
+            places |= zip(lines.tolist(), zip(names, rows, strict=True), strict=True)
         return [places[line] for line in range(self.batch_size)]
 
     def steps_of(self, folder: str, row: int, steps: int) -> list[int]:
         """Return which of the first `steps` steps draw a row of a folder: the inverse of `where`."""
-        found = []
+        drawn = []
         for component in [each for each in self._starts if folder in each]:
             starts = self._starts[component]
             number, total = np.array([starts[component.index(folder)] + row]), int(starts[-1])
             for stage, index, first, end in self._mixture.uses(component, steps * self.batch_size):
                 for epoch in range(first // total, -(-end // total)):
-                    at = permuted(number, total, *self._order(component, epoch), inverse=True)
-                    if first <= (position := epoch * total + int(at[0])) < end:
-                        found.append(stage.draw_of(index, position) // self.batch_size)
-        return sorted(found)
+                    place = permuted(number, total, *self._order(component, epoch), inverse=True)
+                    if first <= (position := epoch * total + int(place[0])) < end:
+                        drawn.append(stage.draw_of(index, position) // self.batch_size)
+        return sorted(drawn)
 
     def epochs(self, steps: int) -> dict[str, float]:
         """Return how often the first `steps` steps go through the rows of each folder."""
@@ -160,24 +159,21 @@ class DataLoader:
         references = np.zeros((size, *next((of.shape[1:] for of in self.reference.values()), ())), np.float32)
         for component, lines, positions in self._mixture.draws(step * self.batch_size + first, size):
             folders, rows = self._locate(component, positions)
-            for number, name in enumerate(component):
-                here = folders == number
-                if here.any():
-                    self.shards[name].read(rows[here], tokens, mask, lines[here])
-                    if self.reference:
-                        references[lines[here]] = self.reference[name][rows[here]]
+            for number in np.unique(folders).tolist():
+                name, here = component[number], folders == number
+                self.shards[name].read(rows[here], tokens, mask, lines[here])
+                if self.reference:
+                    references[lines[here]] = self.reference[name][rows[here]]
         batch = make_batch(tokens, mask, np.arange(first, first + size), next(iter(self.shards.values())).marks)
         return batch | ({REFERENCE: references} if self.reference else {})
 
-    def iterate(
-        self, start_step: int = 0, part: int = 0, parts: int = 1, *, ahead: int = 8, threads: int = 2
-    ) -> Iterator[Batch]:
+    def iterate(self, start_step: int = 0) -> Iterator[Batch]:
         """Return batches from `start_step` on, for ever; see `prefetch`."""
-        return prefetch(lambda step: self.batch(step, part, parts), start_step, ahead=ahead, threads=threads)
+        return self.iterate_part(start_step, 0, 1)
 
     def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[Batch]:
         """See `affinage.training.job.DivisibleFeed`."""
-        return self.iterate(start_step, part, parts)
+        return prefetch(lambda step: self.batch(step, part, parts), start_step)
 
 
 def _share(batch: int, part: int, parts: int) -> tuple[int, int]:
@@ -187,7 +183,7 @@ def _share(batch: int, part: int, parts: int) -> tuple[int, int]:
     return batch // parts, part * (batch // parts)
 
 
-def prefetch(make: Callable[[int], T], start: int, *, ahead: int, threads: int) -> Iterator[T]:
+def prefetch(make: Callable[[int], T], start: int, *, ahead: int = 8, threads: int = 2) -> Iterator[T]:
     """Return `make(start)`, `make(start + 1)`, ... for ever, `ahead` of them made by `threads` threads in advance.
 
     Closing the iterator, or dropping it, ends the threads. An error of `make` is raised when its turn comes.
@@ -195,7 +191,7 @@ def prefetch(make: Callable[[int], T], start: int, *, ahead: int, threads: int) 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="batches")
     try:
         numbers = itertools.count(start)
-        pending = deque(pool.submit(make, next(numbers)) for _ in range(max(ahead, 1)))
+        pending = deque(pool.submit(make, next(numbers)) for _ in range(ahead))
         while True:
             made = pending.popleft().result()
             pending.append(pool.submit(make, next(numbers)))
@@ -210,10 +206,8 @@ class ValidationRows:
     def __init__(self, folder: Path, *, batch: int, limit: int | None = None) -> None:
         """With `limit`, that many rows are taken, evenly spaced over the folder."""
         self._shards = open_shards(folder)
-        self.name = folder.name
-        self.context = self._shards.seq_len
-        self.batch_size = batch
-        self.rows = self._shards.rows if limit is None else min(limit, self._shards.rows)
+        self.name, self.context, self.batch_size = folder.name, self._shards.seq_len, batch
+        self.rows = min(limit or self._shards.rows, self._shards.rows)
         self._chosen = np.arange(self.rows) * self._shards.rows // self.rows
         self.bytes = int(self._shards.row_bytes[self._chosen].sum())
         """UTF-8 bytes of the tokens that these rows predict: bits per byte = total nats / ln 2 / bytes."""

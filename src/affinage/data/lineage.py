@@ -17,33 +17,22 @@ if TYPE_CHECKING:
     from affinage.data.token_shards import TokenShards
     from affinage.data.tokenizer import Tokenizer
 
-_APOSTROPHES = "'\u2019\u02bc"
-_SPECIAL = frozenset(r"\.^$*+?{}[]|()")
 
-
-def spans_of_rows(shards: "TokenShards", rows: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
-    """Return the pieces of documents in each of these rows of a folder, from left to right."""
-    found: dict[int, list[dict[str, Any]]] = {row: [] for row in sorted(set(rows))}
-    files: dict[Path, dict[int, int]] = {}
-    for row in found:
-        file, local = shards.locate(row)
-        files.setdefault(file, {})[local] = row
-    for file, numbers in files.items():
-        table = pq.read_table(file, filters=[("row", "in", list(numbers))])
-        for span in table.sort_by([("row", "ascending"), ("start", "ascending")]).to_pylist():
-            found[numbers[span["row"]]].append(span)
-    return found
+def spans_of_row(shards: "TokenShards", row: int) -> list[dict[str, Any]]:
+    """Return the pieces of documents in a row of a folder, from left to right: the columns of `token_shards.SCHEMA`."""
+    file, number = shards.locate(row)
+    return pq.read_table(file, filters=[("row", "==", number)]).sort_by("start").to_pylist()
 
 
 def rows_of_document(shards: "TokenShards", id: str, source: str, ranges: Iterable[tuple[int, int]]) -> list[int]:
     """Return the rows of a folder that hold some of the tokens [start, stop) of a document."""
-    found: set[int] = set()
+    rows: set[int] = set()
     for first in shards.starts[:-1].tolist():
         table = pq.read_table(shards.locate(first)[0], filters=[("id", "==", id), ("source", "==", source)])
         row, start, stop, offset = (table.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
         for begin, end in ranges:
-            found.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
-    return sorted(found)
+            rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
+    return sorted(rows)
 
 
 @dataclass(frozen=True)
@@ -59,22 +48,13 @@ class Occurrences:
 
 
 def occurrences(folder: Path, wanted: str) -> Iterator[Occurrences]:
-    """Return the documents of a folder that hold `wanted`, in Unicode's NFC as filtered text is.
-
-    Letter case does not matter, nor which apostrophe: nobody types the one that is printed.
-    """
-
-    def any_form(character: str) -> str:  # as Arrow's regular expressions and Python's both understand it
-        if character in _APOSTROPHES:
-            return f"[{_APOSTROPHES}]"
-        return f"\\{character}" if character in _SPECIAL else character
-
-    pattern = "".join(map(any_form, unicodedata.normalize("NFC", wanted)))
-    every = re.compile(f"(?={pattern})", re.IGNORECASE)  # those that overlap, too
+    """Return the documents of a folder that hold `wanted`, in Unicode's NFC as filtered text is, in any letter case."""
+    wanted = unicodedata.normalize("NFC", wanted)
+    every = re.compile(f"(?={re.escape(wanted)})", re.IGNORECASE)  # those that overlap, too
     for batch in read_documents(folder, ("id", "source", "language", "url", "text")):
-        holding = pc.match_substring_regex(batch.column("text"), pattern, ignore_case=True)
+        holding = pc.match_substring(batch.column("text"), wanted, ignore_case=True)
         for document in batch.filter(holding).to_pylist():
-            yield Occurrences(**document, at=tuple(found.start() for found in every.finditer(document["text"])))
+            yield Occurrences(**document, at=tuple(match.start() for match in every.finditer(document["text"])))
 
 
 def token_ranges(found: Occurrences, length: int, tokenizer: "Tokenizer") -> list[tuple[int, int]]:

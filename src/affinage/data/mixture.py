@@ -1,7 +1,6 @@
 """Which groups of sequences a training draws from: weights, in stages, as a function of the step alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,14 +23,11 @@ class Group(NamedTuple):
 
 Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`; or of `all` alone
 Component = tuple[str, ...]  # names of the groups that are shuffled together
-
-
 # A component, the lines of the batch that it gives, int64 [n], and their positions in its endless sequence of epochs.
 Draws = tuple[Component, np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
+class Stage(NamedTuple):
     """Components that take turns in a fixed pattern. Draws are counted over all steps of the training."""
 
     first: int  # draw that the stage begins with
@@ -44,13 +40,12 @@ class Stage:
     def draws(self, first: int, count: int) -> list[Draws]:
         """Return what `count` draws from `first` on take."""
         turns, slots = np.divmod(np.arange(first - self.first, first - self.first + count), len(self.pattern))
-        chosen = self.pattern[slots]
-        found = []
+        chosen, draws = self.pattern[slots], []
         for number in np.unique(chosen).tolist():
             lines = np.flatnonzero(chosen == number)
             positions = self.begun[number] + turns[lines] * self.counts[number] + self.ranks[slots[lines]]
-            found.append((self.components[number], lines, positions))
-        return found
+            draws.append((self.components[number], lines, positions))
+        return draws
 
     def positions_at(self, draw: int) -> Integer[np.ndarray, " components"]:
         """Return the position that every component has reached before a draw."""
@@ -83,14 +78,9 @@ class Mixture:
             if self.stages:
                 reached |= zip(self.stages[-1].components, self.stages[-1].positions_at(first).tolist())
             components = {tuple(groups): 1.0} if set(weights) == {ALL} else components_of(weights, groups)
-            pattern, ranks, counts = _pattern(list(components.values()))
             begun = np.array([reached.get(component, 0) for component in components])
-            self.stages.append(Stage(first, tuple(components), pattern, ranks, counts, begun))
-
-    @property
-    def components(self) -> list[Component]:
-        """All components of all stages."""
-        return list(dict.fromkeys(component for stage in self.stages for component in stage.components))
+            self.stages.append(Stage(first, tuple(components), *_pattern(list(components.values())), begun))
+        self.components = list(dict.fromkeys(component for stage in self.stages for component in stage.components))
 
     def draws(self, first: int, count: int) -> list[Draws]:
         """Return what `count` draws of one step take; `first` is counted over all steps."""
@@ -98,24 +88,22 @@ class Mixture:
 
     def uses(self, component: Component, draws: int) -> list[tuple[Stage, int, int, int]]:
         """Return what the first `draws` draws take of a component: (stage, number there, first, end position)."""
-        found = []
-        for number, stage in enumerate(self.stages):
+        uses = []
+        for stage, end in zip(self.stages, [*(stage.first for stage in self.stages[1:]), draws], strict=True):
             if stage.first < draws and component in stage.components:
-                ends = [later.first for later in self.stages[number + 1 : number + 2]]
                 index = stage.components.index(component)
-                end = int(stage.positions_at(min([draws, *ends]))[index])
-                found.append((stage, index, int(stage.begun[index]), end))
-        return found
+                last = int(stage.positions_at(min(draws, end))[index])
+                uses.append((stage, index, int(stage.begun[index]), last))
+        return uses
 
     def epochs(self, draws: int) -> dict[str, float]:
         """Return how often the first `draws` draws go through the sequences of each group."""
-        found = dict.fromkeys(self._groups, 0.0)
+        epochs = dict.fromkeys(self._groups, 0.0)
         for component in self.components:
             reached = max((end for *_, end in self.uses(component, draws)), default=0)
-            total = sum(self._groups[name].rows for name in component)
             for name in component:
-                found[name] += reached / total
-        return found
+                epochs[name] += reached / sum(self._groups[name].rows for name in component)
+        return epochs
 
 
 def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Component, float]:
@@ -125,26 +113,17 @@ def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Compone
     Raises UserError for an unknown name, a group that two names stand for, and weights that are all zero.
     """
     owner = {name: name for name in weights if name in groups}
-    for name, weight in weights.items():
-        if not 0 <= weight < float("inf"):
-            raise UserError(f"the weight of {name!r} is {weight}", where=_KEY, fix="Weights are numbers from 0 up.")
-        members = [name] if name in groups else [each for each in groups if name in groups[each][:2]]
+    for name in weights:
+        members = [name] if name in groups else [each for each, group in groups.items() if name in group[:2]]
         if not members:
             refuse_unknown(name, {part for each, group in groups.items() for part in (each, *group[:2])})
         for member in members:
             other = owner.setdefault(member, name)
             if other not in (name, member):
-                raise UserError(
-                    f"both {other!r} and {name!r} stand for the sequences of {member!r}",
-                    where=_KEY,
-                    fix=f"Give {member!r} a weight of its own, or give weights to sources alone or to languages alone.",
-                )
-    components = {
-        tuple(sorted(group for group, by in owner.items() if by == name)): weight
-        for name, weight in weights.items()
-        if weight > 0
-    }
-    components.pop((), None)
+                fix = f"Give {member!r} a weight of its own, or give weights to sources alone or to languages alone."
+                raise UserError(f"both {other!r} and {name!r} stand for {member!r}", where=_KEY, fix=fix)
+    members_of = {name: tuple(sorted(group for group in owner if owner[group] == name)) for name in weights}
+    components = {members_of[name]: weight for name, weight in weights.items() if weight > 0 and members_of[name]}
     if not components:
         raise UserError("all weights are zero", where=_KEY, fix="Give at least one weight above zero.")
     return dict(sorted(components.items()))

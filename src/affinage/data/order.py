@@ -1,14 +1,17 @@
-"""An order of documents that depends on their ids and a seed, never on files, workers or machines."""
+"""Orders that depend on names and a seed alone, never on files, workers, machines or versions of numpy."""
 
 import hashlib
 from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
+from jaxtyping import Integer
+
+_ROUNDS = 8
 
 
 def shuffle_keys(names: Iterable[str], seed: int, purpose: str) -> np.ndarray:
-    """One pseudo-random key per name, uint64 [n]: sorting by it shuffles.
+    """Return one pseudo-random key per name, uint64 [n]: sorting by it shuffles.
 
     The same name has the same key in every run with this `seed`; another `purpose` gives an independent order.
     """
@@ -18,11 +21,40 @@ def shuffle_keys(names: Iterable[str], seed: int, purpose: str) -> np.ndarray:
 
 
 def document_keys(batch: pa.RecordBatch, seed: int, purpose: str) -> np.ndarray:
-    """The shuffle keys of documents, uint64 [n]; an id is unique within its source only, so both count."""
-    pairs = zip(batch.column("source").to_pylist(), batch.column("id").to_pylist())
-    return shuffle_keys([document_name(source, name) for source, name in pairs], seed, purpose)
+    """Return the shuffle keys of documents, uint64 [n]; an id is unique within its source only, so both count."""
+    pairs = zip(batch.column("source").to_pylist(), batch.column("id").to_pylist(), strict=True)
+    return shuffle_keys([f"{source}/{id}" for source, id in pairs], seed, purpose)
 
 
-def document_name(source: str, id: str) -> str:
-    """What no other document is called."""
-    return f"{source}/{id}"
+def permuted(
+    indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str, inverse: bool = False
+) -> Integer[np.ndarray, " n"]:
+    """Return where indices go in the permutation of range(size) that `purpose` names, or which go there (`inverse`).
+
+    A Feistel network (Luby and Rackoff, SIAM J. Comput. 17(2), 1988) on the bits of an index, repeated for those that
+    it takes out of the range. The round function is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), written out
+    because numpy's generators may give other numbers in another version, and a run must not.
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    names = [repr((number, *purpose)).encode() for number in range(_ROUNDS)]
+    keys = [np.frombuffer(hashlib.blake2b(name, digest_size=8).digest(), "<u8")[0] for name in names]
+    places = np.asarray(indices).astype(np.uint64)
+    outside = np.ones(len(places), bool)
+    while outside.any():
+        left, right = places[outside] >> shift, places[outside] & mask
+        for key in reversed(keys) if inverse else keys:
+            if inverse:
+                left, right = right ^ (_mixed(left, key) & mask), left
+            else:
+                left, right = right, left ^ (_mixed(right, key) & mask)
+        places[outside] = left << shift | right
+        outside = places >= np.uint64(size)
+    return places.astype(np.int64)
+
+
+def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    state = values + key  # arrays of uint64 wrap around silently, as the hash requires
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

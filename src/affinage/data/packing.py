@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Integer
+from jaxtyping import Integer
 
 from affinage.data.code_points import kernel
 
@@ -29,13 +29,6 @@ class Layout:
         for document, offset, row, start, length in zip(*(column.tolist() for column in columns), strict=True):
             rows[row, start : start + length] = documents[document][offset : offset + length]
         return rows
-
-    @property
-    def cut(self) -> Bool[np.ndarray, " documents"]:
-        """Whether no row holds the whole of each document."""
-        cut = np.zeros(self.document.max(initial=-1) + 1, bool)
-        cut[self.document[self.offset > 0]] = True
-        return cut
 
 
 def concatenate(lengths: Integer[np.ndarray, " documents"], seq_len: int, overlap: int = 0) -> Layout:
@@ -86,50 +79,26 @@ def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int, window: i
 
 @kernel
 def _fit(lengths, capacity):  # type: ignore[no-untyped-def]
-    """Return the bin of every item: the one in which the least room is left over.
+    """Return the bin of every item, longest first: the one in which the least room is left over.
 
-    Bins wait in one stack per room that is left; a segment tree over rooms 0..capacity (1 where some stack below the
-    node is not empty) finds the first stack that has any.
+    Bins wait in one stack per room that is left, 0 to `capacity`.
     """
-    leaves = 1
-    while leaves < capacity + 1:
-        leaves *= 2
-    tree = np.zeros(2 * leaves, np.uint8)
     top = np.full(capacity + 1, -1, np.int64)  # of the stack of every room
     below = np.empty(len(lengths), np.int64)  # of every bin in its stack
     bins = np.empty(len(lengths), np.int64)
     opened = 0
     for item in range(len(lengths)):
-        length = lengths[item]
-        node = leaves + length
-        while node > 1 and not tree[node]:
-            while node > 1 and node % 2 == 1:
-                node //= 2
-            if node > 1:
-                node += 1
-        if node > 1:
-            while node < leaves:
-                node = 2 * node if tree[2 * node] else 2 * node + 1
-            room = node - leaves
-            chosen = top[room]
-            top[room] = below[chosen]
-            if top[room] < 0:
-                _mark(tree, node, 0)
-        else:
-            room, chosen = capacity, opened
+        room = lengths[item]
+        while room < capacity and top[room] < 0:
+            room += 1
+        chosen = top[room]
+        if chosen < 0:
+            chosen = opened
             opened += 1
+        else:
+            top[room] = below[chosen]
         bins[item] = chosen
-        left = room - length
-        if top[left] < 0:
-            _mark(tree, leaves + left, 1)
+        left = room - lengths[item]
         below[chosen] = top[left]
         top[left] = chosen
     return bins
-
-
-@kernel
-def _mark(tree, node, value):  # type: ignore[no-untyped-def]
-    tree[node] = value
-    while node > 1:
-        node //= 2
-        tree[node] = tree[2 * node] | tree[2 * node + 1]

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -173,25 +173,31 @@ def write_shard(
     tokens = layout.fill([each.tokens for each in documents], seq_len, pad)
     files = {name("tokens"): _put_array(url or here, name("tokens"), tokens)}
     del tokens
-    found: dict[str, Any] = {"rows": layout.rows, "tokens": int(layout.length.sum()), "files": files}
+    counts: dict[str, Any] = {"rows": layout.rows, "tokens": int(layout.length.sum()), "files": files}
     if trained := [each.trained for each in documents if each.trained is not None]:
         mask = layout.fill(trained, seq_len)
         files[name("loss_mask")] = _put_array(here, name("loss_mask"), mask)
-        found["trained_tokens"] = int(mask.sum())
+        counts["trained_tokens"] = int(mask.sum())
     if lengths := [each.bytes for each in documents if each.bytes is not None]:
         # Nothing comes before the first token of a row that could predict it.
         row_bytes = layout.fill(lengths, seq_len)[:, 1:].sum(axis=1, dtype=np.int64)
         _put_array(here, name("row_bytes"), row_bytes)
-        found["row_bytes"] = int(row_bytes.sum())
+        counts["row_bytes"] = int(row_bytes.sum())
+    columns = {
+        key: pa.array([getattr(each, key) for each in documents], pa.string()) for key in ("id", "source", "url")
+    }
+    spans = {"row": layout.row, "start": layout.start, "stop": layout.start + layout.length, "offset": layout.offset}
+    spans = {key: pa.array(column).cast(SCHEMA.field(key).type) for key, column in spans.items()}
+    spans = {key: column.take(pa.array(layout.document)) for key, column in columns.items()} | spans
     table = io.BytesIO()
-    pq.write_table(_lineage(documents, layout), table, compression="zstd", row_group_size=65_536)
+    pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
     for place in dict.fromkeys((here, url or here)):
         _put(place, name("documents", ending="parquet"), table.getvalue())
-    return found
+    return counts
 
 
 def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
-    """Write an array as .npy; return {rows, bytes, sha256}."""
+    """Write an array as .npy into a folder or at a URL; return {rows, bytes, sha256}."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     parts = (header.getvalue(), array.data.cast("B"))  # large arrays are not copied
@@ -201,21 +207,27 @@ def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
     return {"rows": len(array), "bytes": sum(map(len, parts)), "sha256": digest.hexdigest()}
 
 
-def _lineage(documents: Sequence[Document], layout: Layout) -> pa.Table:
-    names = {key: [getattr(each, key) for each in documents] for key in ("id", "source", "url")}
-    columns = pa.table({key: pa.array(column, pa.string()) for key, column in names.items()}).take(layout.document)
-    pieces = {"row": layout.row, "start": layout.start, "stop": layout.start + layout.length, "offset": layout.offset}
-    for key, column in pieces.items():
-        columns = columns.append_column(key, pa.array(column))
-    return columns.cast(SCHEMA)
+def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
+    """Write a file of some parts into a folder or at a URL, whole or not at all."""
+    if is_local(place):
+        local_path(place).mkdir(parents=True, exist_ok=True)
+        write_atomically(local_path(place) / name, *parts)
+        return
+    filesystem, path = open_url(place)
+    with errors_at(place):
+        filesystem.makedirs(path, exist_ok=True)
+        upload(filesystem, f"{path}/{name}", b"".join(parts))
 
 
-def write_facts(folder: Path, facts: dict[str, Any], marks: Marks = MARKS) -> dict[str, Any]:
-    """Write shards.json, last: a folder that has it is complete. Return what it holds.
+def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
+    """Write shards.json of a folder, last: a folder that has it is complete. Return its content.
 
-    With `facts["url"]` a copy of it goes there.
+    It holds the sums of what `write_shard` counted, all files, and `facts`. With a `url` in these a copy of it goes
+    there.
     """
-    facts = facts | ({} if marks == MARKS else {"marks": marks._asdict()})
+    sums = {key: sum(shard[key] for shard in shards) for key, count in shards[0].items() if isinstance(count, int)}
+    files = {name: about for shard in shards for name, about in shard["files"].items()}
+    facts = sums | facts | ({} if marks == MARKS else {"marks": marks._asdict()}) | {"files": files}
     write_json(folder / FACTS, facts)
     if url := facts.get("url", ""):
         patient(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
@@ -224,10 +236,11 @@ def write_facts(folder: Path, facts: dict[str, Any], marks: Marks = MARKS) -> di
 
 def write_tokens(folder: Path, tokens: Integer[np.ndarray, "rows S"], shards: int = 1, **facts: Any) -> None:
     """Write rows of tokens as they are, spread over `shards` files, and shards.json with `facts`."""
-    names = [shard_file("tokens", shard, shards) for shard in range(shards)]
-    files = {name: _put_array(str(folder), name, part) for name, part in zip(names, np.array_split(tokens, shards))}
-    counts = {"rows": len(tokens), "seq_len": tokens.shape[1], "dtype": tokens.dtype.name}
-    write_facts(folder, counts | {"files": files} | facts)
+    counts = []
+    for shard, part in enumerate(np.array_split(tokens, shards)):
+        name = shard_file("tokens", shard, shards)
+        counts.append({"rows": len(part), "files": {name: _put_array(str(folder), name, part)}})
+    finish_folder(folder, counts, seq_len=tokens.shape[1], dtype=tokens.dtype.name, **facts)
 
 
 # ---- reading ----
@@ -239,9 +252,11 @@ class TokenShards:
 
     folder: Path
     facts: dict[str, Any]  # the content of shards.json
+    names: tuple[str, ...]  # the files of tokens, in their order; a number is missing where a task wrote nothing
     shards: tuple[np.ndarray, ...]  # memory-mapped, [rows, seq_len]; empty where the tokens are at a URL
     masks: tuple[np.ndarray, ...]  # memory-mapped, the same shapes; empty where every token is trained
-    starts: Integer[np.ndarray, " shards+1"]  # the first row of every shard
+    starts: Integer[np.ndarray, " shards+1"]  # the first row of every shard, and the number of all rows
+    marks: Marks  # the ids by which rows are read
 
     @property
     def rows(self) -> int:
@@ -253,21 +268,11 @@ class TokenShards:
         """Tokens in a row."""
         return int(self.facts["seq_len"])
 
-    @cached_property
-    def marks(self) -> Marks:
-        """The ids by which rows are read, from shards.json where the tokenizer is not affinage's."""
-        return Marks(**self.facts["marks"]) if "marks" in self.facts else MARKS
-
     @property
     def row_bytes(self) -> Integer[np.ndarray, " rows"]:
         """UTF-8 bytes of text that each row predicts; of held-out rows."""
         files = [self.folder / name.replace("tokens-", "row_bytes-") for name in self.names]
         return np.concatenate([np.load(file, allow_pickle=False) for file in files])
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The files of tokens, in their order; a number is missing where a task had nothing to write."""
-        return [name for name in self.facts["files"] if name.startswith("tokens-")]
 
     def locate(self, row: int) -> tuple[Path, int]:
         """Return the file with the documents of a row, and the number of the row in it."""
@@ -316,17 +321,17 @@ def open_shards(folder: Path) -> TokenShards:
     except FileNotFoundError as error:
         fix = "Run the step that writes token shards again."
         raise UserError("there are no token shards here", where=str(folder), fix=fix) from error
-    tokens = {name: file for name, file in facts["files"].items() if name.startswith("tokens-")}
-    shards, url = [], facts.get("url", "")
+    names, masks = ([name for name in facts["files"] if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
+    rows, url, seq_len = [facts["files"][name]["rows"] for name in names], facts.get("url", ""), facts["seq_len"]
+    shards: list[np.ndarray] = []
     if is_local(url):
         place = local_path(url) if url else folder
-        shards = [_open(place, name, (file["rows"], facts["seq_len"])) for name, file in tokens.items()]
+        shards = [_open(place, name, (count, seq_len)) for name, count in zip(names, rows, strict=True)]
     else:
-        _check_sizes(url, tokens)
-    starts = np.cumsum([0, *(file["rows"] for file in tokens.values())])
-    names = [name for name in facts["files"] if name.startswith("loss_mask-")]
-    masks = [_open(folder, name, (facts["files"][name]["rows"], facts["seq_len"])) for name in names]
-    return TokenShards(folder, facts, tuple(shards), tuple(masks), starts)
+        _check_sizes(url, {name: facts["files"][name]["bytes"] for name in names})
+    opened = tuple(_open(folder, name, (facts["files"][name]["rows"], seq_len)) for name in masks)
+    marks = Marks(**facts["marks"]) if "marks" in facts else MARKS
+    return TokenShards(folder, facts, tuple(names), tuple(shards), opened, np.cumsum([0, *rows]), marks)
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:
@@ -347,17 +352,11 @@ def _open(folder: Path, name: str, shape: tuple[int, int]) -> np.ndarray:
     return array
 
 
-def _check_sizes(url: str, files: dict[str, Any]) -> None:
+def _check_sizes(url: str, expected: dict[str, int]) -> None:
     """Raise UserError unless the files at a URL have the sizes with which they were written."""
     filesystem, path = open_url(url)
-
-    def sizes() -> dict[str, int]:
-        with contextlib.suppress(FileNotFoundError):
-            return {os.path.basename(each["name"]): int(each["size"] or 0) for each in filesystem.ls(path, detail=True)}
-        return {}
-
-    found = patient(sizes, url)
-    for name, counted in files.items():
-        if found.get(name) != counted["bytes"]:
-            what = f"{name} has {found[name]} bytes instead of {counted['bytes']}" if name in found else f"no {name}"
-            raise UserError(what, where=url, fix=_AGAIN)
+    entries = patient(lambda: filesystem.ls(path, detail=True) if filesystem.exists(path) else [], url)
+    sizes = {os.path.basename(entry["name"]): int(entry["size"] or 0) for entry in entries}
+    for name, size in expected.items():
+        if sizes.get(name) != size:
+            raise UserError(f"{name} has {sizes.get(name, 'no')} bytes instead of {size}", where=url, fix=_AGAIN)

@@ -28,7 +28,7 @@ from affinage.data.documents import document_files, row_groups
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.order import document_keys
 from affinage.data.packing import best_fit, concatenate
-from affinage.data.token_shards import Document, file_safe, write_facts, write_shard
+from affinage.data.token_shards import Document, file_safe, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
 
@@ -80,19 +80,19 @@ def tokenize(
     """
     started = time.monotonic()
     url = f"{settings.output_path.rstrip('/')}/{folder.name}" if settings.output_path else ""
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    unspelled = 0
-    for part in ("train", "validation"):
+    groups: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "validation": {}}
+    for part, of_part in groups.items():
         files = document_files(split_folder / part)
         stored = 2 * sum(path.stat().st_size for path in files)
         index = executor.map(index_file, files, threads=True, bytes=stored)
         tasks = [
             ShardTask(
-                folder / part / group_name(*name), *name, shard, len(runs), groups_of, tokenizer.folder, settings, seed,
-                part == "validation", f"{url}/{part}/{group_name(*name)}" if url and part == "train" else "", total,
+                folder / part / group_name(*name), *name, shard, len(runs), row_groups, tokenizer.folder, settings,
+                seed, part == "validation", f"{url}/{part}/{group_name(*name)}" if url and part == "train" else "",
+                total,
             )
             for name, runs, total in _plan(files, index, settings.num_shards if part == "train" else 1)
-            for shard, groups_of in enumerate(runs)
+            for shard, row_groups in enumerate(runs)
         ]  # fmt: skip
         if part == "train" and not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
@@ -100,31 +100,39 @@ def tokenize(
             shutil.rmtree(stale)
         shown = lambda share, part=part: progress(f"tokenizing {part} {share:.0%}")  # noqa: E731
         shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, progress=shown)
-        groups[part] = _finish(tasks, shards, tokenizer)
-        unspelled += sum(shard["unspelled"] for shard in shards)
+        for place, members in itertools.groupby(zip(tasks, shards, strict=True), lambda member: member[0].folder):
+            (task, *_), written = zip(*members, strict=True)
+            facts = {"source": task.source, "language": task.language, "overlap": int(task.held_out), "url": task.url}
+            facts |= {"seq_len": settings.seq_len, "dtype": np.dtype(tokenizer.dtype).name}
+            of_part[place.name] = finish_folder(place, written, tokenizer.marks, **facts)
     shutil.rmtree(folder / "shards")
-    train, validation = groups["train"], groups["validation"]
-    if unspelled:
+    train, total = groups["train"], _total(groups["train"].values())
+    if unspelled := sum(facts["unspelled"] for of_part in groups.values() for facts in of_part.values()):
         what = f"the tokenizer cannot spell {unspelled:,} characters of the text: the model will not learn them"
         warnings.warn(what, UserWarned, stacklevel=2)
-    total = _total(train.values())
     slots = total["rows"] * settings.seq_len
     return {
         "train": total,
         "by_language": _by(train, "language"),
         "by_source": _by(train, "source"),
         "groups": {name: {key: of[key] for key in ("source", "language", *_COUNTS)} for name, of in train.items()},
-        "validation": {name: {key: of[key] for key in _COUNTS} for name, of in validation.items()},
-        "packing": settings.strategy,
+        "validation": {name: {key: of[key] for key in _COUNTS} for name, of in groups["validation"].items()},
         "padding": (slots - total["tokens"]) / slots,
-        "cut": sum(of["cut"] for of in train.values()),
         "unspelled": unspelled,
         "dtype": np.dtype(tokenizer.dtype).name,
         "context": settings.seq_len,
-        "shards": sum(len(of["files"]) for of in train.values()),
-        "url": url,
         "seconds": time.monotonic() - started,
     }
+
+
+def _total(groups: Iterable[dict[str, Any]]) -> dict[str, int]:
+    counted = list(groups)
+    return {key: sum(facts[key] for facts in counted) for key in _COUNTS}
+
+
+def _by(groups: dict[str, dict[str, Any]], key: str) -> dict[str, dict[str, int]]:
+    names = sorted({facts[key] for facts in groups.values()})
+    return {name: _total(facts for facts in groups.values() if facts[key] == name) for name in names}
 
 
 # ---- planning ----
@@ -132,21 +140,19 @@ def tokenize(
 
 def index_file(path: Path) -> list[list[tuple[str, str, float]]]:
     """Return, of every row group of a file, its sources and languages with about the bytes of their texts."""
-    found, metadata = [], pq.read_metadata(path)
+    index, metadata = [], pq.read_metadata(path)
     column = metadata.schema.names.index("text")
     for group in row_groups(path):
         share = metadata.row_group(group.index).column(column).total_uncompressed_size / group.rows
-        names = _rows_by_group(group.read(["source", "language"]))
-        found.append([(*name, len(rows) * share) for name, rows in names.items()])
-    return found
+        rows = Counter(_names(group.read(["source", "language"])))
+        index.append([(*name, count * share) for name, count in rows.items()])
+    return index
 
 
-def _rows_by_group(batch: pa.RecordBatch) -> dict[tuple[str, str], list[int]]:
-    """Return the rows of each source and language of a batch."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for row, (source, language) in enumerate(zip(*(batch.column(name).to_pylist() for name in ("source", "language")))):
-        found.setdefault((source or "", language or UNDETERMINED), []).append(row)
-    return found
+def _names(batch: pa.RecordBatch) -> list[tuple[str, str]]:
+    """Return the source and language of each row of a batch."""
+    pairs = zip(batch.column("source").to_pylist(), batch.column("language").to_pylist(), strict=True)
+    return [(source or "", language or UNDETERMINED) for source, language in pairs]
 
 
 def _plan(
@@ -157,21 +163,22 @@ def _plan(
     The number of shards is divided in proportion to bytes, by largest remainder, with at least one for each.
     """
     parts: dict[tuple[str, str], list[tuple[tuple[Path, int], float]]] = {}
-    for path, groups_of_file in zip(files, index, strict=True):
-        for number, groups in enumerate(groups_of_file):
-            for source, language, size in groups:
+    for path, of_file in zip(files, index, strict=True):
+        for number, names in enumerate(of_file):
+            for source, language, size in names:
                 parts.setdefault((source, language), []).append(((path, number), size))
     sizes = {name: sum(size for _, size in parts[name]) for name in sorted(parts)}
-    exact = np.array([*sizes.values()]) * shards / max(sum(sizes.values()), 1)
+    total = sum(sizes.values())
+    exact = np.array([*sizes.values()]) * shards / max(total, 1)
     counts = np.maximum(1, np.floor(exact).astype(int))
     counts[np.argsort(counts - exact, kind="stable")[: max(0, shards - counts.sum())]] += 1
-    found = []
+    plan = []
     for (name, size), share in zip(sizes.items(), counts.tolist(), strict=True):
         count = max(share, math.ceil(size / SHARD_BYTES))
         middles = np.cumsum([part for _, part in parts[name]]) - [part / 2 for _, part in parts[name]]
         runs = itertools.groupby(zip((middles * count // max(size, 1.0)).tolist(), parts[name]), lambda each: each[0])
-        found.append((name, [tuple(place for _, (place, _) in run) for _, run in runs], sum(sizes.values())))
-    return found
+        plan.append((name, [tuple(place for _, (place, _) in run) for _, run in runs], total))
+    return plan
 
 
 # ---- a shard ----
@@ -183,18 +190,18 @@ def _loaded(folder: Path) -> Tokenizer:
 
 
 def write_documents(task: ShardTask) -> dict[str, Any]:
-    """Write one shard; return what `write_shard` counts, its documents, bytes of text, and documents that were cut."""
+    """Write one shard; return what `write_shard` counts, its documents and bytes of text, and unspelled characters."""
     tokenizer = _loaded(task.tokenizer)
     before, after = (np.array(ids, tokenizer.dtype) for ids in tokenizer.frame(task.language))
     documents: list[Document] = []
-    counts: Counter[str] = Counter()
+    size = unspelled = 0
     for path, number in task.row_groups:
         batch = row_groups(path)[number].read(["id", "source", "language", "url", "text"])
-        batch = batch.take(pa.array(_rows_by_group(batch)[task.source, task.language]))
-        keys, texts = document_keys(batch, task.seed, "rows").tolist(), batch.column("text").to_pylist()
-        names = zip(*(batch.column(name).to_pylist() for name in ("id", "source", "url")), strict=True)
-        flat, ends = tokenizer.encode_flat(texts, of=task.bytes)
-        for (id, source, url), key, text, ids in zip(names, keys, texts, np.split(flat, ends[:-1]), strict=True):
+        batch = batch.filter(pa.array([name == (task.source, task.language) for name in _names(batch)]))
+        columns = [batch.column(name).to_pylist() for name in ("id", "source", "url", "text")]
+        flat, ends = tokenizer.encode_flat(columns[-1], of=task.bytes)
+        rows = zip(*columns, document_keys(batch, task.seed, "rows").tolist(), np.split(flat, ends)[:-1], strict=True)
+        for id, source, url, text, key, ids in rows:
             lengths = None
             if task.held_out:
                 of_text = tokenizer.byte_lengths(text, ids)
@@ -202,44 +209,13 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
                     of_text[:1] = 0
                 lengths = np.pad(of_text.astype(np.uint32), (len(before), len(after)))
             documents.append(Document(id, source, url or "", key, np.concatenate([before, ids, after]), lengths))
-            counts["bytes"] += len(text.encode())
-            counts["unspelled"] += tokenizer.unspelled(text)
+            size += len(text.encode())
+            unspelled += tokenizer.unspelled(text)
     documents.sort(key=lambda document: document.key)
-    lengths = np.array([len(document.tokens) for document in documents])
-    if task.held_out or task.settings.strategy == "concat":
-        layout = concatenate(lengths, task.settings.seq_len, int(task.held_out))
-    else:
-        layout = best_fit(lengths, task.settings.seq_len)
-    found = write_shard(
-        task.folder, task.shard, task.shards, documents, layout, task.settings.seq_len, pad=tokenizer.marks.pad,
-        url=task.url,
-    )  # fmt: skip
-    counts["cut"] = int(np.count_nonzero(layout.cut[lengths <= task.settings.seq_len]))
+    lengths, seq_len = np.array([len(document.tokens) for document in documents]), task.settings.seq_len
+    concat = task.held_out or task.settings.strategy == "concat"
+    layout = concatenate(lengths, seq_len, int(task.held_out)) if concat else best_fit(lengths, seq_len)
+    pad, url = tokenizer.marks.pad, task.url
+    counts = write_shard(task.folder, task.shard, task.shards, documents, layout, seq_len, pad=pad, url=url)
     counts["tokens"] = int(lengths.sum())  # the token that a held-out row repeats counts once
-    return found | {"documents": len(documents), "unspelled": counts["unspelled"], **counts}
-
-
-def _finish(
-    tasks: Sequence[ShardTask], shards: Sequence[dict[str, Any]], tokenizer: Tokenizer
-) -> dict[str, dict[str, Any]]:
-    """Write shards.json of every group; return what they hold by the groups' names."""
-    found = {}
-    for folder, members in itertools.groupby(zip(tasks, shards, strict=True), lambda member: member[0].folder):
-        counted = [shard for _, shard in members]
-        task = next(task for task in tasks if task.folder == folder)
-        facts: dict[str, Any] = {"source": task.source, "language": task.language, "seq_len": task.settings.seq_len}
-        facts |= {key: sum(shard[key] for shard in counted) for key in (*_COUNTS, "cut")}
-        facts |= {"overlap": int(task.held_out), "dtype": np.dtype(tokenizer.dtype).name, "url": task.url}
-        facts["files"] = {name: file for shard in counted for name, file in shard["files"].items()}
-        found[folder.name] = write_facts(folder, facts, tokenizer.marks)
-    return found
-
-
-def _total(groups: Iterable[dict[str, Any]]) -> dict[str, int]:
-    counted = list(groups)
-    return {key: sum(facts[key] for facts in counted) for key in _COUNTS}
-
-
-def _by(groups: dict[str, dict[str, Any]], key: str) -> dict[str, dict[str, int]]:
-    names = sorted({facts[key] for facts in groups.values()})
-    return {name: _total(facts for facts in groups.values() if facts[key] == name) for name in names}
+    return counts | {"documents": len(documents), "bytes": size, "unspelled": unspelled}

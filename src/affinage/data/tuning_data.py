@@ -40,11 +40,11 @@ from affinage.data.dataloader import read_rows
 from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
-from affinage.data.lineage import spans_of_rows
+from affinage.data.lineage import spans_of_row
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
-from affinage.data.token_shards import Document, find_shard_folders, open_shards, write_facts, write_shard
+from affinage.data.token_shards import Document, find_shard_folders, finish_folder, open_shards, write_shard
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
 
@@ -370,10 +370,9 @@ def _finish(
         for name, members in of_part.items():
             sums[part][name] = {key: sum(shard[key] for shard in members) for key in _COUNTS}
             sums[part][name]["bytes"] = sums[part][name].pop("row_bytes")
-            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": np.dtype(tokenizer.dtype).name}
-            facts |= sums[part][name] | {"most_in_a_row": max(shard["most_in_a_row"] for shard in members)}
-            facts["files"] = {file: about for shard in members for file, about in shard["files"].items()}
-            write_facts(tasks[0].folder / part / name, facts, tokenizer.conversation_marks)
+            most, dtype = max(shard["most_in_a_row"] for shard in members), np.dtype(tokenizer.dtype).name
+            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
+            finish_folder(tasks[0].folder / part / name, members, tokenizer.conversation_marks, **facts)
     train = sums["train"]
     return {
         "train": {key: sum(each[key] for each in train.values()) for key in next(iter(train.values()))},
@@ -402,7 +401,7 @@ def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tu
     places = ((name, row) for row in range(count) for name, shards in sources.items() if row < shards.rows)
     for name, row in itertools.islice(places, count):
         tokens, mask = (rows[0] for rows in read_rows(sources[name], np.array([row])))
-        here, text = np.arange(spans_of_rows(sources[name], [row])[row][0]["stop"]), Text()
+        here, text = np.arange(spans_of_row(sources[name], row)[0]["stop"]), Text()
         for run in np.split(here, np.flatnonzero(np.diff(mask[here])) + 1):
             said = tokenizer.decode(tokens[run], keep_special=True)
             text.append(f"⟦{said}⟧" if mask[run[0]] else said, style="bold green" if mask[run[0]] else "dim")

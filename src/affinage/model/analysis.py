@@ -10,10 +10,7 @@ a training step is three forward passes, of a node that no gradient goes through
 """
 
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
-
-import jax.numpy as jnp
 
 from affinage.model.graph import Graph
 from affinage.model.layer import BATCH, SEQUENCE
@@ -114,23 +111,3 @@ def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]
     summed = ("parameters", "active_parameters", "flops", "training_flops", "training_flops_all_pairs")
     total = {key: sum(row[key] for row in table) for key in summed}
     return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]
-
-
-def cache_bytes(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> int:
-    """Bytes of what decoding keeps for `length` tokens of `batch` rows."""
-    caches = [(node.layers, node.layer.cache(graph.input_shapes(node), batch, length)) for node in graph.nodes]
-    elements = sum(layers * sum(map(prod, shapes.values())) for layers, shapes in caches)
-    return elements * jnp.dtype(dtype).itemsize
-
-
-def mermaid(graph: Graph) -> str:
-    """The graph as a Mermaid flowchart; dotted arrows are parameters that a node reads from another."""
-    lines = ["flowchart TD"]
-    lines += [f'    {name}(["{name} {shape}"])' for name, shape in graph.inputs]
-    for node in graph.nodes:
-        times = f" × {node.repeat}" if node.repeat else ""
-        lines.append(f'    {node.name}["{node.name}: {node.layer.kind_name}{times}<br/>{graph.shapes[node.name]}"]')
-        lines += [f"    {source} --> {node.name}" for source in node.inputs]
-        if node.layer.shares:
-            lines.append(f"    {node.layer.shares} -. weights .-> {node.name}")
-    return "\n".join(lines) + "\n"

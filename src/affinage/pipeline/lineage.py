@@ -73,7 +73,7 @@ class TrainingRows:
         documents also have `text`. Raises UserError for steps and rows that do not exist.
         """
         from affinage.data.dataloader import read_rows
-        from affinage.data.lineage import spans_of_rows
+        from affinage.data.lineage import spans_of_row
         from affinage.training.health import data_offset_at
 
         if not 1 <= step <= self.facts["steps"]:
@@ -84,7 +84,7 @@ class TrainingRows:
         rows: list[dict[str, Any]] = []
         for index, (folder, number) in enumerate(self.feed.where(batch)):
             if row in (None, index):
-                spans = spans_of_rows(self.feed.shards[folder], [number])[number]
+                spans = spans_of_row(self.feed.shards[folder], number)
                 documents = [{k: v for k, v in span.items() if k != "row"} for span in spans]
                 rows.append({"row": index, "folder": folder, "number": number, "documents": documents})
         if row is not None:

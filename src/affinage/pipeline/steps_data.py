@@ -270,42 +270,21 @@ def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, *key: str
 
 
 def check_tokenize(loaded: LoadedRecipe) -> None:
-    """The place of the sequences can be written, and the names in the mixture exist."""
-    from affinage.data.mixture import ALL, refuse_unknown
-    from affinage.data.special_tokens import CODE_LANGUAGE
+    """The place of the sequences can be written."""
     from affinage.data.token_shards import check_url
-    from affinage.data.tokenize import UNDETERMINED, group_name
 
-    data, pretrain, url = loaded.recipe.data, loaded.recipe.pretrain, loaded.recipe.packing.output_path
-    assert data is not None
-    if url:
+    if url := loaded.recipe.packing.output_path:
         with at(loaded, "packing", "output_path"):
             check_url(url)
-    sources = [source.title for source in data.sources]
-    if len(set(sources)) < len(sources):
-        return  # they get numbers
-    stated = {source.language for source in data.sources if source.language}
-    languages = {*data.languages, *stated, CODE_LANGUAGE, UNDETERMINED}
-    known = {ALL, *sources, *languages, *(group_name(source, language) for source in sources for language in languages)}
-    for stage in (pretrain.mixture if pretrain else None) or ():
-        for name in stage.weights.keys() - known:
-            with at(loaded, "pretrain", "mixture"):
-                refuse_unknown(name, {*sources, *data.languages, *stated})
 
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
-    """The conversations are there, with the names that are in the mixture, and so is their template."""
+    """The conversations are there, and so is their template."""
     from affinage.data.conversations import check_source
-    from affinage.data.mixture import ALL, refuse_unknown
 
     tuning: TuningSettings = getattr(loaded.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
             check_source(tuning, index)
-    titles = {source.title for source in tuning.sources}
-    for stage in tuning.mixture or ():
-        for name in stage.weights.keys() - {*titles, ALL}:
-            with at(loaded, section, "mixture"):
-                refuse_unknown(name, titles)
     folder = initial_folder(loaded)
     chat_template_of(loaded, None if folder is None else folder / TOKENIZER)

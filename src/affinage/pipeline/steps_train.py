@@ -5,9 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import rich
-from rich.markup import escape
-
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
@@ -40,8 +37,6 @@ def train(context: StepContext) -> Summary:
     recipe, name, inputs = context.recipe, context.step, context.inputs
     requested = getattr(recipe, name)
     rows, reference = inputs[ROWS[name]], inputs.get("ref-logprobs")
-    if name == "sft":
-        _show_example(context, rows)
     feed, validation = token_rows(context, requested, rows)
     settings = within_epochs(requested, feed, name) if isinstance(requested, TuningSettings) else requested
     prompt = "" if name == "pretrain" else recipe.chat_system_prompt if name == "dpo" else requested.system_prompt
@@ -70,9 +65,7 @@ def train(context: StepContext) -> Summary:
     summary = train(job)
     if name == "pretrain":
         return summary | {"epochs": feed.epochs(settings.steps)}
-    if settings.steps != requested.steps and not summary.get("ended"):
-        summary |= {"ended": epochs_exceeded(feed, settings.steps, settings.num_epochs or 0.0)}
-    return summary
+    return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
 
 
 def ref_logprobs(context: StepContext) -> Summary:
@@ -187,16 +180,6 @@ def _model_facts(
     return facts
 
 
-def _show_example(context: StepContext, rows: Path) -> None:
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.data.tuning_data import show_examples
-
-    if Processes.current.first:
-        rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
-        for _, example in show_examples(rows, Tokenizer(context.inputs["train-tokenizer"]), 1):
-            rich.get_console().print(example, markup=False, highlight=False)
-
-
 def graph_of(context: StepContext) -> "Graph":
     """The recipe's model, with the tokenizer's vocabulary for `vocab: auto`.
 
@@ -250,12 +233,11 @@ def token_rows(
 
 def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    from affinage.data.lineage import spans_of_rows
+    from affinage.data.lineage import spans_of_row
 
     rows = []
     for row, (folder, number) in enumerate(feed.where(step - 1)):
-        spans = spans_of_rows(feed.shards[folder], [number])[number]
-        documents = [f"{span['source']}/{span['id']}" for span in spans]
+        documents = [f"{span['source']}/{span['id']}" for span in spans_of_row(feed.shards[folder], number)]
         rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
     return rows
 
@@ -310,17 +292,8 @@ def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
     if schedule.warmup_steps > steps - schedule.from_step:
         schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
     if Processes.current.first:
-        why = escape(epochs_exceeded(feed, steps, settings.num_epochs))
-        rich.print(f"{where}: ends at step {steps:,} of {settings.steps:,}, when {why}; null lets it continue")
+        print(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
-
-
-def epochs_exceeded(feed: "DataLoader", last_step: int, epochs: float) -> str:
-    """Why a training ends at its last step: which rows one step more would read more often than `epochs`."""
-    seen = feed.epochs(last_step + 1)
-    spent = [name for name, times in seen.items() if times > epochs]
-    rows = "its rows" if len(spent) == len(seen) else f"the rows of {', '.join(spent)}"
-    return f"{rows} have been seen as often as `num_epochs: {epochs:g}` allows"
 
 
 # ---- what can be known to fail before the first step runs ----

@@ -9,21 +9,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from affinage.config.parallel import Remat
 from affinage.hardware.slices import Slice
-from affinage.model import ApplyConfig, Graph, abstract_params, apply
-from affinage.model.apply_config import with_remat
-from affinage.model.forward import batch_shapes
-from affinage.model.layers.attention_ops import only_planned
 from affinage.parallel.mesh import AXES
 from affinage.planning.comms import collectives, links_of
 from affinage.planning.per_device import PerDevice
-from affinage.planning.trace import Op, walk
+from affinage.planning.trace import Op
 
 MEMORY_ACHIEVABLE = 0.9  # measured on an H100 and an H200: copies at 3.0 of 3.35 and 4.3 of 4.8 TB/s
 HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
@@ -91,24 +82,6 @@ def step_memory(device: PerDevice) -> Memory:
         **{kind: peak.get(kind, 0) for kind in ("gradients", "activations", "logits", "buffers", "working")},
         host=int(device.traced.offloaded / device.micro_batches),
     )
-
-
-def activations(graph: Graph, rows: int, seq_len: int, remat: Remat) -> tuple[int, int]:
-    """Bytes in bfloat16 that a training step of the whole batch holds for its backward pass, and in the host's memory.
-
-    Raises:
-        UserError: for activations to be offloaded where the platform has no other memory.
-    """
-    config = with_remat(ApplyConfig(compute_dtype=jnp.bfloat16, platform="tpu", key=jax.random.key(0)), remat)
-
-    def gradient(params: Any, batch: Any) -> Any:
-        averaged = replace(config, ema_params=jax.lax.stop_gradient(params))
-        return jax.grad(lambda params: apply(graph, params, batch, averaged).values[graph.loss].sum)(params)
-
-    arguments = abstract_params(graph), batch_shapes(graph, rows, seq_len)
-    with only_planned():
-        traced = walk(jax.make_jaxpr(gradient)(*arguments).jaxpr, "tpu")
-    return int(max((op.live.get("activations", 0.0) for op in traced.ops), default=0.0)), int(traced.offloaded)
 
 
 @dataclass(frozen=True)

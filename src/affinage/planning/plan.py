@@ -18,8 +18,7 @@ from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, chip_called, compared, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
-from affinage.parallel.mesh import AXES, axis_sizes
-from affinage.parallel.sharding import table_with
+from affinage.parallel.mesh import AXES
 from affinage.planning.auto_remat import Choice, choose_remat
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
@@ -341,23 +340,6 @@ def _own_slice(recipe: Recipe) -> str | None:
 def default_slice(recipe: Recipe) -> Slice:
     """What the recipe itself says it is for; otherwise this machine's processor."""
     return find_slice(_own_slice(recipe) or "cpu")
-
-
-def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
-    """The batch nearest to the recipe's that divides over its mesh on a slice; None if its own does.
-
-    Also None for a mesh that is refused, and for rows that are given per device.
-    """
-    _, settings, _ = training_settings(recipe)
-    try:
-        sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
-    except UserError:
-        return None
-    row_parts = math.prod(sizes[axis] for axis in table_with(recipe.parallel.sharding)["batch"])
-    pieces = row_parts * settings.gradient_accumulation_steps
-    if settings.batch_size is None or settings.batch_size % pieces == 0:
-        return None
-    return max(1, round(settings.batch_size / pieces)) * pieces
 
 
 def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:
