@@ -135,7 +135,7 @@ def removed(run: Path, step: str, reason: str) -> list[dict[str, Any]]:
     if reason not in result.removed:
         listed = ", ".join(f"{name!r} ({count})" for name, count in result.removed.items()) or "none"
         raise UserError(f"`{step}` removed nothing for {reason!r}", fix=f"Its reasons: {listed}.")
-    return [sample.model_dump() for sample in result.samples.get(reason, ())]
+    return [sample.model_dump(exclude_unset=True) for sample in result.samples.get(reason, ())]
 
 
 def _result_of(run: Path, step: str) -> DocumentsResult:

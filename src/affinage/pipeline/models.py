@@ -303,11 +303,6 @@ def is_chat(training: Path) -> bool:
     return request[0].step in CHAT if request else bool(read_json(training / MODEL).get("imported", {}).get("chat"))
 
 
-def is_from_elsewhere(training: Path) -> bool:
-    """Whether no recipe trained it here: a Hugging Face folder, or one imported."""
-    return is_hub_folder(training) or "imported" in read_json(training / MODEL)
-
-
 def chat_of_hub(folder: Path) -> tuple[str | None, str | None]:
     """The default system prompt of a chat model that affinage exported, and the chat template of any other model."""
     from affinage.data.chat import system_prompt_in

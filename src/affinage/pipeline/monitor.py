@@ -161,7 +161,10 @@ def monitor_of(
     def score(state: "TrainState", stop: Stop) -> tuple[Metrics, Answers] | None:
         # Answers are stored as they come, under a fingerprint of the weights: a training that was stopped or killed
         # comes to the same weights again, bit for bit, and computes none twice.
+        import jax
+
         from affinage.evaluation.run import evaluate
+        from affinage.evaluation.scoring import bytes_on_a_device, rows_that_fit
 
         def raise_if_stopped(_: str) -> None:
             if stop():
@@ -169,6 +172,8 @@ def monitor_of(
 
         lines: dict[str, list[dict[str, Any]]] = {}
         model = _model_of(context, settings, graph, length, system_prompt, state)
+        weights = {id(leaf) for leaf in jax.tree.leaves(model.params)}
+        beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in weights)
         try:
             results = evaluate(
                 model,
@@ -178,7 +183,7 @@ def monitor_of(
                 data_dir=monitor.data_dir,
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
-                batch_size=free_batch_size(model, state) if monitor.batch_size == "auto" else monitor.batch_size,
+                batch_size=rows_that_fit(model, beside=beside) if monitor.batch_size == "auto" else monitor.batch_size,
                 samples=0,
                 answered=lambda task, line: lines.setdefault(task, []).append(line),
                 progress=raise_if_stopped,
@@ -195,23 +200,6 @@ def monitor_of(
         return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
 
     return BenchmarkMonitor(monitor, context.folder, settings.steps, score, keep)
-
-
-def free_batch_size(model: "LoadedModel", state: "TrainState", platform: str = "") -> int:
-    """The rows that fit beside the state of the training; on CPUs, where memory does not decide, the most allowed.
-
-    `platform` is JAX's name of it, by default that of the devices with the weights.
-    """
-    import jax
-
-    from affinage.evaluation.scoring import MAX_ROWS, bytes_on_a_device, rows_that_fit
-
-    weights = jax.tree.leaves(model.params)
-    if (platform or next(iter(weights[0].sharding.device_set)).platform) == "cpu":
-        return MAX_ROWS
-    counted = {id(leaf) for leaf in weights}
-    beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in counted)
-    return rows_that_fit(model, beside=beside)
 
 
 def _model_of(
