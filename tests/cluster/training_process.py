@@ -58,9 +58,6 @@ class Training:
         words = [*self._python, "-m", "training_process", job]
         return LocalGroup(words, environment, self.workers, self.said.append)
 
-    def has_room(self) -> bool:
-        return False
-
     def run(self, preemptions: int = 0, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
         return supervise(self, [], FailureConfig(preemptions, failures), say=self.said.append)

@@ -39,9 +39,9 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "sft": (4, "399e04dad161393d", 1.3001),
     "ref-logprobs": (2, "f8adea8d212481a7", 3.4335),
     "dpo": (4, "32286a4db85995ba", -0.26938),
-    "evaluate-base": (2, "9ec17c875e66baf6", 0.44356),
-    "evaluate-sft": (2, "cfea4490802caa28", 0.38552),
-    "evaluate-dpo": (2, "503247caa024490a", 0.38553),
+    "evaluate-base": (3, "735eb52ae4a72463", 0.44356),
+    "evaluate-sft": (3, "81d1a125743bab32", 0.39119),
+    "evaluate-dpo": (3, "26feb82ed5d644f6", 0.3912),
     "export": (2, "1d9dce12f21a5b77", 0.94481),
     "report": (1, "38d53b15f6f54500", 0.0),
 }

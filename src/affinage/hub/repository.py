@@ -2,10 +2,12 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import disable_progress_bars
 
 from affinage.data.hub_answers import limit_requests, refusal
 from affinage.errors import UserError, of_the_machine
@@ -31,6 +33,8 @@ def local_copy(folder_or_id: str) -> Path:
     if not _REPOSITORY.fullmatch(folder_or_id) or folder_or_id.startswith("."):
         raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
     limit_requests()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
     except _ERRORS as error:

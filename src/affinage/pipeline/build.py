@@ -164,7 +164,7 @@ def _result_steps(recipe: Recipe) -> Iterator[Step]:
     trained, evaluate = _trained(recipe), recipe.evaluate
     evaluations: tuple[str, ...] = ()
     if evaluate is not None:
-        config = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "attention", "data_dir"})}
+        config = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "data_dir"})}
         decontaminate = recipe.data.decontaminate if recipe.data else None
         if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
             # How items are found in the text; otherwise the same settings have decided over the text itself.
@@ -177,7 +177,7 @@ def _result_steps(recipe: Recipe) -> Iterator[Step]:
                 partial(steps_eval.evaluate, training=training),
                 {**config, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
                 (training, *read),
-                version=2,
+                version=3,
                 files=(*task_files(filter(is_task_file, _tasks(recipe))), *_item_files(evaluate)),
                 check=steps_eval.check_evaluate,
                 resumable=True,
