@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from affinage.model import Graph
 
 RECIPE = "recipe.yaml"
+_ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"
 _TEMPLATE = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
@@ -118,7 +119,8 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
     from affinage.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(source)
-    if tokenizer.vocabulary > vocabulary:
+    is_stub = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2  # it only has unknown words
+    if tokenizer.vocabulary > vocabulary or is_stub:
         what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"
         raise UserError(what, where=str(source), fix="Put the tokenizer.json there that the model was trained with.")
     return tokenizer
