@@ -81,7 +81,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         yield Step("train-tokenizer", own.train_tokenizer, config, ("split",), version=2)
     config, read = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", own.tokenize, config, read, check=own.check_tokenize, **more)
+    yield Step("tokenize", own.tokenize, config, read, version=4, check=own.check_tokenize, resumable=True)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -119,7 +119,7 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> Iterator[Step]:
             partial(steps_data.tuning_data, section=section),
             config,
             ("train-tokenizer", *_if(tuning.from_world, "synthesize")),
-            version=3,
+            version=4,
             files=files,
             check=partial(steps_data.check_tuning_data, section=section),
             resumable=True,
