@@ -16,7 +16,7 @@ class OptimizerSettings(Settings):
     """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
     name: str = "adamw"
-    """adamw, lion, adafactor, muon, or one of a plug-in."""
+    """adamw, lion, muon, or one of a plug-in."""
     b1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the mean of gradients."""
     b2: float = Field(default=0.95, ge=0, lt=1)
@@ -386,7 +386,8 @@ class SftSettings(TuningSettings):
         filled = dict(value)
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
             filled["batch_size"] = _JULIAN_BATCH
-        if filled.get("schedule") is None and is_amount(steps := filled.get("steps")):
+        steps: Any = filled.get("steps")
+        if filled.get("schedule") is None and is_amount(steps):
             warmup = min(_JULIAN_WARMUP, int(steps) // 10)
             filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
         return filled

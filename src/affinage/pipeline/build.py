@@ -42,7 +42,9 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
     if steps and report is not None:
         config = _part(recipe, "name", "description", "report")
-        steps.append(Step("report", report, config, tuple(step.name for step in steps), artifact="report.html"))
+        steps.append(
+            Step("report", report, config, tuple(step.name for step in steps), artifact="report.html", version=2)
+        )
     return steps
 
 
@@ -81,7 +83,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         add("train-tokenizer", steps_data.train_tokenizer, config, "split", version=2)
     config = _part(recipe, "packing", "seed")
-    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=3, resumable=True)
+    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=4, resumable=True)
     return steps
 
 
@@ -122,7 +124,7 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> Iterator[Step]:
             config, files = config | searched, files + more
         check = partial(steps_data.check_tuning_data, section=section)
         inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
-        yield Step(name, fn, config, inputs, version=3, files=files, check=check, resumable=True)
+        yield Step(name, fn, config, inputs, version=4, files=files, check=check, resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Step]:
