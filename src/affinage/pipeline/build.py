@@ -42,7 +42,9 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
     if report is not None:
         config = _part(recipe, "name", "description", "report")
-        steps.append(Step("report", report, config, tuple(step.name for step in steps), artifact="report.html"))
+        steps.append(
+            Step("report", report, config, tuple(step.name for step in steps), artifact="report.html", version=2)
+        )
     return steps
 
 
