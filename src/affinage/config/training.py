@@ -16,7 +16,7 @@ class OptimizerSettings(Settings):
     """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
     name: str = "adamw"
-    """adamw, lion, adafactor, muon, or one of a plug-in."""
+    """adamw, lion, muon, or one of a plug-in."""
     b1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the mean of gradients."""
     b2: float = Field(default=0.95, ge=0, lt=1)
