@@ -75,8 +75,8 @@ class ParamSplit:
         if not self.reference:
             return batch
         (answers,) = self.graph[self.graph.loss].inputs
-        found = apply(self.graph, frozen, batch, replace(config, key=None, until=answers)).values[answers]
-        return {**batch, REFERENCE: jax.lax.stop_gradient(found[..., 0].astype(jnp.float32))}
+        scores = apply(self.graph, frozen, batch, replace(config, key=None, until=answers)).values[answers]
+        return {**batch, REFERENCE: jax.lax.stop_gradient(scores[..., 0].astype(jnp.float32))}
 
 
 def kept_frozen(training: Path, abstract: PyTree) -> PyTree:

@@ -28,8 +28,8 @@ _ROLLBACKS = 10  # of a run, after which another one does not help
 class TrainingDiverged(Exception):
     """Too many updates were skipped; the run stops at `step`."""
 
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(message)
         self.step = step
 
 
@@ -72,7 +72,7 @@ class HealthMonitor:
     def last_healthy(self) -> int:
         """The newest step to roll back to."""
         assert self.rollback_from is not None
-        return max(0, self.rollback_from - self._settings.rollback_batches)
+        return max(0, self.rollback_from - 1)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Decide about a step whose update was skipped, or whose loss is a spike.
@@ -202,9 +202,10 @@ def diagnose(
 
 def _all_finite(trees: Mapping[str, PyTree]) -> dict[str, Bool[Array, ""]]:
     """Whether all floating-point numbers of each tree are finite, by its name."""
-    found = {}
-    for name, tree in trees.items():
+
+    def all_finite(tree: PyTree) -> Bool[Array, ""]:
         leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
         floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        found[name] = jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
-    return found
+        return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
+
+    return {name: all_finite(tree) for name, tree in trees.items()}

@@ -80,11 +80,11 @@ class Watchdog:
             self._each_second()
             if waited > self._limit and not self._reported:
                 self._reported = True
-                what = f"{self._name}: {self._phase} has not ended for {waited:.0f} s"
+                message = f"{self._name}: {self._phase} has not ended for {waited:.0f} s"
                 with contextlib.suppress(OSError, ValueError, AttributeError):
-                    print(f"{what}; all stacks are in {self._file}", file=sys.stderr, flush=True)
+                    print(f"{message}; all stacks are in {self._file}", file=sys.stderr, flush=True)
                     with self._file.open("a", encoding="utf-8") as file:
-                        print(what, end="\n\n", file=file, flush=True)
+                        print(message, end="\n\n", file=file, flush=True)
                         faulthandler.dump_traceback(file)
                 if leaves and not self._ended.is_set():
-                    leave(what)
+                    leave(message)
