@@ -128,7 +128,7 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
             vocab_size=settings.vocab_size,
             character_coverage=settings.character_coverage,
             byte_fallback=True,
-            split_digits=settings.split_digits,
+            split_digits=True,
             allow_whitespace_only_pieces=True,  # runs of spaces, which indent code, become pieces
             normalization_rule_name="identity",
             add_dummy_prefix=False,
