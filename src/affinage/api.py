@@ -137,7 +137,7 @@ def generate(
         prompts: texts.
         tokens: maximum number of new tokens.
         stop: a text, or several, before which an answer ends.
-        sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `seed`, as of
+        sampling: `temperature`, `top_k`, `top_p`, `min_p` and `seed`, as of
             `affinage.generation.sampling.SamplingParams`; by default the likeliest token is taken.
     """
     from affinage.generation.engine import generate as generated
@@ -164,7 +164,7 @@ class _Lines:
     def __init__(self, on_metrics: Callable[[Row], None]) -> None:
         self.on_metrics = on_metrics
 
-    def on_begin(self, planned: "PlannedStep", folder: Path) -> None: ...
+    def on_begin(self, planned: "PlannedStep") -> None: ...
 
     def on_progress(self, what: str) -> None: ...
 

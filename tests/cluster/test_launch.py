@@ -5,12 +5,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from affinage.cluster import launch
-from affinage.cluster.launch import FailureConfig, LocalGroup, LocalLauncher, WorkerExit, WorkerGroup, supervise
+from affinage.cluster.launch import FailureConfig, LocalGroup, WorkerExit, WorkerGroup, start_local, supervise
 from affinage.errors import Preempted, UserError
 from waiting import until
 
@@ -26,8 +27,6 @@ class Scripted:
     At `SIGNAL` the process that supervises them gets SIGTERM. A start that is an exception is one that fails with it.
     """
 
-    workers = 2
-
     def __init__(self, *starts: Sequence[tuple[int, int]] | Exception) -> None:
         self.starts, self.begun, self.sent, self.killed = list(starts), 0, [], 0
 
@@ -39,6 +38,8 @@ class Scripted:
         launcher.begun += 1
 
         class Here:
+            workers = 2
+
             def exits(self, seconds: float) -> list[WorkerExit]:
                 if not script:
                     time.sleep(min(seconds, 0.01))
@@ -68,7 +69,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(launcher: Scripted, **limits: float) -> tuple[int, list[str]]:
     said: list[str] = []
     config = FailureConfig(**limits)  # type: ignore[arg-type]
-    status = supervise(launcher, ["run", "x"], config, grace=0.2, say=said.append)
+    status = supervise(launcher.start, ["run", "x"], config, grace=0.2, say=said.append)
     assert launcher.killed == launcher.begun  # nothing is left
     return status, said
 
@@ -132,8 +133,8 @@ def test_a_signal_while_machines_are_waited_for_is_heard_at_once():
 def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_and_status_2(own_runs: Path):
     said: list[str] = []
     command = ["run", str(TINY), "--until", "pretrain", "--runs", str(own_runs), "--set", "mesh={data: 3}"]
-    launcher = LocalLauncher(2, devices=1, say=said.append)
-    assert supervise(launcher, [*command, "--set", "pretrain.steps=3"], FailureConfig(), say=said.append) == 2, said
+    start = partial(start_local, workers=2, devices=1, say=said.append)
+    assert supervise(start, [*command, "--set", "pretrain.steps=3"], FailureConfig(), say=said.append) == 2, said
     mistake = next(line for line in said if "Error: " in line)
     assert mistake.startswith("0 | ") and "data 3 makes 3 devices, but there are 2" in mistake
     assert not any("Traceback" in line for line in said), said

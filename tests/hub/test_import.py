@@ -230,8 +230,8 @@ def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
 
 
 def test_a_graph_of_no_family_is_refused_by_what_differs():
-    with pytest.raises(UserError, match=r"attention\.softcap: 50"):
-        family_of(parse(tiny_graphs.llama(attention={"softcap": 50.0})))
+    with pytest.raises(UserError, match=r"ffn\.kind: relu2"):
+        family_of(parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})))
 
 
 def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path):

@@ -26,28 +26,28 @@ from affinage.results import read_json
 # step: (version, hash of all that is exact, mean of the numbers that a processor may round in its own way)
 RESULTS: dict[str, tuple[int, str, float]] = {
     "synthesize": (1, "71be4e4de16b8564", 0.0),
-    "ingest": (3, "95a11b6c8ede2cbd", 0.0),
+    "ingest": (4, "95a11b6c8ede2cbd", 0.0),
     "filter": (4, "ab4a44c6d461db65", 0.8418),
     "dedup": (4, "9f14425124ff7bdb", 0.84108),
     "decontaminate": (4, "9892894a43645e5a", 0.84164),
     "split": (4, "92b9f5fb957fe147", 0.8416),
     "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),
-    "tokenize": (3, "fbf662bd478d65ba", 0.0),
-    "sft-data": (3, "789d8c5d555c5122", 0.0),
-    "preference-data": (3, "f605b8a436599996", 0.0),
+    "tokenize": (4, "2a3084ddeea974a8", 0.0),
+    "sft-data": (4, "49eb862a0edc842c", 0.0),
+    "preference-data": (4, "1fc0c1534d5a964f", 0.0),
     "pretrain": (4, "5d3de342e1bb83de", 1.5016),
     "sft": (4, "399e04dad161393d", 1.3001),
-    "ref-logprobs": (2, "f8adea8d212481a7", 3.4335),
-    "dpo": (4, "32286a4db85995ba", -0.26938),
+    "ref-logprobs": (2, "56eb4f072a06ffa4", 3.5479),
+    "dpo": (4, "32286a4db85995ba", -0.31369),
     "evaluate-base": (3, "735eb52ae4a72463", 0.44356),
     "evaluate-sft": (3, "81d1a125743bab32", 0.39119),
     "evaluate-dpo": (3, "26feb82ed5d644f6", 0.3912),
     "export": (2, "1d9dce12f21a5b77", 0.94481),
-    "report": (1, "38d53b15f6f54500", 0.0),
+    "report": (2, "2e53bdae4f3ff52c", 0.0),
 }
 
 # What says how a result was made, or is read by nothing that comes after; checkpoints are judged by what they score.
-_LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
+_LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
     "seconds", "tokens_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
     "devices", "device", "items_per_second", "fingerprint", "url",

@@ -1,7 +1,7 @@
 """Starting the processes of a run, ending them together, and starting them again.
 
-A launcher starts a `WorkerGroup`: one process for each worker, on this machine (`LocalLauncher`) or on the machines of
-a Ray cluster (`affinage.cluster.ray_launch`). `supervise` watches over the group.
+A `WorkerGroup` has one process for each worker, on this machine (`start_local`) or on the machines of a Ray cluster
+(`affinage.cluster.ray_launch`). `supervise` starts it and watches over it.
 """
 
 import contextlib
@@ -56,6 +56,8 @@ class WorkerExit:
 class WorkerGroup(Protocol):
     """The processes of one start of a run: they begin and end together."""
 
+    workers: int  # how many
+
     def exits(self, seconds: float) -> list[WorkerExit]:
         """Wait for at most `seconds` until a process ends; return those that ended since the last call, in order."""
         ...
@@ -69,21 +71,9 @@ class WorkerGroup(Protocol):
         ...
 
 
-class Launcher(Protocol):
-    """Starts the same command in all workers, each with the variables of `affinage.cluster.processes.placement`.
-
-    `workers` is how many the last start has, or the next one will have.
-    """
-
-    workers: int
-
-    def start(self, command: Sequence[str]) -> WorkerGroup:
-        """Start the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker; all of them, or none.
-
-        Raises:
-            UserError: there are not enough machines.
-        """
-        ...
+# Starts the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker, each with the variables of
+# `affinage.cluster.processes.placement`; all of them, or none. Raises UserError where there are not enough machines.
+Start = Callable[[Sequence[str]], WorkerGroup]
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ class _Signals:
 
 
 def supervise(
-    launcher: Launcher,
+    start: Start,
     command: Sequence[str],
     failures: FailureConfig,
     *,
@@ -128,21 +118,11 @@ def supervise(
 ) -> int:
     """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the workers, and nothing is started again. Nothing that was started runs
-    afterwards.
-
-    Args:
-        launcher: starts the workers.
-        command: arguments of `affinage`.
-        failures: how often it is started again.
-        grace: seconds for the workers to save when this process is stopped.
-        say: takes lines for the user.
+    SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save, and nothing is started
+    again. Nothing that was started runs afterwards. An error of the first start is raised, a later one is a failure.
 
     Returns:
         The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
-
-    Raises:
-        Exception: of the first start. Once workers have been started, an error of a start counts as a failure.
     """
     used, quick, started_once = {"preemptions": 0, "failures": 0}, 0, False
     allowed = {"preemptions": failures.max_preemptions, "failures": failures.max_failures}
@@ -151,9 +131,9 @@ def supervise(
             began = time.monotonic()
             try:
                 signals.starting = True
-                group = launcher.start(command)
+                group = start(command)
                 signals.starting, started_once = False, True
-                decisive = _watch(group, launcher.workers, signals, grace)
+                decisive = _watch(group, signals, grace)
                 reason, status = str(decisive), decisive.status
             except Exception as error:
                 if not started_once:
@@ -181,12 +161,12 @@ def supervise(
                 return EXIT_PREEMPTED
 
 
-def _watch(group: WorkerGroup, workers: int, signals: _Signals, grace: float) -> WorkerExit:
+def _watch(group: WorkerGroup, signals: _Signals, grace: float) -> WorkerExit:
     """Wait until a group has ended, and return the exit that decides."""
     exits: list[WorkerExit] = []
     sent, until = 0, float("inf")
     try:
-        while len(exits) < workers and time.monotonic() < until:
+        while len(exits) < group.workers and time.monotonic() < until:
             new = group.exits(0.5)
             if new and not exits:
                 until = min(until, time.monotonic() + _AFTER.get(new[0].status, _AFTER_DEATH))
@@ -205,22 +185,16 @@ def _watch(group: WorkerGroup, workers: int, signals: _Signals, grace: float) ->
     return next(iter(own or bad or exits), WorkerExit(0, -signal.SIGKILL))
 
 
-class LocalLauncher:
-    """Processes of this machine, whose coordinator listens on the loopback address.
+def start_local(
+    command: Sequence[str], *, workers: int, devices: int | None = None, say: Print = print
+) -> "LocalGroup":
+    """Start processes of this machine, whose coordinator listens on the loopback address; see `Start`.
 
-    Args:
-        workers: how many.
-        devices: of each, played by the CPU; None: whatever JAX finds.
-        say: takes the lines that they print, each with the number of its worker before it.
+    `devices` of each process are played by its CPU; None: whatever JAX finds. `say` takes the lines that they print,
+    each with the number of its worker before it.
     """
-
-    def __init__(self, workers: int, *, devices: int | None = None, say: Print = print) -> None:
-        self.workers, self._say = workers, say
-        self._environment = {**os.environ, **cpu_devices(devices)}
-
-    def start(self, command: Sequence[str]) -> "LocalGroup":
-        """See `Launcher`."""
-        return LocalGroup([sys.executable, "-m", "affinage", *command], self._environment, self.workers, self._say)
+    environment = {**os.environ, **cpu_devices(devices)}
+    return LocalGroup([sys.executable, "-m", "affinage", *command], environment, workers, say)
 
 
 class LocalGroup:
@@ -228,7 +202,7 @@ class LocalGroup:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], workers: int, say: Print) -> None:
         self._port, coordinator = reserved_port()
-        self._say, self._processes = say, list[WorkerProcess]()
+        self.workers, self._say, self._processes = workers, say, list[WorkerProcess]()
         try:
             for worker in range(workers):
                 place = {COORDINATOR: coordinator, NUM_PROCESSES: str(workers), PROCESS_ID: str(worker)}

@@ -23,7 +23,7 @@ _NEWS_EVERY = 0.5  # seconds
 
 
 class RayLauncher:
-    """One worker for each machine of a Ray cluster that has what it needs; see `affinage.cluster.launch.Launcher`.
+    """Starts one worker on each machine of a Ray cluster that has what it needs.
 
     The process of a worker ends with its actor: with Ray's worker process, its raylet, its machine, or this driver.
 
@@ -36,9 +36,6 @@ class RayLauncher:
             such a path become the path there.
         say: takes the lines that the workers print, each with the number of its worker before it.
         program: words that run the command on a machine; default: its Python's affinage, with the code shipped by Ray.
-
-    Raises:
-        UserError: Ray is not installed, or the cluster does not answer.
     """
 
     def __init__(
@@ -52,20 +49,20 @@ class RayLauncher:
         say: Print = print,
         program: Sequence[str] = (),
     ) -> None:
-        self.workers, self._most = workers, workers
+        self._most = workers
         self._least = workers if min_workers is None else min(min_workers, workers)
         self._devices, self._files, self._say = devices, dict(files or {}), say
         self._program = list(program) or [sys.executable, "-m", "affinage"]
         self._ray = connect(address, max(workers, os.cpu_count() or 1), where="--address")
 
     def start(self, command: Sequence[str]) -> "RayGroup":
-        """See `Launcher`."""
+        """See `affinage.cluster.launch.Start`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._bundle()
-        places, self.workers = self._places(bundle)
-        if self.workers < self._most:
-            self._say(f"launch: {self.workers} of {self._most} workers have a machine")
+        places, workers = self._places(bundle)
+        if workers < self._most:
+            self._say(f"launch: {workers} of {self._most} workers have a machine")
         options = {
             "num_cpus": bundle["CPU"],
             "num_gpus": bundle.get("GPU", 0),
@@ -76,7 +73,7 @@ class RayLauncher:
             self._ray.remote(Worker)
             .options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(places, worker))
             .remote()
-            for worker in range(self.workers)
+            for worker in range(workers)
         ]
         run = {"program": self._program, "command": list(command), "files": self._files}
         return RayGroup(self._ray, actors, places, run, cpu_devices(self._devices), self._say)
@@ -126,7 +123,7 @@ class RayGroup:
         environment: Mapping[str, str],
         say: Print,
     ) -> None:
-        self._ray, self._actors, self._places, self._say = ray, actors, places, say
+        self._ray, self._actors, self._places, self._say, self.workers = ray, actors, places, say, len(actors)
         self._news: dict[Any, int] = {}  # calls that will return news -> the worker
         try:
             addresses = ray.get([actor.reserve_port.remote() for actor in actors], timeout=_TO_ANSWER)

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,7 @@ from affinage.data import chat
 from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import Encoded
-from affinage.data.conversations import (
-    Conversation,
-    Pair,
-    Part,
-    open_source,
-    parse_conversation,
-    parse_pair,
-    read_lines,
-)
+from affinage.data.conversations import Conversation, Pair, Part, open_source, read_lines
 from affinage.data.dataloader import read_rows
 from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor
@@ -45,7 +37,7 @@ from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
 from affinage.data.token_shards import Document, find_shard_folders, finish_folder, open_shards, write_shard
-from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
 TASK_BYTES = 64_000_000  # of files: what one task reads
@@ -162,21 +154,15 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 
 def _lines(task: TuningTask) -> Iterator[tuple[int, Conversation | Pair | UserError]]:
     """Return the key of every line of a task and its content, an error where it cannot be used."""
+    form = task.source.format if isinstance(task.settings, SftSettings) else "pair"
     for part, number, count in task.parts:
-        for where, name, item in read_lines(part, task.opened, number, count):
-            try:
-                if isinstance(item, UserError):
-                    raise item
-                if isinstance(task.settings, SftSettings):
-                    line: Conversation | Pair = parse_conversation(item, task.source.format, where=where, name=name)
-                else:
-                    line = parse_pair(item, where=where, name=name)
-            except UserError as error:
-                if task.settings.on_error == "raise":
-                    raise
-                yield 0, error
-            else:
+        for line in read_lines(part, task.opened, form, number, count):
+            if not isinstance(line, UserError):
                 yield int(shuffle_keys([line.content], task.seed, "conversations")[0]), line
+            elif task.settings.on_error == "raise":
+                raise line
+            else:
+                yield 0, line
 
 
 def read_keys(task: TuningTask) -> dict[str, Any]:
@@ -221,19 +207,12 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
     return {"last": last, "held_out": sorted(held_out), "contaminated": contained}
 
 
-@lru_cache(maxsize=1)
-def _loaded(folder: Path, template: str | None) -> Tokenizer:
-    tokenizer = Tokenizer(folder)
-    tokenizer.use_template(template)
-    return tokenizer
-
-
 # ---- a shard ----
 
 
 def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
     """Encode the lines of a task and write its shards; return what was counted of them and of each part."""
-    tokenizer = _loaded(task.tokenizer, task.template)
+    tokenizer = cached_tokenizer(task.tokenizer, task.template)
     selected = json.loads(selection.read_text(encoding="utf-8"))
     limit, last_held_out = selected["last"][task.name]
     held_out, in_benchmark = frozenset(selected["held_out"]), frozenset(selected["contaminated"])

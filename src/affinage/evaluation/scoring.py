@@ -50,14 +50,13 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, logits_at_onc
         lazy, _ = logits_of(
             graph, params, tokens, positions, dtype, layout=layout, segments=segments, logit_positions=logit_positions
         )
-        return _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden, targets, logits_at_once)
+        return _log_probabilities(lazy.kernel, lazy.hidden, targets, logits_at_once)
 
     return score
 
 
 def _log_probabilities(
     kernel: Float[Array, "V D"],
-    softcap: float | None,
     hidden: Float[Array, "R P D"],
     targets: Int[Array, "R P"],
     logits_at_once: int,
@@ -72,7 +71,7 @@ def _log_probabilities(
 
     def score_block(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         x, target = inputs
-        logits = multiply_out(x, kernel, softcap)
+        logits = multiply_out(x, kernel)
         wanted = jnp.take_along_axis(logits, target[:, None], axis=1)
         # The first of the largest, as argmax, which costs CPUs almost as much as the product, would find it.
         less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary)[None] >= target[:, None]))

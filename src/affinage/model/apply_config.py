@@ -91,8 +91,8 @@ class ApplyConfig:
     adapter_dropout: float = 0.0  # of what goes into adapters, where there are any and there is a key
     ema_params: PyTree | None = None  # the moving average of the parameters, for nodes that read it
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
-    # The places of the tokens whose values are wanted in the end, in the flattened tokens of each of R equal parts of
-    # the rows: of other tokens only what these look at is computed, and values come out as [R, P, ...]. None: all.
+    # The places of the tokens whose logits are wanted, in the flattened tokens of each of R equal parts of the rows:
+    # logits come out as [R, P, V]. None: all.
     logit_positions: Int[Array, "R P"] | None = None
     attention: AttentionImplementation = "auto"  # see `affinage.model.layers.attention_ops`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
@@ -137,34 +137,26 @@ class ApplyConfig:
 
 
 def with_remat(config: ApplyConfig, remat: RematChoice) -> ApplyConfig:
-    """The config with layers, and for `full` also nodes, that keep no more than the setting says.
+    """The config with layers, and for `full` also nodes, that keep no more than the setting names.
 
     Raises:
         UserError: for activations to be offloaded where the device's memory is the host's, and for `auto`, which the
             planner replaces before.
     """
+    if remat == "auto":
+        fix = "A recipe's trainings and plans choose. Here name one: none, dots, block or full."
+        raise UserError("`auto` was not chosen for these devices", where="parallel.remat", fix=fix)
     if isinstance(remat, str):
-        if remat == "auto":
-            raise UserError(
-                "`auto` was not chosen for these devices",
-                where="parallel.remat",
-                fix="A recipe's trainings and plans choose. Here name one: none, dots, block or full.",
-            )
         attended = policies.save_only_these_names("attended", STATISTICS)
         dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
         policy = {"none": config.remat, "dots": dots}.get(remat, policies.nothing_saveable)
         return replace(config, remat=policy, remat_nodes=remat == "full")
-    keep = [*remat.keep, *([STATISTICS] if "attended" in (*remat.keep, *remat.offload) else [])]
-    if not remat.offload:
-        return replace(config, remat=policies.save_only_these_names(*keep))
-    if config.platform == "cpu":
-        raise UserError(
-            "a CPU has no other memory to offload activations to",
-            where="parallel.remat.offload",
-            fix="Move these names to `keep`, or leave them out: they are then computed again.",
-        )
+    if remat.offload and config.platform == "cpu":
+        fix = "Move these names to `keep`, or leave them out: they are then computed again."
+        where = "parallel.remat.offload"
+        raise UserError("a CPU has no other memory to offload activations to", where=where, fix=fix)
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=keep,
+        names_which_can_be_saved=[*remat.keep, *([STATISTICS] if "attended" in (*remat.keep, *remat.offload) else [])],
         names_which_can_be_offloaded=list(remat.offload),
         offload_src="device",
         offload_dst="pinned_host",

@@ -1,7 +1,7 @@
 """Causal attention within documents: one function over four implementations, and the choice between them."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,7 +42,6 @@ class Workload:
     cached: bool = False  # keys come from a KV cache
     prefixes: bool = False  # documents that share a prefix, see `prefix_segment_ids`
     dropout: float = 0.0  # of the probabilities; 0 outside of training
-    softcap: float | None = None
 
 
 def choose(requested: str, workload: Workload) -> str:
@@ -54,25 +53,22 @@ def choose(requested: str, workload: Workload) -> str:
         UserError: the requested one does not exist or cannot honor the workload; nothing is ever left out silently.
     """
     if requested not in (*IMPLEMENTATIONS, "ring"):
-        what, fix = f"attention implementation {requested!r} is not known", f"There are {_listed(IMPLEMENTATIONS)}."
-        raise UserError(what, fix=fix)
+        raise UserError(
+            f"attention implementation {requested!r} is not known", fix=f"There are {', '.join(IMPLEMENTATIONS)}."
+        )
     kernel = _KERNELS.get(workload.platform, "xla") if requested == "auto" else requested
     if workload.cached or workload.prefixes or (requested == "auto" and workload.length < LANES):
         return "xla"
-    missing = obstacles(kernel, workload)
+    missing = ", ".join(obstacles(kernel, workload))
     if requested == "auto":
         if not _planning.get():
-            _log_choice(kernel, tuple(missing))
+            _log_choice(kernel, missing)
         return "xla" if missing else kernel
     if missing:
-        others = [name for name in IMPLEMENTATIONS if name != "auto" and not obstacles(name, workload)]
-        raise UserError(
-            f"attention by {requested} cannot honor {_listed(missing)}",
-            where="attention",
-            fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`."
-            if requested == "ring"
-            else f"{_listed(others)} can; `attention: auto` takes one that can.",
-        )
+        fix = "`attention: auto` takes one that can, or xla."
+        if requested == "ring":
+            fix = "Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`."
+        raise UserError(f"attention by {requested} cannot honor {missing}", where="attention", fix=fix)
     return kernel
 
 
@@ -87,44 +83,33 @@ def only_planned() -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def _log_choice(kernel: str, missing: tuple[str, ...]) -> None:
+def _log_choice(kernel: str, missing: str) -> None:
     """Log a choice once a process; a CPU's plain products are no news."""
     if missing:
-        why = f"{kernel} cannot honor {_listed(missing)}"
-        logger.warning("attention: plain products over all pairs of tokens, which cost time and memory, as %s", why)
+        slow = "attention: plain products over all pairs of tokens, which cost time and memory"
+        logger.warning("%s, as %s cannot honor %s", slow, kernel, missing)
     elif kernel != "xla":
         logger.info("attention: %s", kernel)
 
 
 def obstacles(name: str, workload: Workload) -> list[str]:
     """What an implementation cannot honor, in words; nothing for `xla`, which honors everything."""
+    if name == "xla":
+        return []
     dtype, dim = jnp.dtype(workload.dtype), workload.head_dim
-    widest = 256 if (workload.capability or (0, 0)) >= HOPPER else 128
-    of_all = [
-        (workload.cached, "a KV cache"),
-        (workload.prefixes, "shared prefixes"),
-        (workload.dropout > 0, f"dropout of {workload.dropout:g} of the probabilities"),
-    ]
-    of_each: dict[str, list[tuple[bool, str]]] = {
-        "ring": [],
-        "splash": [
-            (workload.platform != "tpu", f"a {workload.platform}: it is a kernel for TPUs"),
-            (dtype not in (jnp.float32, jnp.bfloat16), f"{dtype} (float32 and bfloat16 it can)"),
-        ],
-        "cudnn": [
-            (workload.platform != "gpu" or workload.capability is None, f"a {workload.platform} without cuDNN"),
-            (workload.softcap is not None, f"a soft-cap of {workload.softcap} on the scores"),
-            (dtype not in (jnp.float16, jnp.bfloat16), f"{dtype} (float16 and bfloat16 it can)"),
-            (dim % 8 > 0 or dim > widest, f"heads of {dim} (multiples of 8 up to {widest})"),
-            (workload.length % 2 > 0, f"rows of {workload.length} tokens (an odd number)"),
-        ],
-    }
-    return [what for is_wrong, what in of_all + of_each[name] if is_wrong] if name in of_each else []
-
-
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else str(last)
+    missing = {f"dropout of {workload.dropout:g} of the probabilities": workload.dropout > 0}
+    if name == "splash":
+        missing[f"a {workload.platform}: it is a kernel for TPUs"] = workload.platform != "tpu"
+        missing[f"{dtype}"] = dtype not in (jnp.float32, jnp.bfloat16)
+    if name == "cudnn":
+        widest = 256 if (workload.capability or (0, 0)) >= HOPPER else 128
+        missing |= {
+            f"a {workload.platform} without cuDNN": workload.platform != "gpu" or workload.capability is None,
+            f"{dtype}": dtype not in (jnp.float16, jnp.bfloat16),
+            f"heads of {dim} (multiples of 8 up to {widest})": dim % 8 > 0 or dim > widest,
+            f"rows of {workload.length} tokens (an odd number)": workload.length % 2 > 0,
+        }
+    return [what for what, is_missing in missing.items() if is_missing]
 
 
 def attention(
@@ -136,7 +121,6 @@ def attention(
     impl: str,
     layout: Layout,
     window: int | None = None,
-    softcap: float | None = None,
     dropout: Callable[[Array], Array] | None = None,
     mask: Bool[Array, "b S T"] | None = None,
     on_cpu: bool = False,
@@ -144,21 +128,21 @@ def attention(
 ) -> Queries:
     """Values weighted by the softmax of scaled scores, causal and within segments; float32 inside.
 
-    `impl` is as `choose` returns it, or "ring". With a `window` a token sees itself and this many less one before it;
-    `softcap` bounds scores to ± this by a tanh. `dropout` of the probabilities, the `mask` of what a query sees
-    (causality included) and blocks of queries `on_cpu` are for `xla` only.
+    `impl` is as `choose` returns it, or "ring". With a `window` a token sees itself and this many less one before it.
+    `dropout` of the probabilities, the `mask` of what a query sees (causality included) and blocks of queries `on_cpu`
+    are for `xla` only.
     """
     if impl == "ring":
-        return ring_attention(query, key, value, segment_ids, layout, window=window, softcap=softcap)
+        return ring_attention(query, key, value, segment_ids, layout, window=window)
     if impl == "splash" and queries_are_split(layout.whole(query.shape[1], "sequence"), layout.parts("sequence")):
-        return splash_on_parts(query, key, value, segment_ids, layout, window=window, softcap=softcap)
+        return splash_on_parts(query, key, value, segment_ids, layout, window=window)
     key, value = of_whole_rows(key, value, layout)
     if impl == "xla":
         assert mask is not None
         # Slices of a split sequence, and sums of heads whose queries are split again elsewhere, would have to be sent.
         blocks = on_cpu and layout.parts("sequence", "heads") == 1
-        return xla_attention(query, key, value, mask, softcap=softcap, dropout=dropout, in_blocks=blocks)
-    kernel: Callable[..., Array] = partial(splash_attention, window=window, softcap=softcap)
+        return xla_attention(query, key, value, mask, dropout=dropout, in_blocks=blocks)
+    kernel: Callable[..., Array] = partial(splash_attention, window=window)
     if impl == "cudnn":
         kernel = partial(cudnn_attention, window=window, by_offsets=(capability or (0, 0)) >= HOPPER)
     # Each device runs the kernel on its rows and heads, over whole rows.
@@ -185,7 +169,6 @@ def xla_attention(
     value: Keys,
     mask: Bool[Array, "b S T"],
     *,
-    softcap: float | None = None,
     dropout: Callable[[Array], Array] | None = None,
     in_blocks: bool = False,
 ) -> Queries:
@@ -201,7 +184,6 @@ def xla_attention(
     for start in range(0, length, size):
         queries, keys = slice(start, start + size), slice(0, start + size if size < length else None)
         scores = product32("bkgsd,bktd->bkgst", query[:, :, :, queries], key[:, :, keys]) * width**-0.5
-        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(mask[:, None, None, queries, keys], scores, MASKED)
         weights = _softmax(scores, value.dtype)
         weights = weights if dropout is None else dropout(weights)
