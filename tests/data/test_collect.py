@@ -19,7 +19,6 @@ from affinage.data import ingest as ingesting
 from affinage.data import readers
 from affinage.data.places import location
 from affinage.errors import UserError
-from affinage.pipeline.sources import fingerprints
 from source_forms import collected, write_lines
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]
@@ -77,16 +76,6 @@ def test_globs_roots_names_and_urls(tmp_path):
     url = f"file://{tmp_path}/books/one.txt"
     assert location(SourceSettings(path=url), "/elsewhere", "") == url
     assert [row["source"] for row in run(tmp_path, url, url)[1]] == ["one", "one-2"]
-
-
-def test_links_to_files_are_as_good_as_these(tmp_path):
-    (tmp_path / "b.txt").write_text("far away")
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "a.txt").symlink_to(tmp_path / "b.txt")  # as in the cache of the Hub
-    for path in (folder, folder / "*.txt"):
-        assert [row["id"] for row in run(tmp_path, str(path))[1]] == ["a.txt"]
-    assert list(fingerprints([str(folder)])) == [str(folder / "a.txt")]
 
 
 def test_parquet_with_a_text_key(tmp_path):
@@ -269,10 +258,3 @@ def test_a_sample_is_a_share_of_the_documents_or_of_what_a_source_may_give(folde
     found = {share: {row["id"] for row in run(tmp_path, str(folder), sample=share)[1]} for share in (0.2, 0.5)}
     assert found[0.2] < found[0.5] and 15 < len(found[0.2]) < 45
     assert run(tmp_path, {"path": str(folder), "max_bytes": 10_000}, sample=0.5)[0]["bytes_out"] == 5_000
-
-
-def test_ids_are_the_users_whatever_they_are(folder, tmp_path):
-    write_lines(folder / "1.jsonl", numbered(0, 2))
-    write_lines(folder / "2.jsonl", [*numbered(1, 1), *numbered(1, 1), *numbered(500, 1)])
-    _, rows = run(tmp_path, {"path": str(folder), "name": "texts"})
-    assert [row["id"] for row in rows][50:] == ["0", "1", "1", "1", "500"]

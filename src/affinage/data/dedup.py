@@ -209,16 +209,17 @@ def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) 
     found = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(found)), table.take(pa.array(match[found]))
     same = [pc.equal(gone[name], kept[name]) for name in ("content", "content_2")]
-    columns_of_removed = {
+    removed = {
         "document": gone["document"],
         "kept": kept["document"],
-        **{name: gone[name] for name in _NAMES.names},
+        "id": gone["id"],
+        "source": gone["source"],
         "duplicate_of": kept["id"],
         "duplicate_of_source": kept["source"],
         "jaccard": similarity[found],
         "exact": pc.and_(*same),  # the same content but for case and white space
     }
-    return pa.table(columns_of_removed).sort_by("document"), int(compared)
+    return pa.table(removed).sort_by("document"), int(compared)
 
 
 def _buckets(keys: np.ndarray) -> tuple[np.ndarray, int]:

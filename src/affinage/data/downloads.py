@@ -77,7 +77,7 @@ def version_of(url: str, *, again: bool = False) -> str:
 
 def _version(url: str) -> str:
     if is_web(url):
-        answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT)
+        answer = _head(url)
         answer.raise_for_status()
         return _version_in(answer.headers)
     filesystem, place = file_system(url)
@@ -111,9 +111,13 @@ def forget(url: str) -> None:
 # ---- downloading ----
 
 
+def _head(url: str) -> requests.Response:
+    return requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+
+
 def size_of(url: str) -> int:
     """Bytes of the file at a web address; 0 where the server gives none. Raises requests' errors."""
-    answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+    answer = _head(url)
     if answer.status_code not in (405, 501):  # it knows no HEAD
         answer.raise_for_status()
     return int(answer.headers.get("Content-Length", 0)) if answer.ok else 0

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,6 @@ _CODE_MAX_LINE, _CODE_MAX_MEAN_LINE, _CODE_MIN_ALNUM = 1000, 100, 0.25
 Verdict = tuple[str, str]  # the reason for which a document is removed, and details
 
 
-@dataclass(frozen=True)
-class _Task:
-    path: Path
-    number: int
-    folder: Path
-    settings: FilterSettings
-    languages: tuple[str, ...]
-
-
 def filter_documents(
     documents_folder: Path,
     folder: Path,
@@ -61,11 +52,11 @@ def filter_documents(
     """
     start, folder = time.perf_counter(), Path(folder)
     paths = document_files(documents_folder)
-    tasks = [_Task(path, number, folder, settings, tuple(languages)) for number, path in enumerate(paths)]
     DatatroveFilters(settings.datatrove)  # a mistake in the arguments is reported before the work
     stored = sum(path.stat().st_size for path in paths)
     total, counts = Stats(), Counter[str]()
-    for stats, own_counts in executor.map(_filter_file, tasks, folder, bytes=2 * stored, progress=progress):
+    filter_file, tasks = partial(_filter_file, folder, settings, tuple(languages)), list(enumerate(paths))
+    for stats, own_counts in executor.map(filter_file, tasks, folder, bytes=2 * stored, progress=progress):
         total.merge(stats)
         counts.update(own_counts)
     clear_completions(folder)
@@ -82,20 +73,23 @@ def filter_documents(
     return total.summary(time.perf_counter() - start) | changed
 
 
-def _filter_file(task: _Task) -> tuple[dict[str, Any], Counter[str]]:
-    clear_documents(task.folder, f"*-{task.number:05d}")
-    stats, counts, datatrove = Stats(), Counter[str](), DatatroveFilters(task.settings.datatrove)
+def _filter_file(
+    folder: Path, settings: FilterSettings, languages: Sequence[str], task: tuple[int, Path]
+) -> tuple[dict[str, Any], Counter[str]]:
+    number, path = task
+    clear_documents(folder, f"*-{number:05d}")
+    stats, counts, datatrove = Stats(), Counter[str](), DatatroveFilters(settings.datatrove)
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
-        for group in row_groups(task.path):
+        for group in row_groups(path):
             batch = group.read()
             stats.enter(batch.num_rows, text_bytes(batch))
-            batch, verdicts = _judge(_normalize(batch, datatrove, counts), task, datatrove)
+            batch, verdicts = _judge(_normalize(batch, datatrove, counts), settings, languages, datatrove)
             batch = stats.remove_rows(batch, verdicts)
             for language in pc.unique(batch.column("language")).to_pylist():
-                name = f"{task.path.parent.name}.{safe_name(language) if language else 'unknown'}"
+                name = f"{path.parent.name}.{safe_name(language) if language else 'unknown'}"
                 if name not in writers:
-                    place, stem = task.folder / name, f"{name}-{task.number:05d}"
+                    place, stem = folder / name, f"{name}-{number:05d}"
                     writers[name] = stack.enter_context(DocumentWriter(place, stem, observe=stats.leave))
                 writers[name].write(batch.filter(pc.equal(batch.column("language"), language)))
     return stats.to_json(), counts
@@ -114,10 +108,10 @@ def _normalize(batch: pa.RecordBatch, datatrove: DatatroveFilters, counts: Count
 
 
 def _judge(
-    batch: pa.RecordBatch, task: _Task, datatrove: DatatroveFilters
+    batch: pa.RecordBatch, settings: FilterSettings, languages: Sequence[str], datatrove: DatatroveFilters
 ) -> tuple[pa.RecordBatch, dict[int, Verdict]]:
     """The batch with the languages that were found, and the rule that each document breaks, if any."""
-    settings, rows, verdicts = task.settings, batch.to_pylist(), {}
+    rows, verdicts = batch.to_pylist(), {}
     characters, counted, alphanumeric = count_characters(batch.column("text"))
     shares = alphanumeric / np.maximum(counted, 1)
     for number, row in enumerate(rows):
@@ -131,7 +125,7 @@ def _judge(
         elif shares[number] < settings.min_alnum_ratio or not counted[number]:
             verdict = "not enough letters", f"{shares[number]:.2f} of its characters"
         else:
-            row["language"], row["language_score"], verdict = _identify(row, settings, task.languages)
+            row["language"], row["language_score"], verdict = _identify(row, settings, languages)
             if verdict is None and settings.datatrove:
                 verdict = datatrove.removes(row["text"], row["language"])
         if verdict is not None:
