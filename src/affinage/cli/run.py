@@ -108,9 +108,6 @@ def report(
     out: Annotated[
         Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
     ] = None,
-    baselines: Annotated[
-        Path | None, opt("Show the scores of this file beside those of the run.", "--baselines", metavar="FILE.yaml")
-    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Write the report of a run, one HTML file. With --out, a run that is not complete has a report of what there is.
@@ -118,8 +115,6 @@ def report(
     Examples: affinage report quickstart
 
     affinage report quickstart --lang fr --out rapport.html
-
-    affinage report my_run --baselines examples/baselines.yaml
     """
     from affinage.pipeline.models import check_complete, incomplete, run_of
 
@@ -133,7 +128,7 @@ def report(
     from affinage.report import write_report
 
     file = out or folder / "report.html"
-    facts = write_report(folder, file, lang, baselines)
+    facts = write_report(folder, file, lang)
     emit({"report": str(file), **facts}, as_json, [facts["summary"], f"The report is in {file}."])
 
 
