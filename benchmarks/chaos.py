@@ -272,7 +272,7 @@ def drive(address: str, folder: str) -> int:
     program = [sys.executable, "-m", "training_process"]
     launcher = RayLauncher(2, address=address, devices=2, program=program)
     try:
-        return supervise(launcher, [job], FailureConfig(MANY, 20))
+        return supervise(launcher.start, [job], FailureConfig(MANY, 20))
     finally:
         launcher.close()
 

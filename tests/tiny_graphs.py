@@ -41,10 +41,10 @@ def llama(
     }
 
 
-def moe(*, layers: int = 2, attention: Any = None, scan: Any = "auto", placement: str = "pre", **ffn: Any) -> Any:
+def moe(*, layers: int = 2, attention: Any = None, scan: Any = "auto", **ffn: Any) -> Any:
     """`llama` with 4 experts of width 24, 2 for each token; keyword arguments replace settings of the mixture."""
     experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24} | ffn
-    return llama(layers=layers, attention=attention, scan=scan, placement=placement, ffn=experts)
+    return llama(layers=layers, attention=attention, scan=scan, ffn=experts)
 
 
 def gpt2(*, layers: int = 2, dropout: float = 0.0) -> Any:

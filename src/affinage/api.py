@@ -137,7 +137,7 @@ def generate(
         prompts: texts.
         tokens: maximum number of new tokens.
         stop: a text, or several, before which an answer ends.
-        sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `seed`, as of
+        sampling: `temperature`, `top_k`, `top_p`, `min_p` and `seed`, as of
             `affinage.generation.sampling.SamplingParams`; by default the likeliest token is taken.
     """
     from affinage.generation.engine import generate as generated

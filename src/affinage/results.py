@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import (
     AwareDatetime,
@@ -238,14 +238,6 @@ class Devices(Result):
         return f"{self.count}\u00a0×\u00a0{self.kind}" if self.count and self.kind else self.kind
 
 
-class Saves(Result):
-    """Checkpoints that were saved, and the seconds for which a save stopped the loop."""
-
-    count: int = 0
-    stall_mean: float = 0.0
-    stall_most: float = 0.0
-
-
 class Memory(Result):
     """Memory of a device."""
 
@@ -277,9 +269,8 @@ class TrainingResult(Result):
     predicted: dict[str, float] = {}
     memory: Memory = Memory()
     devices: Devices = Devices()
-    saves: Saves = Saves()
     resumed_at: list[int] = []
-    ended: str = ""  # why it ended before its last step
+    ended: Literal["", "monitor", "epochs"] = ""  # what ended it before its last step
     epochs: dict[str, float] = {}  # over each group of sequences
 
     @property

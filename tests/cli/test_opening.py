@@ -100,7 +100,7 @@ def test_what_chooses_the_next_token_can_be_said(affinage, monkeypatch):
 
     monkeypatch.setattr("affinage.generation.engine.generate", generated)
     monkeypatch.setattr(Engine, "stream", lambda engine, prompt, params: iter(asked.append(params) or ()))
-    words = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.02 --repetition-penalty 1.3 --seed 4 --max-new-tokens 9"
+    words = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.02 --seed 4 --max-new-tokens 9"
     for verb in ("generate", "chat"):
         affinage(verb, "theirs", "Where?", *words.split(), "--stop", "\n\n", "--stop", "Où")
         affinage(verb, "theirs", "Where?", "--max-new-tokens", "9")

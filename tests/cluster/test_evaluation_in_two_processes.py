@@ -49,7 +49,7 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
         f"pretrain.monitor={{tasks: ['{task}'], every_steps: 2, limit: 12, batch_size: 4}}",
         "sft.steps=2",
         f"sft.monitor={{tasks: ['{task}'], every_steps: 1, limit: 12, batch_size: 4, on_regression: log}}",
-        f"evaluate={{tasks: ['{task}', pocket-world], limit: 3, max_new_tokens: 4}}",
+        f"evaluate={{tasks: ['{task}', pocket-world], limit: 3}}",
         "export=null",
     ]
     words = [word for setting in settings for word in ("--set", setting)]
@@ -89,7 +89,6 @@ def test_the_stages_that_judge_give_what_one_device_gives(
         task_folders={"pocket-world": next((runs / "store").glob("synthesize-*")) / "tasks"},
         chat=stage == "evaluate-sft",
         limit=3,
-        max_new_tokens=4,
     )
     assert together["tasks"].keys() == alone["tasks"].keys() and len(together["tasks"]) > 5
     for name in alone["tasks"]:

@@ -25,7 +25,7 @@ ROWS, CONTEXT = 8, 16
 
 
 class Training:
-    """A launcher, see `affinage.cluster.launch.Launcher`.
+    """Starts a training, see `affinage.cluster.launch.Start`.
 
     Args:
         python: what stands in a command for `python`.
@@ -58,12 +58,9 @@ class Training:
         words = [*self._python, "-m", "training_process", job]
         return LocalGroup(words, environment, self.workers, self.said.append)
 
-    def has_room(self) -> bool:
-        return False
-
     def run(self, preemptions: int = 0, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
-        return supervise(self, [], FailureConfig(preemptions, failures), say=self.said.append)
+        return supervise(self.start, [], FailureConfig(preemptions, failures), say=self.said.append)
 
     def made(self, start: int, process: int) -> list[int]:
         """The steps that a process made in a start."""

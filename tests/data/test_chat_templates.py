@@ -22,14 +22,6 @@ def test_our_own_tokenizer_writes_in_any_template(bpe: Tokenizer):
     assert tokenizer.decode(ids, keep_special=True) == text and text.startswith("<|system|>\nBe brief.<|im_end|>")
 
 
-def test_half_a_surrogate_pair_is_read_as_a_replacement_character():
-    tokenizer = ours("qwen3")
-    for broken, mended in (("a\ud83d b", "a\ufffd b"), ("\udc00", "\ufffd")):
-        assert tokenizer.encode(broken) == tokenizer.encode(mended) == tokenizer.encode_batch([broken])[0]
-        talk = [[{"role": "user", "content": text}] for text in (broken, mended)]
-        assert encode_prompt(talk[0], tokenizer, "") == encode_prompt(talk[1], tokenizer, "")
-
-
 @pytest.mark.parametrize("form", ["qwen3", "mistral"])  # byte-level BPE, and byte fallback
 def test_tokens_of_parts_of_characters_count_their_bytes_once(form: str):
     tokenizer = ours(form)
@@ -79,10 +71,7 @@ def test_what_a_template_refuses_is_told_of_it(act):
 
 HOSTILE = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
     "{{ lipsum.__globals__['os'].popen('touch HERE').read() }}",
-    "{{ raise_exception.__globals__['jinja2'] }}",
-    "{% set ns = namespace(__class__='x') %}{% set ns.__class__ = 'y' %}{{ ns.__class__.__mro__ }}",
     "{% include '/etc/hostname' %}",
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
     "{{ (messages|map(attribute='__class__')|list)[0].__base__ }}",

@@ -62,13 +62,9 @@ def scene(noun: str, adjective: str, verb: str, plural: bool, determiner: str = 
         (scene("cat", "small", "sleeps", True), "The small cats sleep.", "Les petits chats dorment."),
         (scene("cow", "white", "eats", True, "un"), "Some white cows eat.", "Des vaches blanches mangent."),
         (scene("cat", "small", "eats", True, "un"), "Some small cats eat.", "De petits chats mangent."),
-        (scene("man", "old", "runs", False), "The old man runs.", "Le vieil homme court."),
-        (scene("man", "old", "runs", True), "The old men run.", "Les vieux hommes courent."),
         (scene("man", "old", "is", False, "ce"), "This man is old.", "Cet homme est vieux."),
         (scene("bird", "old", "eats", False, "un"), "An old bird eats.", "Un vieil oiseau mange."),
-        (scene("uncle", "tired", "waits", False), "The tired uncle waits.", "L'oncle fatigué attend."),
         (scene("aunt", "active", "waits", False, "mon"), "My active aunt waits.", "Ma tante active attend."),
-        (scene("queen", "old", "is", True, "ce"), "These queens are old.", "Ces reines sont vieilles."),
         (scene("horse", "strong", "comes back", True, "le", "in the garden"),
          "The strong horses come back in the garden.", "Les chevaux forts reviennent dans le jardin."),
     ],
@@ -93,7 +89,3 @@ def test_minimal_pairs_break_one_agreement() -> None:
     }
     assert goat.wrong("fr")["determiner gender"] == "Un vieille chèvre court dans le jardin."
     assert goat.wrong("fr")["adjective gender"] == "Une vieux chèvre court dans le jardin."
-    birds = scene("bird", "happy", "is", False, "ce", "today")
-    assert birds.wrong("en")["be"] == "This bird are happy today."
-    assert birds.wrong("fr")["determiner gender"] == "Cette oiseau est heureux aujourd'hui."
-    assert "adjective number" not in birds.wrong("fr")  # heureux is both

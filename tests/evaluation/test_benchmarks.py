@@ -1,6 +1,5 @@
 """Named benchmarks over local files: the requests are those that lm-evaluation-harness makes of the hub's rows."""
 
-import errno
 import gzip
 import json
 from collections import defaultdict
@@ -12,7 +11,7 @@ from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of
-from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet, reachable_data
+from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
 from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import benchmark_items, find_tasks
 from affinage.report.evaluations import headline
@@ -66,7 +65,7 @@ def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
 def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path):
     besides = [name for name in BENCHMARKS if name.startswith("french_bench_") and name not in GROUPS["french"]]
     folder = write_items(tmp_path / "items", [*GROUPS["julian"], *GROUPS["french"], *besides], copies=2)
-    results = evaluate(tiny_llama(), ["julian", "french", *besides], data_dir=folder, batch_size=8, max_new_tokens=8)
+    results = evaluate(tiny_llama(), ["julian", "french", *besides], data_dir=folder, batch_size=8)
     scored = results["tasks"]
     assert set(scored) == {*GROUPS["julian"], *GROUPS["french"], *besides} and not results["unavailable"]
     for task in (*GROUPS["julian"], *GROUPS["french"]):
@@ -106,8 +105,3 @@ def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9") as refused:
         list(benchmark_items(["piqa"]))
     assert "--data-dir" in refused.value.fix
-
-
-def test_a_full_disk_is_no_missing_network():
-    with pytest.raises(OSError, match="No space left"), reachable_data(["piqa"]):
-        raise OSError(errno.ENOSPC, "No space left on device")

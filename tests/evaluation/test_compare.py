@@ -48,20 +48,6 @@ def test_a_few_items_prove_little_and_identical_answers_differ_in_nothing(tmp_pa
     assert same.is_none and not same.is_real
 
 
-def test_a_small_change_of_the_same_items_is_seen_where_two_error_bars_would_overlap(tmp_path):
-    right = [int(n % 2) for n in range(400)]
-    better = [1 if n % 40 == 0 else value for n, value in enumerate(right)]  # ten items more, none fewer
-    keys = [str(n) for n in range(400)]
-    one = write(tmp_path / "a", "boolq", zip(keys, right))
-    two = write(tmp_path / "b", "boolq", zip(keys, better))
-    (found,) = compare(one, two)
-    assert found.is_real and found.difference == pytest.approx(0.025)  # less than two standard errors of each
-    (same,) = compare(one, one)
-    assert not same.is_real and same.difference == 0
-    one, two = (write(tmp_path / f"{n}", "t", [("x", 0), ("x", n), ("y", 1)]) for n in (1, 0))
-    assert compare(one, two)[0].difference == pytest.approx(-1 / 3), "equal items are told apart by their order"
-
-
 def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
     def of(name, **right):
         rows = [

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.program import main
 from affinage.data.contamination import Contamination
 from affinage.evaluation.results import contamination_of
 from affinage.evaluation.run import evaluate
 from choice_task import write_task
 from tiny_models import tiny_llama
 
-TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 FACTS = [
     "the old harbour master counted forty two grey gulls on the wall before the storm came in",
     "every second tuesday the baker of the lower town gives away his last three loaves of rye",
@@ -71,37 +69,3 @@ def test_a_score_without_the_items_found_is_of_the_others(found: str, metric: st
     assert told["items"] == 4
     left = told["without"].get(metric)
     assert left == rest if rest is None else (left["value"], left["stderr"]) == pytest.approx(rest)
-
-
-@pytest.mark.full
-def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_path: Path, capsys):
-    name = task(tmp_path)
-    story = f"In the evening they tell each other stories. One of them says that {FACTS[0]}, and nobody believes it. "
-    (tmp_path / "text.jsonl").write_text(json.dumps({"id": "a", "text": story + "Then they all go home and sleep."}))
-    talks = [{"prompt": "Tell me of the town", "completion": f"Well: {FACTS[1]}."}] * 2
-    talks += [{"prompt": f"Verse {n}", "completion": f"It is {n}. {FACTS[2]}."} for n in range(11)]
-    talks += [{"prompt": f"Say {n}", "completion": f"{n} it is"} for n in range(20)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    settings = [
-        f"data.sources=[{{path: pocket-world, max_bytes: 0.05MB}}, '{tmp_path}/text.jsonl']",
-        "data.split={validation_fraction: 0.02}",
-        "data.decontaminate=null",
-        "packing.seq_len=256",
-        f"sft.sources=['{tmp_path}/talks.jsonl']",
-        "sft.validation_fraction=0",
-        "pretrain.steps=2",
-        "sft.steps=1",
-        "export=null",
-        f"evaluate={{tasks: ['{name}'], batch_size: 16}}",
-    ]
-    words = [word for setting in settings for word in ("--set", setting)]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", TINY, "--runs", str(tmp_path / "runs"), *words])
-    assert ended.value.code == 0, capsys.readouterr().err
-    run = tmp_path / "runs" / "tiny"
-    found = {}
-    for stage in ("evaluate-base", "evaluate-sft"):
-        told = json.loads((run / stage / "results.json").read_text())["contamination"]["tasks"]["quiz"]
-        found[stage] = told["found"], told["common"]
-    assert found == {"evaluate-base": ([0], []), "evaluate-sft": ([0, 1], [2])}
-    assert "3 / 4" in (run / "report.html").read_text()

@@ -8,7 +8,6 @@ import choice_task
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, unlike
 from affinage.evaluation.run import compressor_bits_per_byte, evaluate
-from affinage.evaluation.tasks import find_tasks
 from benchmark_fixtures import write_items
 from choice_task import write_task
 from tiny_models import tiny_llama
@@ -97,12 +96,6 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     with pytest.raises(UserError) as refused:
         evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
     assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix
-
-
-def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(world):
-    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, apply_chat_template=False, limit=1)
-    assert results["skipped"] == [] and results["samples"]["answers"][0]["prompt"] == "0 plus 0 is"
-    assert find_tasks(["gsm8k"], {}).rounds(chat=False, template=True) == [(["gsm8k"], True)]
 
 
 @pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, 0, 0)])

@@ -17,7 +17,6 @@ from affinage.evaluation.scoring import (
     score,
 )
 from affinage.generation.engine import generate
-from affinage.generation.model import logits_of
 from affinage.generation.sampling import SamplingParams
 from affinage.hardware.chips import named
 from affinage.model.forward import abstract_params, logical_axes
@@ -108,19 +107,6 @@ def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replac
         return
     prompts, request = [before for before, _ in pairs[:3]], SamplingParams(12, ignore_eos=True)
     assert generate(sharded, prompts, request) == generate(model, prompts, request)
-
-
-def test_the_estimate_of_a_row_is_near_the_compiler_s():
-    model, rows = tiny_llama(), 64
-
-    def hidden(params, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return logits_of(model.graph, params, tokens, positions, model.compute_dtype)[0].hidden
-
-    tokens = jax.ShapeDtypeStruct((rows, model.context), jnp.int32)
-    compiled = jax.jit(hidden).lower(model.params, tokens).compile().memory_analysis()
-    found = compiled.temp_size_in_bytes / rows
-    assert found / 2 < bytes_of_a_row(model, "cpu") < found
 
 
 def test_as_many_rows_as_the_memory_holds(monkeypatch):

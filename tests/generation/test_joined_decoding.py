@@ -8,7 +8,7 @@ from affinage.generation.engine import Engine, EngineRequest, Generation, genera
 from affinage.generation.sampling import SamplingParams
 from tiny_models import CONTEXT, tiny_llama
 
-SAMPLED = SamplingParams(25, 0.9, 20, 0.9, 0.01, repetition_penalty=1.5, seed=1)
+SAMPLED = SamplingParams(25, 0.9, 20, 0.9, 0.01, seed=1)
 REQUESTS = [
     ([2, 50, 60, 70], SamplingParams(30)),
     ([2, *range(300, 310)], replace(SAMPLED, stop=("o",))),

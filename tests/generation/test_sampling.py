@@ -16,57 +16,48 @@ CASES = [
     SamplingParams(temperature=1.0, top_k=500),
     SamplingParams(temperature=1.0, top_p=0.3),
     SamplingParams(temperature=1.0, min_p=0.02),
-    SamplingParams(temperature=1.0, repetition_penalty=1.8),
-    SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
-    SamplingParams(temperature=1.4, top_k=60, top_p=0.99, min_p=0.01, repetition_penalty=0.9),
+    SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05),
+    SamplingParams(temperature=1.4, top_k=60, top_p=0.99, min_p=0.01),
 ]
 
 
-def drawn(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, the tokens of each row so far, and which those are."""
-    random = np.random.default_rng(3)
-    logits = (3 * random.normal(size=(rows, VOCABULARY))).astype(np.float32)
-    tokens = random.integers(0, VOCABULARY, (rows, 12))
-    seen = np.zeros(logits.shape, bool)
-    np.put_along_axis(seen, tokens, True, axis=1)
-    return logits, tokens, seen
+def drawn(rows: int) -> np.ndarray:
+    return (3 * np.random.default_rng(3).normal(size=(rows, VOCABULARY))).astype(np.float32)
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
 def test_filters_leave_what_transformers_leaves(sampling: SamplingParams):
-    logits, tokens, seen = drawn(16)
-    steps = [logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]  # in the order of `generate`
-    steps += [logits_process.TemperatureLogitsWarper(sampling.temperature)]
+    logits = drawn(16)
+    steps = [logits_process.TemperatureLogitsWarper(sampling.temperature)]  # in the order of `generate`
     steps += [logits_process.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     steps += [logits_process.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     steps += [logits_process.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
     wanted = torch.tensor(logits)
     for step in steps:
-        wanted = step(torch.tensor(tokens), wanted)
-    ours = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of([sampling] * 16), jnp.asarray(seen)))
+        wanted = step(None, wanted)
+    ours = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of([sampling] * 16)))
     np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(wanted.numpy()))
     np.testing.assert_allclose(ours, wanted.numpy(), rtol=1e-6)
 
 
 def test_a_row_with_filters_of_its_own_is_as_if_all_had_them():
-    logits, _, seen = drawn(len(CASES))
-    together = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of(CASES), jnp.asarray(seen)))
+    logits = drawn(len(CASES))
+    together = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of(CASES)))
     for row, sampling in enumerate(CASES):
         one = slice(row, row + 1)
-        alone = filtered(jnp.asarray(logits[one]), SamplingTensors.of([sampling]), jnp.asarray(seen[one]))
+        alone = filtered(jnp.asarray(logits[one]), SamplingTensors.of([sampling]))
         np.testing.assert_array_equal(together[one], np.asarray(alone))
 
 
 def draw(logits, sampling, rows, steps):
     logits = jnp.asarray(logits, jnp.float32)
     rows, steps = jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32)
-    seen = jnp.zeros(logits.shape, bool)
-    return np.asarray(choose(logits, SamplingTensors.of([sampling] * len(logits)), rows, steps, seen))
+    return np.asarray(choose(logits, SamplingTensors.of([sampling] * len(logits)), rows, steps))
 
 
 def test_greedy_takes_the_first_of_the_best_and_filters_never_exclude_every_token():
     assert draw([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]], SamplingParams(), [0, 1], [0, 0]).tolist() == [1, 0]
-    strict = SamplingParams(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0, repetition_penalty=1.3)
+    strict = SamplingParams(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0)
     logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
     np.testing.assert_array_equal(draw(logits, strict, np.arange(5), np.zeros(5)), logits.argmax(-1))
 

@@ -12,7 +12,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,13 +19,12 @@ import pytest
 import choice_task
 import hub_server
 import warm_python
-from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.hub.repository import local_copy, push
+from affinage.hub.read import local_copy
 from affinage.pipeline.build import is_local
 from hub_server import Fault, Hub
 from tiny_models import tiny_llama
@@ -208,18 +206,14 @@ def test_a_model_that_the_hub_does_not_give_is_refused_in_one_message(hub, machi
     assert not ended.stderr.startswith("\n"), "no bars of progress where there is no terminal"
 
 
-def test_a_model_comes_and_a_release_goes(hub, machine, model):
+def test_a_model_comes_over_a_connection_that_breaks(hub, machine, model):
     hub.commit("models/me/tiny", model)
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000)]  # once, which is lived through
     assert machine.run("import", "me/tiny", token=TOKEN).returncode == 0
     assert {one.token for one in hub.requests if one.apart} == {None}
-    assert "hf upload me/back" in refusal(machine.run("export", "tiny", "--to", "unsent", "--push", "me/back"))
-    assert machine.run("export", "tiny", "--to", "sent", "--push", "me/back", token=TOKEN).returncode == 0
-    assert machine.run("import", "me/back", token="hf_of_somebody_else").returncode == 2
-    assert hub.repositories["models/me/back"].private
-    _, pushed = hub.repositories["models/me/back"].files("main")
-    weights = (machine.folder / "sent" / "model.safetensors").read_bytes()
-    assert pushed["model.safetensors"] == weights == (model / "model.safetensors").read_bytes()
+    assert machine.run("export", "tiny", "--to", "sent").returncode == 0
+    sent = (machine.folder / "sent" / "model.safetensors").read_bytes()
+    assert sent == (model / "model.safetensors").read_bytes()
 
 
 def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, monkeypatch):
@@ -238,23 +232,7 @@ def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, mo
     assert not local("data.decontaminate={benchmark_files: [far.yaml]}")
 
 
-def test_a_release_is_pushed_after_a_run_that_needed_no_network(hub, model, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as it was loaded
-    monkeypatch.delenv("HF_HUB_OFFLINE")  # as the user has it
-    with pytest.raises(SystemExit) as ended:
-        main(["export", str(model), "--to", str(tmp_path / "out"), "--push", "me/model"])
-    assert not ended.value.code
-    _, files = hub.repositories["models/me/model"].files("main")
-    assert files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
-
-
-def test_without_a_network_it_is_said_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(UserError) as caught:
-        push(tmp_path, "me/model", endpoint="http://127.0.0.1:9")
-    assert TOKEN not in str(caught.value) and "hf upload me/model" in caught.value.fix
+def test_without_a_network_it_is_said_what_to_do():
     for missing in ("me/there-is-no-such-model", "./nowhere"):
         with pytest.raises(UserError, match=missing) as caught:
             local_copy(missing)

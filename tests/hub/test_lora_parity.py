@@ -8,7 +8,6 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from affinage.config.training import LoraSettings, SftSettings
-from affinage.errors import UserError
 from affinage.hub.adapter import adapter_tensors, write_adapter
 from affinage.hub.families import family_of
 from affinage.model import Adapters, ApplyConfig, apply, init_params
@@ -118,9 +117,6 @@ def test_loss_gradients_and_one_update():
 @pytest.mark.parametrize(("make", "targets"), [(two_layers, TARGETS), (tiny_mixtral, ("query", "value"))])
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(make, targets, tmp_path):
     ours = make()
-    if make is tiny_mixtral:
-        with pytest.raises(UserError, match="experts"):
-            write_adapter(tmp_path / "no", Adapters(ours.graph, LoraSettings(target_modules=("gate",))), {})
     adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     params = drawn(adapters)
     in_transformers(ours).save_pretrained(tmp_path / "base")

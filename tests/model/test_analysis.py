@@ -17,7 +17,7 @@ from affinage.model.products import Logits
 GRAPHS = {
     "grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),
     "gpt2": tiny_graphs.gpt2(),
-    "experts": tiny_graphs.moe(shared_experts=1),
+    "experts": tiny_graphs.moe(),
     "experts with a capacity": tiny_graphs.moe(capacity_factor=1.25, activation="gelu", scan=False),
     "squared": tiny_graphs.llama(attention={"head_dim": 12}, ffn={"kind": "relu2", "width": 40}),
 }

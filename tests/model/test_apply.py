@@ -32,14 +32,8 @@ GPT2 = parse(tiny_graphs.gpt2(layers=1))
 GRAPHS = {
     "llama": LLAMA,
     "gpt2": GPT2,
-    "windowed, capped, partly turned, parallel": parse(
-        tiny_graphs.llama(
-            layers=1, attention={"window": 5, "softcap": 2.0, "rope": {"fraction": 0.5}}, placement="parallel"
-        )
-    ),
-    "experts, norms after": parse(
-        tiny_graphs.moe(layers=1, shared_experts=1, load_balance_weight=0.0, placement="post")
-    ),
+    "windowed": parse(tiny_graphs.llama(layers=1, attention={"window": 5})),
+    "experts": parse(tiny_graphs.moe(layers=1, load_balance_weight=0.0)),
 }
 
 
@@ -63,7 +57,7 @@ def some(*quick):
     return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in GRAPHS]
 
 
-@pytest.mark.parametrize("name", some("gpt2", "windowed, capped, partly turned, parallel", "experts, norms after"))
+@pytest.mark.parametrize("name", some("gpt2", "windowed", "experts"))
 def test_packed_documents_are_the_documents_one_by_one(name):
     graph, lengths = GRAPHS[name], [6, 6, 6]
     params, tokens = tiny_graphs.random_params(graph), random_tokens(1, sum(lengths))
@@ -85,7 +79,7 @@ def test_packed_documents_are_the_documents_one_by_one(name):
     assert np.abs(np.asarray(other - together)).max() > 0.01
 
 
-@pytest.mark.parametrize("name", some("llama", "windowed, capped, partly turned, parallel"))
+@pytest.mark.parametrize("name", some("llama", "windowed"))
 def test_cached_decoding_is_the_full_pass(name):
     graph, length = GRAPHS[name], 14
     params, tokens = tiny_graphs.random_params(graph), random_tokens(3, length)

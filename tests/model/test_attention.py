@@ -40,11 +40,10 @@ def seen(segments, window=None):
     return mask & (segments[:, :, None] == segments[:, None, :])
 
 
-def plain(query, key, value, segments, *, window=None, softcap=None):
+def plain(query, key, value, segments, *, window=None):
     """The formula, on scores of all pairs."""
     key, value = (jnp.repeat(array, query.shape[2] // array.shape[2], axis=2) for array in (key, value))
     scores = jnp.einsum("bshd,bthd->bhst", query, key) * query.shape[-1] ** -0.5
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen(segments, window)[:, None], scores, -jnp.inf)
     return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), value)
 
@@ -53,28 +52,27 @@ def same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
-@pytest.mark.parametrize(("length", "settings"), [(7, {}), (602, {"in_blocks": True}), (7, {"softcap": 2.0})], ids=str)
+@pytest.mark.parametrize(("length", "settings"), [(7, {}), (602, {"in_blocks": True})], ids=str)
 def test_plain_products_and_their_gradient_are_the_formula(length, settings):
     segments = jnp.repeat(jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]), length // 7, axis=1)
     arrays = heads(2, length=length)
-    expected = value_and_gradient(partial(plain, segments=segments, softcap=settings.get("softcap")), *arrays)
+    expected = value_and_gradient(partial(plain, segments=segments), *arrays)
     same(value_and_gradient(partial(xla_attention, mask=seen(segments), **settings), *arrays), expected)
 
 
-@pytest.mark.parametrize(("fraction", "stored"), [(1.0, True), (0.5, False)])
-def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fraction, stored):
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(stored):
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
     weights = jax.random.normal(jax.random.key(1), x.shape)
     positions = jnp.array([[0, 1, 2, 3, 4], [3, 0, 1, 2, 9]])
 
     def by_complex_numbers(x):
-        half = int(8 * fraction) // 2
-        angles = jnp.einsum("bs,d->bsd", positions, 100.0 ** (-jnp.arange(half) / half))[:, :, None]
-        turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * jnp.exp(1j * angles)
-        return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+        angles = jnp.einsum("bs,d->bsd", positions, 100.0 ** (-jnp.arange(4) / 4))[:, :, None]
+        turned = (x[..., :4] + 1j * x[..., 4:]) * jnp.exp(1j * angles)
+        return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
     def ours(x):
-        return rotate(x, RopeSettings(theta=100.0, fraction=fraction).tables(positions, 8, stored=stored))
+        return rotate(x, RopeSettings(theta=100.0).tables(positions, 8, stored=stored))
 
     found, expected = (
         jax.jit(jax.value_and_grad(lambda x, turn: jnp.sum(jnp.tanh(turn(x)) * weights)), static_argnums=1)(x, turn)
@@ -85,11 +83,11 @@ def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fract
 
 @pytest.mark.parametrize(
     ("kv_heads", "settings"),
-    [pytest.param(2, {}, marks=pytest.mark.full), (1, {"window": 20, "softcap": 2.0})],
+    [pytest.param(2, {}, marks=pytest.mark.full), (1, {"window": 20})],
     ids=str,
 )
 def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, settings):
-    settings = {"window": None, "softcap": None} | settings
+    settings = {"window": None} | settings
     kernel = partial(splash_attention, segment_ids=SEGMENTS, **settings, interpret=True)
     expected = value_and_gradient(partial(plain, segments=SEGMENTS, **settings), *heads(kv_heads))
     same(value_and_gradient(kernel, *heads(kv_heads)), expected)
@@ -107,7 +105,7 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
     arrays, length = heads(2, length=512), 512
     segments = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([100, 300, 112], [512, 0, 0])]), jnp.int32)
     layout = MeshLayout(make_mesh(mesh, jax.devices()[: int(np.prod(list(mesh.values())))]))
-    settings = {"segment_ids": segments if packed else None, "window": window, "softcap": None, "interpret": True}
+    settings = {"segment_ids": segments if packed else None, "window": window, "interpret": True}
     split = partial(splash_on_parts, layout=layout, **settings)
     same(value_and_gradient(split, *arrays), value_and_gradient(partial(splash_attention, **settings), *arrays))
     # As in a step, where each projects its own tokens: no device keeps the keys of others for the backward pass.
@@ -129,7 +127,6 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
         ({"length": 64}, "xla"),
         ({"cached": True}, "xla"),
         ({"dropout": 0.1}, "xla"),
-        ({"softcap": 30.0}, "splash"),
     ],
     ids=str,
 )
@@ -142,7 +139,6 @@ def test_auto_takes_what_can(change, wanted):
     [
         ("splash", {"platform": "cpu"}, "cpu"),
         ("splash", {"dropout": 0.1}, "dropout of 0.1"),
-        ("cudnn", {"softcap": 30.0}, "a soft-cap of 30.0"),
         ("cudnn", {"length": 511}, "rows of 511 tokens"),
         ("cudnn", {"dtype": jnp.float32, "head_dim": 20}, "float32 .* and heads of 20"),
     ],

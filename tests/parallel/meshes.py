@@ -23,10 +23,10 @@ QUICKLY = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 1
 
 
 def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = None, **mixture: Any) -> Graph:
-    """Width 32; `dense`: SwiGLU, `moe`: 4 experts, 2 for each token, beside a SwiGLU for all."""
+    """Width 32; `dense`: SwiGLU, `moe`: 4 experts, 2 for each token."""
     ffn: dict[str, Any] = {"kind": "swiglu", "width": 64}
     if kind == "moe":
-        ffn = {"kind": "moe", "experts": 4, "top_k": 2, "width": 32, "shared_experts": 1} | mixture
+        ffn = {"kind": "moe", "experts": 4, "top_k": 2, "width": 32} | mixture
     attention = {"heads": heads, "window": window}
     model = tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, scan=True, attention=attention, ffn=ffn)
     # Vectors of a usual length: norms of short ones amplify rounding.

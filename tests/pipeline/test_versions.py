@@ -32,16 +32,16 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "decontaminate": (3, "9eb126a4b7688c57", 0.84164),
     "split": (4, "3024cea202663711", 0.8416),
     "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),
-    "tokenize": (3, "fbf662bd478d65ba", 0.0),
-    "sft-data": (3, "789d8c5d555c5122", 0.0),
-    "preference-data": (3, "f605b8a436599996", 0.0),
+    "tokenize": (4, "2a3084ddeea974a8", 0.0),
+    "sft-data": (4, "49eb862a0edc842c", 0.0),
+    "preference-data": (4, "1fc0c1534d5a964f", 0.0),
     "pretrain": (4, "5d3de342e1bb83de", 1.5016),
     "sft": (4, "399e04dad161393d", 1.3001),
-    "ref-logprobs": (2, "f8adea8d212481a7", 3.4335),
-    "dpo": (4, "32286a4db85995ba", -0.26938),
-    "evaluate-base": (2, "9ec17c875e66baf6", 0.44356),
-    "evaluate-sft": (2, "cfea4490802caa28", 0.38552),
-    "evaluate-dpo": (2, "503247caa024490a", 0.38553),
+    "ref-logprobs": (2, "56eb4f072a06ffa4", 3.5479),
+    "dpo": (4, "32286a4db85995ba", -0.31369),
+    "evaluate-base": (3, "735eb52ae4a72463", 0.44356),
+    "evaluate-sft": (3, "81d1a125743bab32", 0.39119),
+    "evaluate-dpo": (3, "26feb82ed5d644f6", 0.3912),
     "export": (2, "1d9dce12f21a5b77", 0.94481),
     "report": (1, "38d53b15f6f54500", 0.0),
 }
@@ -50,7 +50,6 @@ RESULTS: dict[str, tuple[int, str, float]] = {
 _LEFT_OUT = re.compile(r"(manifest|request|result|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
 _OF_THE_MACHINE = {
     "seconds", "tokens_per_second", "mfu", "data_time", "step_time", "goodput", "memory_gigabytes",
-    "device_utilization",
     "devices", "device", "items_per_second", "fingerprint", "url",
 }  # fmt: skip
 

@@ -82,10 +82,10 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
 
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
-not a finite number at step 300|61.0k of 150k tokens are trained|97.0% of 300
+not a finite number at step 300|61.0k of 150k tokens are trained
 Benchmarks searched for in the text|1,234|· quiz · 17|42 runs of words|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write
-Fullest expert|Dropped choices|Saves: 3; each stopped the loop for 4.18 ms"""
+Fullest expert|Dropped choices"""
 
 
 def test_facts_are_on_the_page(pages: dict[str, str], facts):
@@ -119,7 +119,7 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
     assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
     assert "empirent au-delà du hasard" in render(facts, "fr")
     with change(run / "sft" / "result.json") as summary:
-        summary |= {"ended": "winogrande is worse than at step 0 (p = 0.0001)", "steps": 300}
+        summary |= {"ended": "monitor", "steps": 300}
     page = render(collect_facts(run))
     section = page[page.index('id="sft"') :]
     head, told = section.index("Benchmarks during training"), section.index("The training ended at step 300, because")

@@ -28,14 +28,14 @@ class SlowFeed(tiny.RandomFeed):
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times, in seconds since 1970, at which accounts were read; the last time is that of the summary."""
-    times, rounded = [], GoodputTimer.rounded
+    times, seconds = [], GoodputTimer.seconds
 
     def timed(accounts: GoodputTimer) -> dict[str, float]:
-        found = rounded(accounts)
+        found = seconds(accounts)
         times.append(time.time())
         return found
 
-    monkeypatch.setattr(GoodputTimer, "rounded", timed)
+    monkeypatch.setattr(GoodputTimer, "seconds", timed)
     return times
 
 
@@ -52,14 +52,11 @@ def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(
     seconds = summary["seconds"]
     assert seconds["total"] == pytest.approx(wall, rel=0.01)
     assert seconds["total"] == pytest.approx(sum(seconds[name] for name in ACCOUNTS), abs=0.01)
-    assert set(summary["percent"]) == set(ACCOUNTS) and sum(summary["percent"].values()) == pytest.approx(100, abs=0.5)
     assert seconds["paused"] >= 0.55 and 3 * SLOW <= seconds["lost"] <= wall - 0.6  # three steps after the last save
     assert all(seconds[name] > 0 for name in ("compute", "compile", "data", "validation", "save", "restore"))
-    assert summary["saves"]["count"] > 1 and 0 < summary["saves"]["stall_mean"] <= summary["saves"]["stall_most"]
     lines = [line for line in tiny.lines(tmp_path) if "loss" in line]
     assert [line["step"] for line in lines][:4] == [1, 2, 4, 6]
     assert all(line["data_time"] > 0 for line in lines) and lines[1]["data_time"] >= SLOW - 0.001
-    assert 2 * SLOW - 0.001 <= summary["data_time"] <= seconds["compute"] + seconds["data"]
 
 
 def test_the_accounts_are_the_wall_clock_where_only_the_checkpoints_are_left(tmp_path: Path, looked_at: list[float]):
@@ -84,7 +81,7 @@ def test_accounts_inside_of_others_are_not_counted_twice(monkeypatch: pytest.Mon
             clock.now += 8
         clock.now += 2
     clock.now += 0.5
-    expected = {**dict.fromkeys(ACCOUNTS, 0.0), "compute": 3.0, "save": 8.0, "idle": 0.5, "total": 11.5}
-    assert accounts.rounded() == expected
+    expected = {**dict.fromkeys(ACCOUNTS, 0.0), "compute": 3.0, "save": 8.0, "idle": 0.5}
+    assert accounts.seconds() == expected
     accounts.lose_since({"seconds": {"compute": 0.25}})
-    assert accounts.rounded() == {**expected, "compute": 0.25, "save": 0.0, "lost": 10.75}
+    assert accounts.seconds() == {**expected, "compute": 0.25, "save": 0.0, "lost": 10.75}

@@ -76,7 +76,6 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     assert tiny.saved_bits(tmp_path / "more", STEPS) == tiny.saved_bits(tmp_path / "one", STEPS)
     assert curve(tmp_path / "more") == curve(tmp_path / "one")
     assert summary["steps"] == STEPS and summary["resumed_at"] == [BORDER]
-    assert sum(summary["percent"].values()) == pytest.approx(100, abs=0.5)
     assert files_of(first) == before
 
 

@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training that its monitor ends, and nobody else."""
     monitor, folder = EndsAt(), tmp_path_factory.mktemp("whole")
     summary = trained(folder, monitor)
-    assert (summary["steps"], summary["ended"]) == (LAST, "it was enough") and len(monitor.batches) == 3 * BATCHES
+    assert (summary["steps"], summary["ended"]) == (LAST, "monitor") and len(monitor.batches) == 3 * BATCHES
     return folder
 
 
@@ -65,6 +65,6 @@ def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: i
     again, steps = EndsAt(), []
     ended = trained(tmp_path, again, lambda step, _: steps.append(step))
     assert again.made == list(range(at, LAST + 1, 2)) and steps == list(range(at + 1, LAST + 1))
-    assert (ended["steps"], ended["ended"]) == (LAST, "it was enough")
+    assert (ended["steps"], ended["ended"]) == (LAST, "monitor")
     assert curve(tmp_path) == curve(whole)
     assert tiny.saved_bits(tmp_path, LAST, "params") == tiny.saved_bits(whole, LAST, "params")

@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 import tiny
 
+from affinage.checkpoint import CheckpointStore
 from affinage.hardware.devices import Hardware
 from affinage.parallel import Strategy
 from affinage.training import train
-from affinage.training.job import Checkpoints, Feed
+from affinage.training.job import Feed
 from affinage.training.state import TrainState
 
 
-class InMemory:
+class InMemory(CheckpointStore):
     """A store of checkpoints that forgets when the process ends."""
 
     def __init__(self) -> None:
+        super().__init__("unused")
         self.kept: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def steps(self) -> list[int]:
@@ -64,7 +66,7 @@ class Borrowed:
 
 def test_a_training_of_other_parts_is_the_usual_one(tmp_path: Path):
     feed: Feed = tiny.RandomFeed()
-    store: Checkpoints = InMemory()
+    store = InMemory()
     strategy: Strategy = tiny.Kept(tiny.job(tmp_path))
     hardware: Hardware = Borrowed()
     parts = {"feed": feed, "store": store, "strategy": strategy, "hardware": hardware}

@@ -132,4 +132,9 @@ def test_a_gradient_that_comes_too_late_to_leave_all_layers_out_is_gone_back_fro
     assert found["below"]["health"]["rollbacks"] == [[8, 5]] and found["below"]["health"]["data_offset"] == 3
     assert ends["above"] == ends["loss"]
     (event,) = tiny.lines(tmp_path / "below", "health.jsonl")
-    assert event["action"] == "rolled back to 5" and np.isfinite(event["loss"]) and event["grad_norm"] is None
+    assert (
+        event["action"] == "rolled back"
+        and event["back_to"] == 5
+        and np.isfinite(event["loss"])
+        and event["grad_norm"] is None
+    )

@@ -39,7 +39,6 @@ class SamplingOptions:
     top_k: Annotated[int, opt("Draw among this many of the likeliest tokens; 0: all.", min=0)] = 0
     top_p: Annotated[float, opt("Draw among the likeliest tokens with this share of the probability.")] = 1.0
     min_p: _Share = 0.0
-    repetition_penalty: Annotated[float, opt("Make tokens less likely that were there already; 1: no penalty.")] = 1.0
     seed: Annotated[int, opt("Seed of the draws.", min=0)] = 0
     stop: Annotated[list[str] | None, opt("End before this text. May be repeated.", metavar="TEXT")] = None
 

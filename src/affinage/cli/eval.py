@@ -13,7 +13,7 @@ from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
 
 _NUMBERS = 12  # of items, that are listed on the terminal
-_SETTINGS = "tasks data_dir limit num_fewshot apply_chat_template batch_size max_new_tokens contamination".split()
+_SETTINGS = "tasks data_dir limit num_fewshot apply_chat_template batch_size contamination".split()
 _TASKS = (
     "julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. Default: those of "
     "the run's recipe."
@@ -94,6 +94,7 @@ def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> 
     target, _ = model_of(name, opening.runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
     from affinage.config.data import POCKET_WORLD
+    from affinage.evaluation.results import STATE
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
     from affinage.pipeline.eval_results import contamination_search, model_fingerprint, results_folder, training_of
@@ -121,8 +122,7 @@ def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> 
                 loaded.model,
                 tasks,
                 folder=folder if processes.first else None,
-                state=model_fingerprint(target, opening.runs),
-                training=training_of(target),
+                facts={STATE: model_fingerprint(target, opening.runs), "training": training_of(target)},
                 keep=folder / "answers.db",
                 task_folders=worlds,
                 chat=loaded.is_chat,

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -43,7 +44,7 @@ def launch(
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
     loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
-    from affinage.cluster.launch import FailureConfig, Launcher, LocalLauncher, supervise
+    from affinage.cluster.launch import FailureConfig, Start, start_local, supervise
     from affinage.pipeline.models import RECIPE, resolve
 
     run = resolve(recipe, runs).run
@@ -58,9 +59,8 @@ def launch(
             typer.echo(line)
 
     with contextlib.ExitStack() as cleanup:
-        launcher: Launcher
         if on == "local":
-            launcher = LocalLauncher(processes, devices=devices, say=write)
+            start: Start = partial(start_local, workers=processes, devices=devices, say=write)
         else:
             from affinage.cluster.ray_launch import RayLauncher
 
@@ -73,7 +73,8 @@ def launch(
                 say=write,
             )
             cleanup.callback(launcher.close)
-        status = supervise(launcher, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=write)
+            start = launcher.start
+        status = supervise(start, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=write)
     raise typer.Exit(status)
 
 

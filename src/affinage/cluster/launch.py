@@ -1,7 +1,7 @@
 """Starting the processes of a run, ending them together, and starting them again.
 
-A launcher starts a `WorkerGroup`: one process for each worker, on this machine (`LocalLauncher`) or on the machines of
-a Ray cluster (`affinage.cluster.ray_launch`). `supervise` watches over the group.
+A `WorkerGroup` has one process for each worker, on this machine (`start_local`) or on the machines of a Ray cluster
+(`affinage.cluster.ray_launch`). `supervise` starts it and watches over it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Protocol
 
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, first_line
 from affinage.secrets import masked
 from affinage.stopping import PARENT, heeded
 
@@ -28,8 +28,7 @@ Print = Callable[[str], None]
 
 _AFTER = {0: 60.0, EXIT_PREEMPTED: 40.0, EXIT_USER_ERROR: 5.0}  # seconds for the others, by how the first one ended
 _AFTER_DEATH = 1.0  # seconds: the others are in a collective that never ends
-_QUICK = 20.0  # seconds: a group that fails within them may do so for ever
-_FREE_QUICK_STARTS = 3  # quick endings in a row that are not waited after
+_QUICK = 20.0  # seconds: a group that fails within them may do so for ever, so the next start waits
 _LONGEST_PAUSE = 60.0  # seconds
 _DEAD_WITHIN = 10.0  # seconds for the kernel to take a killed process away
 _LOOK_EVERY = 0.05  # seconds
@@ -50,16 +49,14 @@ class WorkerExit:
         name = f"worker {self.worker}" + (f" ({self.where})" if self.where else "")
         if self.status < 0:
             return f"{name} was killed by {signal.Signals(-self.status).name}"
-        words = {
-            0: "is done",
-            EXIT_PREEMPTED: "was preempted, or hung",
-            EXIT_USER_ERROR: "found a mistake in its input",
-        }
-        return f"{name} {words.get(self.status, f'failed with status {self.status}')}"
+        words = {EXIT_PREEMPTED: "was preempted, or hung", EXIT_USER_ERROR: "found a mistake in its input"}
+        return f"{name} {words.get(self.status, f'ended with status {self.status}')}"
 
 
 class WorkerGroup(Protocol):
     """The processes of one start of a run: they begin and end together."""
+
+    workers: int  # how many
 
     def exits(self, seconds: float) -> list[WorkerExit]:
         """Wait for at most `seconds` until a process ends; return those that ended since the last call, in order."""
@@ -74,25 +71,9 @@ class WorkerGroup(Protocol):
         ...
 
 
-class Launcher(Protocol):
-    """Starts the same command in all workers, each with the variables of `affinage.cluster.processes.placement`.
-
-    `workers` is how many the last start has, or the next one will have.
-    """
-
-    workers: int
-
-    def start(self, command: Sequence[str]) -> WorkerGroup:
-        """Start the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker; all of them, or none.
-
-        Raises:
-            UserError: there are not enough machines.
-        """
-        ...
-
-    def has_room(self) -> bool:
-        """Whether a start would now have more workers than the last one."""
-        ...
+# Starts the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker, each with the variables of
+# `affinage.cluster.processes.placement`; all of them, or none. Raises UserError where there are not enough machines.
+Start = Callable[[Sequence[str]], WorkerGroup]
 
 
 @dataclass(frozen=True)
@@ -104,58 +85,47 @@ class FailureConfig:
     reset_after: float = 3600.0  # seconds: both are counted from zero after a start that lasted this long
 
 
-class _Stop:
-    """The signals that ask this process to stop, while entered."""
+class _Signals:
+    """The signals that this process receives while entered."""
 
     def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self.twice = False
+        self.received: list[signal.Signals] = []
         self.starting = False  # workers, which may wait for machines: a signal raises Preempted
 
-    def __enter__(self) -> "_Stop":
-        self._cleanup = contextlib.ExitStack()
-        if threading.current_thread() is threading.main_thread():
-            for number in heeded():
-                self._cleanup.callback(signal.signal, number, signal.signal(number, self._on_signal))
+    def __enter__(self) -> "_Signals":
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, self._receive) for number in heeded()} if in_main_thread else {}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.twice = self.number == signal.SIGINT == number
-        self.number = signal.Signals(number)
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
         if self.starting:
             self.starting = False
-            raise Preempted(f"{self.number.name} before all workers had started")
-
-    def wait(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self.number and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY)
+            raise Preempted(f"{self.received[-1].name} before all workers had started")
 
 
 def supervise(
-    launcher: Launcher,
+    start: Start,
     command: Sequence[str],
     failures: FailureConfig,
     *,
     grace: float = 35.0,
-    room_every: float = 60.0,
     say: Print = print,
 ) -> int:
     """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the workers, and nothing is started again. Nothing that was started runs
-    afterwards. Where the launcher `has_room` for more workers, those that run save, and all start again, which is
-    counted as no preemption.
+    afterwards.
 
     Args:
-        launcher: starts the workers.
+        start: starts the workers.
         command: arguments of `affinage`.
         failures: how often it is started again.
-        grace: seconds for the workers to save when this process is asked to stop.
-        room_every: seconds between two looks for room for more workers.
+        grace: seconds for the workers to save when this process is stopped.
         say: takes lines for the user.
 
     Returns:
@@ -164,109 +134,77 @@ def supervise(
     Raises:
         Exception: of the first start. Once workers have been started, an error of a start counts as a failure.
     """
-    preempted = failed = quick = 0
-    started_once = False
-    with _Stop() as stop:
+    used, quick, started_once = {"preemptions": 0, "failures": 0}, 0, False
+    allowed = {"preemptions": failures.max_preemptions, "failures": failures.max_failures}
+    with _Signals() as signals:
         while True:
             began = time.monotonic()
             try:
-                stop.starting = True
-                group = launcher.start(command)
-                stop.starting, started_once = False, True
-                exit_, grows = _watch(group, launcher, stop, grace, room_every, say)
-                what, status = str(exit_), exit_.status
+                signals.starting = True
+                group = start(command)
+                signals.starting, started_once = False, True
+                decisive = _watch(group, signals, grace)
+                reason, status = str(decisive), decisive.status
             except Exception as error:
                 if not started_once:
                     raise
-                stop.starting = False
-                what, status, grows = masked(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"), 1, False
-            if stop.number:
-                return EXIT_INTERRUPTED if status == EXIT_INTERRUPTED else 0 if status == 0 else EXIT_PREEMPTED
+                signals.starting = False
+                reason, status = masked(f"{type(error).__name__}: {first_line(error)}"), 1
+            if signals.received:
+                return status if status in (0, EXIT_INTERRUPTED) else EXIT_PREEMPTED
             if status in (0, EXIT_USER_ERROR):
                 return status
-            if grows and status == EXIT_PREEMPTED:
-                continue
             lasted = time.monotonic() - began
             if lasted >= failures.reset_after:
-                preempted = failed = 0
-            quick = quick + 1 if lasted < _QUICK and status >= 0 else 0
-            if status == EXIT_PREEMPTED:
-                preempted += 1
-                used, most, kind = preempted, failures.max_preemptions, "preemptions"
-            else:
-                failed += 1
-                used, most, kind = failed, failures.max_failures, "failures"
-            if used > most:
-                say(f"launch: {what}; given up after {most} {kind}")
+                used = dict.fromkeys(used, 0)
+            kind = "preemptions" if status == EXIT_PREEMPTED else "failures"
+            used[kind] += 1
+            if used[kind] > allowed[kind]:
+                say(f"launch: {reason}; given up after {allowed[kind]} {kind}")
                 return EXIT_PREEMPTED if status == EXIT_PREEMPTED else 1
-            pause = min(2.0 ** min(quick - _FREE_QUICK_STARTS, 10), _LONGEST_PAUSE) if quick > _FREE_QUICK_STARTS else 0
-            say(f"launch: {what}; all start again{f' in {pause:.0f} s' if pause else ''} ({used} of {most} {kind})")
-            stop.wait(pause)
-            if stop.number:
+            say(f"launch: {reason}; all start again ({used[kind]} of {allowed[kind]} {kind})")
+            quick = quick + 1 if lasted < _QUICK and status >= 0 else 0
+            until = time.monotonic() + (min(2.0**quick, _LONGEST_PAUSE) if quick > 1 else 0.0)
+            while time.monotonic() < until and not signals.received:
+                time.sleep(_LOOK_EVERY)
+            if signals.received:
                 return EXIT_PREEMPTED
 
 
-def _watch(
-    group: WorkerGroup, launcher: Launcher, stop: _Stop, grace: float, room_every: float, say: Print
-) -> tuple[WorkerExit, bool]:
-    """Wait until a group has ended. Returns the exit that decides, and whether it ended to make room for more."""
+def _watch(group: WorkerGroup, signals: _Signals, grace: float) -> WorkerExit:
+    """Wait until a group has ended, and return the exit that decides."""
     exits: list[WorkerExit] = []
-    passed_on, grows, looked = 0, False, time.monotonic()
-    until = float("inf")
+    sent, until = 0, float("inf")
     try:
-        while len(exits) < launcher.workers and time.monotonic() < until:
+        while len(exits) < group.workers and time.monotonic() < until:
             new = group.exits(0.5)
             if new and not exits:
                 until = min(until, time.monotonic() + _AFTER.get(new[0].status, _AFTER_DEATH))
                 if new[0].status == EXIT_PREEMPTED:
                     group.send(signal.SIGTERM)  # those that are not in a training together do not know of it
             exits += new
-            if stop.number and passed_on < 1 + stop.twice:
-                passed_on += 1
-                group.send(stop.number)
-                until = min(until, time.monotonic() + grace)
-            elif not exits and not grows and time.monotonic() - looked > room_every:
-                looked = time.monotonic()
-                if launcher.has_room():
-                    say("launch: there is room for more workers; all save and start again")
-                    grows = True
-                    group.send(signal.SIGINT)  # nobody takes this machine away: the save has as long as it needs
-        if stop.number and len(exits) < launcher.workers:
-            running = sorted(set(range(launcher.workers)) - {each.worker for each in exits})
-            say(f"launch: worker {', '.join(map(str, running))} did not end in time and is killed")
+            for number in signals.received[sent:]:
+                group.send(number)
+                sent, until = sent + 1, min(until, time.monotonic() + grace)
     finally:
         group.kill()
     exits += group.exits(0.0)
-    return _cause(exits) or WorkerExit(0, -signal.SIGKILL), grows
-
-
-def _cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """The first worker that ended badly by itself: JAX aborts the others (SIGABRT) when it loses one."""
+    # The first worker that ended badly by itself: JAX aborts the others (SIGABRT) when it loses one.
     bad = [each for each in exits if each.status != 0]
     own = [each for each in bad if each.status != -signal.SIGABRT]
-    return next(iter(own or bad or exits), None)
+    return next(iter(own or bad or exits), WorkerExit(0, -signal.SIGKILL))
 
 
-class LocalLauncher:
-    """Processes of this machine, whose coordinator listens on the loopback address.
+def start_local(
+    command: Sequence[str], *, workers: int, devices: int | None = None, say: Print = print
+) -> "LocalGroup":
+    """Start processes of this machine, whose coordinator listens on the loopback address; see `Start`.
 
-    Args:
-        workers: how many.
-        devices: of each, played by the CPU; None: whatever JAX finds.
-        say: takes the lines that they print, each with the number of its worker before it.
+    `devices` of each process are played by its CPU; None: whatever JAX finds. `say` takes the lines that they print,
+    each with the number of its worker before it.
     """
-
-    def __init__(self, workers: int, *, devices: int | None = None, say: Print = print) -> None:
-        self.workers, self._say = workers, say
-        self._environment = {**os.environ, **cpu_devices(devices)}
-
-    def start(self, command: Sequence[str]) -> "LocalGroup":
-        """See `Launcher`."""
-        return LocalGroup([sys.executable, "-m", "affinage", *command], self._environment, self.workers, self._say)
-
-    def has_room(self) -> bool:
-        """See `Launcher`."""
-        return False
+    environment = {**os.environ, **cpu_devices(devices)}
+    return LocalGroup([sys.executable, "-m", "affinage", *command], environment, workers, say)
 
 
 class LocalGroup:
@@ -274,34 +212,34 @@ class LocalGroup:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], workers: int, say: Print) -> None:
         self._port, coordinator = reserved_port()
-        self._say, self._all = say, list[WorkerProcess]()
+        self.workers, self._say, self._processes = workers, say, list[WorkerProcess]()
         try:
             for worker in range(workers):
                 place = {COORDINATOR: coordinator, NUM_PROCESSES: str(workers), PROCESS_ID: str(worker)}
-                self._all.append(WorkerProcess(command, {**environment, **place}))
+                self._processes.append(WorkerProcess(command, {**environment, **place}))
         except BaseException:
             self.kill()
             raise
-        self._running = dict(enumerate(self._all))
+        self._running = dict(enumerate(self._processes))
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers."""
-        return [process.pid for process in self._all]
+        return [process.pid for process in self._processes]
 
     def exits(self, seconds: float) -> list[WorkerExit]:
         """See `WorkerGroup`."""
-        until, found = time.monotonic() + seconds, list[WorkerExit]()
+        until, ended = time.monotonic() + seconds, list[WorkerExit]()
         while True:
             for worker, process in list(self._running.items()):
                 lines, status = process.news()
                 for line in lines:
                     self._say(f"{worker} | {line}")
                 if status is not None:
-                    found.append(WorkerExit(worker, status))
+                    ended.append(WorkerExit(worker, status))
                     del self._running[worker]
-            if found or time.monotonic() >= until:
-                return found
+            if ended or time.monotonic() >= until:
+                return ended
             time.sleep(_LOOK_EVERY)
 
     def send(self, number: signal.Signals) -> None:
@@ -311,7 +249,7 @@ class LocalGroup:
 
     def kill(self) -> None:
         """See `WorkerGroup`."""
-        for process in self._all:
+        for process in self._processes:
             process.kill()
         self._port.close()
 
@@ -321,44 +259,29 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
-        own = {**environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-
-        def run() -> None:  # in a thread that lives as long: the kernel takes a thread's end for that of the parent
-            try:
-                process = subprocess.Popen(
-                    command,
-                    env=own,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except Exception as error:
-                return started.put(error)
-            started.put(process)
-            for line in process.stdout or ():
-                if not _NOISE.search(line):
-                    self._lines.put(line.decode(errors="replace").rstrip())
-            process.wait()
-
-        self._thread = threading.Thread(target=run, daemon=True)
+        self._process = subprocess.Popen(
+            command,
+            env={**environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
-        process = started.get()
-        if isinstance(process, Exception):
-            raise process
-        self._process, self.pid = process, process.pid
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            if not _NOISE.search(line):
+                self._lines.put(line.decode(errors="replace").rstrip())
 
     def news(self) -> tuple[list[str], int | None]:
         """Return the lines since the last call, and the exit status once it has ended and all lines were returned."""
         status = self._process.poll()
         if status is not None:
             self._thread.join(1.0)  # what it started may hold its output open, and is not waited for
-        lines = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                lines.append(self._lines.get_nowait())
-        return lines, status
+        return [self._lines.get() for _ in range(self._lines.qsize())], status
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal, if it runs."""

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from affinage.errors import UserError
+from affinage.errors import TransientError, UserError, first_line
 from affinage.stopping import leave, skip_exit_handlers
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "AFFINAGE_COORDINATOR", "AFFINAGE_NUM_PROCESSES", "AFFINAGE_PROCESS_ID"
 DETECT = "auto"
-HEARTBEAT_TIMEOUT = 30.0  # seconds
 TO_START = 300.0  # seconds in which all processes must have started
 _TO_AGREE = 300.0  # seconds; once all processes are there, agreeing takes milliseconds
 _TO_SHUT_DOWN = 60  # seconds
@@ -31,7 +30,7 @@ _SLICE = 0.5  # seconds of a wait during which Python's signal handlers do not r
 _BROADCASTS_A_BARRIER = 100  # after as many broadcasts all processes meet once, so that old keys can be deleted
 
 
-class ProcessLost(RuntimeError):
+class ProcessLost(TransientError):
     """Another process did not answer in time, or is gone."""
 
 
@@ -68,7 +67,7 @@ class Processes:
 
     @staticmethod
     def at_work() -> "Processes":
-        """The processes that share this piece of work: all of the run, or this one alone."""
+        """Return the processes that share this piece of work: all of the run, or this one alone."""
         return Processes.current if Processes.current.together else Processes()
 
     @contextlib.contextmanager
@@ -104,24 +103,19 @@ class Processes:
             self.barrier(name)
         return json.loads(text)
 
-    def all_gather(self, name: str, value: Any, *, seconds: float = _TO_AGREE) -> list[Any]:
-        """Return the values of all processes in their order. All processes must call this equally often.
+    def all_min(self, name: str, value: int, *, seconds: float = _TO_AGREE) -> int:
+        """Return the smallest of the values of all processes. All processes must call this equally often.
 
         Raises:
             ProcessLost: one of them has not called this in time.
         """
         if self.count == 1:
-            return [value]
+            return value
         key, _ = self._key("gather", name)
-        self._client.key_value_set(f"{key}/{self.index}", json.dumps(value))
+        self._client.key_value_set(f"{key}/{self.index}", str(value))
         self.barrier(name, seconds=seconds)
-        found = {int(path.rpartition("/")[2]): json.loads(text) for path, text in self._client.key_value_dir_get(key)}
         self._stale.append(key)
-        return [found[index] for index in range(self.count)]
-
-    def all_min(self, name: str, value: int, *, seconds: float = _TO_AGREE) -> int:
-        """Return the smallest of the values of all processes; see `all_gather`."""
-        return min(self.all_gather(name, value, seconds=seconds))
+        return min(int(text) for _, text in self._client.key_value_dir_get(key))
 
     def barrier(self, name: str, *, seconds: float = _TO_AGREE) -> None:
         """Wait until all processes have called this.
@@ -137,7 +131,9 @@ class Processes:
         try:
             self._client.wait_at_barrier(key, int(1000 * seconds))
         except JaxRuntimeError as error:
-            raise ProcessLost(f"not all processes came to `{name}` within {seconds:g} s: {error}") from error
+            raise ProcessLost(
+                f"not all processes came to `{name}` within {seconds:g} s: {first_line(error)}"
+            ) from error
         if self.first:  # all have read what was announced before
             for stale in self._stale:
                 self._client.key_value_delete(stale)
@@ -146,15 +142,14 @@ class Processes:
     def _wait_for(self, key: str, name: str, seconds: float | None) -> str:
         from jax.errors import JaxRuntimeError
 
-        until = None if seconds is None else time.monotonic() + seconds
-        while True:
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        while time.monotonic() < until:
             try:
                 return str(self._client.blocking_key_value_get(key, int(1000 * _SLICE)))
             except JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    raise ProcessLost(f"process 0 cannot be reached: {error}") from error
-            if until is not None and time.monotonic() >= until:
-                raise ProcessLost(f"process 0 has not announced `{name}` within {seconds:g} s")
+                    raise ProcessLost(f"process 0 cannot be reached: {first_line(error)}") from error
+        raise ProcessLost(f"process 0 has not announced `{name}` within {seconds:g} s")
 
     def _key(self, kind: str, name: str) -> tuple[str, int]:
         self._calls[f"{kind}/{name}"] += 1  # by name, as threads may call this in another order
@@ -173,39 +168,36 @@ _joined: Placement | None = None
 
 
 def placement() -> Placement | None:
-    """Return what the environment says about this process; None if it is alone.
+    """Return the place that the environment gives this process; None if it is alone.
 
-    AFFINAGE_COORDINATOR, AFFINAGE_NUM_PROCESSES and AFFINAGE_PROCESS_ID say it, or AFFINAGE_COORDINATOR=auto leaves it
+    AFFINAGE_COORDINATOR, AFFINAGE_NUM_PROCESSES and AFFINAGE_PROCESS_ID give it, or AFFINAGE_COORDINATOR=auto leaves it
     to JAX, which knows Slurm, Open MPI, Kubernetes and pods of TPUs.
 
     Raises:
         UserError: for variables that are missing or contradict each other.
     """
     coordinator = os.environ.get(COORDINATOR, "")
-    if not coordinator:
-        return None
-    if coordinator == DETECT:
-        return _joined or Placement(DETECT)
+    if coordinator in ("", DETECT):
+        return (_joined or Placement(DETECT)) if coordinator else None
     try:
         count, index = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
-        valid = coordinator.rpartition(":")[2].isdigit() and ":" in coordinator and 0 <= index < count
+        if coordinator.rpartition(":")[2].isdigit() and ":" in coordinator and 0 <= index < count:
+            return Placement(coordinator, count, index)
     except (KeyError, ValueError):
-        valid = False
-    if not valid:
-        where = ", ".join(f"{name}={os.environ.get(name, '')}" for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
-        fix = f"Give each process {COORDINATOR}=ADDRESS:PORT (of process 0), {NUM_PROCESSES}=N and {PROCESS_ID}=0..N-1."
-        raise UserError("these variables do not say which of how many processes this is", where=where, fix=fix)
-    return Placement(coordinator, count, index)
+        pass
+    where = ", ".join(f"{name}={os.environ.get(name, '')}" for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
+    fix = f"Give each process {COORDINATOR}=ADDRESS:PORT (of process 0), {NUM_PROCESSES}=N and {PROCESS_ID}=0..N-1."
+    raise UserError("these variables do not give this process its place", where=where, fix=fix)
 
 
 def is_first() -> bool:
-    """Whether this process prints for all, as far as that is known before `init_distributed`."""
+    """Return whether this process prints for all, as far as that is known before `init_distributed`."""
     here = placement()
     return here is None or not here.index
 
 
 @contextlib.contextmanager
-def init_distributed(heartbeat_timeout: float = HEARTBEAT_TIMEOUT) -> Iterator[Processes]:
+def init_distributed(heartbeat_timeout: float = 30.0) -> Iterator[Processes]:
     """Inside, this process is one of those that the environment names, joined by `jax.distributed`; alone without any.
 
     Enter it before JAX has computed anything. Where another process dies, or does not answer for `heartbeat_timeout`
@@ -234,6 +226,7 @@ def init_distributed(heartbeat_timeout: float = HEARTBEAT_TIMEOUT) -> Iterator[P
 def _connect(here: Placement, heartbeat_timeout: float) -> Processes:
     import jax
 
+    global _joined
     which = f"process {here.index} of {here.count}" if here.count else "this process"
     why = f"{COORDINATOR}={here.coordinator}: {which} did not meet the others within {TO_START:g} s; start affinage in"
     why += " every process, each with its own number, and open the port between them"
@@ -255,13 +248,10 @@ def _connect(here: Placement, heartbeat_timeout: float) -> Processes:
         )
         jax.local_devices()  # now: the first question after devices waits until all processes have asked it
     except (RuntimeError, ValueError) as error:
-        fix = "See docs/clusters.md."
-        raise UserError(
-            f"JAX cannot join the processes: {error}", where=f"{COORDINATOR}={here.coordinator}", fix=fix
-        ) from error
+        what, where = f"JAX cannot join the processes: {error}", f"{COORDINATOR}={here.coordinator}"
+        raise UserError(what, where=where, fix="See docs/clusters.md.") from error
     finally:
         too_late.cancel()
-    global _joined
     _joined = Placement(here.coordinator, jax.process_count(), jax.process_index())
     return Processes(jax.process_index(), jax.process_count(), _take_sigterm_back(python_handler))
 

@@ -16,22 +16,21 @@ from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from affinage.cluster.ray_cluster import connect
 from affinage.errors import UserError
 
-_TO_PLACE = 120.0  # seconds until the cluster must have room for all workers
-_TO_SETTLE = 10.0  # seconds until it must have room for some number of them, before fewer are tried
+_TO_PLACE = 120.0  # seconds until the cluster must have room for the least number of workers
+_TO_SETTLE = 10.0  # seconds until it must have room for a number of them, before fewer are tried
 _TO_ANSWER = 120.0  # seconds for an actor, of which the first has to import
 _NEWS_EVERY = 0.5  # seconds
-_ACCELERATORS = ("TPU", "GPU")
 
 
 class RayLauncher:
-    """One worker for each machine of a Ray cluster that has what it needs; see `affinage.cluster.launch.Launcher`.
+    """Starts one worker on each machine of a Ray cluster that has what it needs.
 
     The process of a worker ends with its actor: with Ray's worker process, its raylet, its machine, or this driver.
 
     Args:
         workers: how many.
         address: of a running cluster (`auto`, `HOST:6379`); "" starts one on this machine, on the loopback address.
-        min_workers: start with as few workers if the cluster has no more, and with more when it has; None: all.
+        min_workers: start with as few workers if the cluster has no more; None: all.
         devices: of each worker, played by its CPU; None: all accelerators of a machine.
         files: path here -> content, put on every machine that does not have the same; words of the command that are
             such a path become the path there.
@@ -39,7 +38,7 @@ class RayLauncher:
         program: words that run the command on a machine; default: its Python's affinage, with the code shipped by Ray.
 
     Raises:
-        UserError: Ray is not installed, or the cluster does not answer, or is open to all.
+        UserError: Ray is not installed, or the cluster does not answer.
     """
 
     def __init__(
@@ -53,48 +52,34 @@ class RayLauncher:
         say: Print = print,
         program: Sequence[str] = (),
     ) -> None:
-        self.workers, self._most = workers, workers
+        self._most = workers
         self._least = workers if min_workers is None else min(min_workers, workers)
-        self._devices, self._files, self._say, self._program = devices, dict(files or {}), say, list(program)
-        self._group: RayGroup | None = None
+        self._devices, self._files, self._say = devices, dict(files or {}), say
+        self._program = list(program) or [sys.executable, "-m", "affinage"]
         self._ray = connect(address, max(workers, os.cpu_count() or 1), where="--address")
 
     def start(self, command: Sequence[str]) -> "RayGroup":
-        """See `Launcher`."""
+        """See `affinage.cluster.launch.Start`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._bundle()
-        places, self.workers = self._places(bundle)
-        if self.workers < self._most:
-            self._say(f"launch: {self.workers} of {self._most} workers have a machine")
-        resources = {
+        places, workers = self._places(bundle)
+        if workers < self._most:
+            self._say(f"launch: {workers} of {self._most} workers have a machine")
+        options = {
             "num_cpus": bundle["CPU"],
             "num_gpus": bundle.get("GPU", 0),
-            "resources": {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")},
+            "resources": {name: count for name, count in bundle.items() if name == "TPU"},
+            "max_concurrency": 4,  # calls at the same time
         }
         actors = [
             self._ray.remote(Worker)
-            .options(
-                **resources, max_concurrency=4, scheduling_strategy=PlacementGroupSchedulingStrategy(places, worker)
-            )
+            .options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(places, worker))
             .remote()
-            for worker in range(self.workers)
+            for worker in range(workers)
         ]
         run = {"program": self._program, "command": list(command), "files": self._files}
-        self._group = RayGroup(self._ray, actors, places, run, cpu_devices(self._devices), self._say)
-        return self._group
-
-    def has_room(self) -> bool:
-        """See `Launcher`. Tried with a placement, as other jobs may use what a machine has."""
-        if self.workers >= self._most or self._group is None:
-            return False
-        try:
-            taken, bundle = set(self._group.where), self._bundle()
-            return any(
-                self._fits(node, bundle) for node in self._able(bundle) if node["NodeManagerAddress"] not in taken
-            )
-        except Exception:  # out of reach, or a machine unlike the others has come: no reason to end what runs
-            return False
+        return RayGroup(self._ray, actors, places, run, cpu_devices(self._devices), self._say)
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
@@ -104,8 +89,8 @@ class RayLauncher:
         """Return a placement group for as many workers as there is room for, and how many that is."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        most = self._most if self._least == self._most else min(self._most, len(self._able(bundle)))
-        for count in range(max(most, self._least), self._least - 1, -1):
+        machines = sum(1 for node in self._ray.nodes() if node["Alive"])
+        for count in range(max(self._least, min(self._most, machines)), self._least - 1, -1):
             # One's own machine may play several, to try it.
             strategy = "SPREAD" if self._devices else "STRICT_SPREAD"
             places = placement_group([dict(bundle)] * count, strategy=strategy)
@@ -119,35 +104,18 @@ class RayLauncher:
             fix="`ray status` shows what it has; --min-processes N starts with fewer.",
         )
 
-    def _fits(self, node: Mapping[str, Any], bundle: Mapping[str, float]) -> bool:
-        from ray.util.placement_group import placement_group, remove_placement_group
-
-        tried = placement_group([{**bundle, f"node:{node['NodeManagerAddress']}": 0.001}])
-        try:
-            return bool(tried.wait(2.0))
-        finally:
-            remove_placement_group(tried)
-
-    def _able(self, bundle: Mapping[str, float]) -> list[dict[str, Any]]:
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        return [node for node in nodes if all(node["Resources"].get(kind, 0) >= n for kind, n in bundle.items())]
-
     def _bundle(self) -> dict[str, float]:
-        """What a worker takes of a machine: all of its accelerators, of which every machine has as many."""
-        for kind in _ACCELERATORS if self._devices is None else ():
-            counts = {node["Resources"][kind] for node in self._able({kind: 1})}
-            if len(counts) > 1:
-                raise UserError(
-                    f"the machines of the cluster have different numbers of {kind}s: {sorted(map(int, counts))}",
-                    fix="All processes of a run need as many devices: start Ray with the same --resources on each.",
-                )
+        """Return what a worker takes of a machine: all of its accelerators, of which every machine has as many."""
+        machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        for kind in ("TPU", "GPU") if self._devices is None else ():
+            counts = {resources[kind] for resources in machines if resources.get(kind)}
             if counts:
-                return {"CPU": 1.0, kind: counts.pop()}
+                return {"CPU": 1.0, kind: max(counts)}
         return {"CPU": 1.0}
 
 
 class RayGroup:
-    """See `affinage.cluster.launch.WorkerGroup`; `where` has the addresses of the machines."""
+    """See `affinage.cluster.launch.WorkerGroup`."""
 
     def __init__(
         self,
@@ -158,13 +126,12 @@ class RayGroup:
         environment: Mapping[str, str],
         say: Print,
     ) -> None:
-        self._ray, self._actors, self._places, self._say = ray, actors, places, say
-        self._news: dict[Any, int] = {}
-        self.where: list[str] = []
+        self._ray, self._actors, self._places, self._say, self.workers = ray, actors, places, say, len(actors)
+        self._news: dict[Any, int] = {}  # calls that will return news -> the worker
         try:
-            found = ray.get([actor.reserve_port.remote() for actor in actors], timeout=_TO_ANSWER)
-            self.where = [address.rpartition(":")[0] for address in found]
-            place = {**environment, COORDINATOR: found[0], NUM_PROCESSES: str(len(actors))}
+            addresses = ray.get([actor.reserve_port.remote() for actor in actors], timeout=_TO_ANSWER)
+            self._where = [address.rpartition(":")[0] for address in addresses]
+            place = {**environment, COORDINATOR: addresses[0], NUM_PROCESSES: str(len(actors))}
             starts = [
                 actor.start.remote(**run, environment={**place, PROCESS_ID: str(worker)})
                 for worker, actor in enumerate(actors)
@@ -177,24 +144,22 @@ class RayGroup:
 
     def exits(self, seconds: float) -> list[WorkerExit]:
         """See `WorkerGroup`."""
-        until = time.monotonic() + seconds
-        found: list[WorkerExit] = []
-        while self._news and not found and time.monotonic() < until:
+        until, ended = time.monotonic() + seconds, list[WorkerExit]()
+        while self._news and not ended and time.monotonic() < until:
             ready, _ = self._ray.wait(list(self._news), timeout=max(0.0, until - time.monotonic()))
             for answer in ready:
                 worker = self._news.pop(answer)
                 try:
                     lines, status = self._ray.get(answer)
                 except self._ray.exceptions.RayError:  # the actor is gone, and its process with it
-                    found.append(WorkerExit(worker, -signal.SIGKILL, self.where[worker]))
-                    continue
+                    lines, status = [], -signal.SIGKILL
                 for line in lines:
                     self._say(f"{worker} | {line}")
                 if status is None:
                     self._news[self._actors[worker].news.remote()] = worker
                 else:
-                    found.append(WorkerExit(worker, status, self.where[worker]))
-        return found
+                    ended.append(WorkerExit(worker, status, self._where[worker]))
+        return ended
 
     def send(self, number: signal.Signals) -> None:
         """See `WorkerGroup`."""
@@ -205,9 +170,9 @@ class RayGroup:
         """See `WorkerGroup`."""
         from ray.util.placement_group import remove_placement_group
 
-        asked = [self._actors[worker].kill.remote() for worker in self._news.values()]
-        if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=_TO_ANSWER)
+        kills = [self._actors[worker].kill.remote() for worker in self._news.values()]
+        if kills:
+            self._ray.wait(kills, num_returns=len(kills), timeout=_TO_ANSWER)
         self._news = {}
         for actor in self._actors:
             self._ray.kill(actor)
@@ -220,7 +185,6 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
-        self._port: Any = None
 
     def reserve_port(self) -> str:
         """Return ADDRESS:PORT of this machine, for process 0 to listen on."""
@@ -233,8 +197,15 @@ class Worker:
         self, program: list[str], command: list[str], files: dict[str, bytes], environment: dict[str, str]
     ) -> None:
         """Start the process, with the code that this actor has."""
-        there = _put(files, Path(tempfile.mkdtemp(prefix="affinage-")))
-        words = [*(program or [sys.executable, "-m", "affinage"]), *(there.get(word, word) for word in command)]
+        folder, there = Path(tempfile.mkdtemp(prefix="affinage-")), {}
+        for path, content in files.items():
+            if Path(path).is_file() and Path(path).read_bytes() == content:
+                continue  # on a shared disk: what is beside it is there, too
+            target = folder / Path(path).relative_to("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            there[path] = str(target)
+        words = [*program, *(there.get(word, word) for word in command)]
         code = str(Path(affinage.__file__).parents[1])
         path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
         self._process = WorkerProcess(words, {**os.environ, **environment, "PYTHONPATH": path})
@@ -258,18 +229,3 @@ class Worker:
         """Kill the process, if it runs."""
         if self._process is not None:
             self._process.kill()
-
-
-def _put(files: Mapping[str, bytes], folder: Path) -> dict[str, str]:
-    """Return where each file is on this machine: at its own path if that has the same content, else below `folder`."""
-    found = {}
-    for path, content in files.items():
-        own = Path(path)
-        if own.is_file() and own.read_bytes() == content:
-            found[path] = path
-            continue
-        target = folder / own.relative_to(own.anchor)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-        found[path] = str(target)
-    return found

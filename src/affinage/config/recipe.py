@@ -10,7 +10,6 @@ from affinage.config.runtime import RuntimeSettings
 from affinage.config.settings import Settings
 from affinage.config.training import (
     SYSTEM_PROMPT,
-    AttentionImplementation,
     DpoSettings,
     PretrainSettings,
     SftSettings,
@@ -38,14 +37,10 @@ class EvaluateSettings(Settings):
     true: everything, for models that have a template; false: nothing."""
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Sequences of a forward pass; auto: as many as fit by the planner's estimate, at most 64 per part of the mesh."""
-    attention: AttentionImplementation = "auto"
-    """What computes attention where a sequence is one text; elsewhere xla does."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
     compressors: bool = False
     """Show gzip -9 and xz -9 beside the model's bits per byte on the validation text."""
-    max_new_tokens: int = Field(default=64, ge=1)
-    """Maximum length of an answer where the task gives none."""
 
 
 class ExportSettings(Settings):

@@ -386,7 +386,8 @@ class SftSettings(TuningSettings):
         filled = dict(value)
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
             filled["batch_size"] = _JULIAN_BATCH
-        if filled.get("schedule") is None and is_amount(steps := filled.get("steps")):
+        steps: Any = filled.get("steps")
+        if filled.get("schedule") is None and is_amount(steps):
             warmup = min(_JULIAN_WARMUP, int(steps) // 10)
             filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
         return filled

@@ -5,6 +5,7 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first on
 
 Item = Mapping[str, Any]  # a line of a file, or the row of a table
 Part = SourceFile | DatasetPart
-Line = tuple[str, str, Item | UserError]  # where it is, its name, its content
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Pair:
 # ---- forms ----
 
 
-def parse_conversation(item: Item, form: str, *, where: str, name: str) -> Conversation:
+def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Conversation:
     """Return the conversation of a line in a form, or with `auto` in the first one that its keys fit.
 
     Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
@@ -221,18 +221,25 @@ def check_source(settings: TuningSettings, index: int) -> None:
         open_source(settings, index)
 
 
-def read_lines(part: Part, settings: SourceSettings, number: int = 0, count: int = 1) -> Iterator[Line]:
-    """Return the lines `number`, `number + count`, ... of one part of a source; one that is none as the error.
+def read_lines(
+    part: Part, settings: SourceSettings, form: str, number: int = 0, count: int = 1
+) -> Iterator[Conversation | Pair | UserError]:
+    """Return the lines `number`, `number + count`, ... of a part of a source, an error for one that cannot be used.
 
-    Raises UserError for a file that is damaged.
+    `form` is "pair", or see `parse_conversation`. Raises UserError for a file that is damaged.
     """
     where, sign = (part.name, "#") if isinstance(part, DatasetPart) else (part.url.removeprefix("file://"), ":")
     try:
         with reports_damage():
             for line, content in enumerate(_contents(part, settings), 1):
-                if (line - 1) % count == number and not (isinstance(content, bytes) and content.isspace()):
-                    place = f"{where}{sign}{line}"
-                    yield place, f"{part.name}{sign}{line}", _parsed(content, place)
+                if (line - 1) % count != number or (isinstance(content, bytes) and content.isspace()):
+                    continue
+                place, name = f"{where}{sign}{line}", f"{part.name}{sign}{line}"
+                try:
+                    parse = parse_pair if form == "pair" else partial(parse_conversation, form=form)
+                    yield parse(_item(content, place), where=place, name=name)
+                except UserError as error:
+                    yield error
     except DamagedFile as error:
         raise UserError(f"the file is damaged: {error}", where=where) from None
 
@@ -249,12 +256,15 @@ def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes | U
             yield from stream
 
 
-def _parsed(content: Item | bytes | UnicodeDecodeError, where: str) -> Item | UserError:
+def _item(content: Item | bytes | UnicodeDecodeError, where: str) -> Item:
+    """Return the object of a line. Raises UserError for one that has none."""
     try:
         if isinstance(content, UnicodeDecodeError):
             raise content
         item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
     except (ValueError, RecursionError) as error:
-        return UserError(f"this line is damaged or not JSON: {of_a_line(error)}", where=where)
-    fix = "A line is one JSON object, {...}: neither a part of one nor a list of them."
-    return item if isinstance(item, dict) else UserError("this line is not a JSON object", where=where, fix=fix)
+        raise UserError(f"this line is damaged or not JSON: {of_a_line(error)}", where=where) from None
+    if not isinstance(item, dict):
+        fix = "A line is one JSON object, {...}: neither a part of one nor a list of them."
+        raise UserError("this line is not a JSON object", where=where, fix=fix)
+    return item

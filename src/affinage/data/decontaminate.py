@@ -59,7 +59,7 @@ def decontaminate(
     hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
     common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > settings.boilerplate
 
-    def copy(task: tuple[Path, np.ndarray]) -> tuple[Stats, list[dict[str, Any]]]:
+    def copy(task: tuple[Path, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         path, own = task
         place = folder / path.parent.relative_to(documents_folder)
         return _copy(path, own[~common[own[:, KEY]]], place, index)
@@ -88,7 +88,7 @@ def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
     return found
 
 
-def _copy(path: Path, hits: np.ndarray, folder: Path, index: ItemIndex) -> tuple[Stats, list[dict[str, Any]]]:
+def _copy(path: Path, hits: np.ndarray, folder: Path, index: ItemIndex) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Copy a file without the documents that have hits; return the statistics and all matches."""
     stats, matches = Stats(), []
 
@@ -105,7 +105,7 @@ def _copy(path: Path, hits: np.ndarray, folder: Path, index: ItemIndex) -> tuple
         return stats.remove_rows(batch, verdicts)
 
     copy_documents(path, folder, stats, without_items)
-    return stats, matches
+    return stats.to_json(), matches
 
 
 def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> Iterator[dict[str, Any]]:

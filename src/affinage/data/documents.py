@@ -55,9 +55,8 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
-        self._rows.append(
-            {"chunk": 0, "language": "", "url": "", "license": "", **facts, "id": id, "source": source, "text": text}
-        )
+        defaults = {"chunk": 0, "language": "", "url": "", "license": ""}
+        self._rows.append(defaults | facts | {"id": id, "source": source, "text": text})
         self._characters += len(text)
         if self._characters >= ROW_GROUP_BYTES or len(self._rows) >= 50_000:
             self._flush_rows()
@@ -77,15 +76,12 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
             rows, self._rows, self._characters = self._rows, [], 0
             self.write(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
-    @property
-    def _name(self) -> Path:
-        return self._folder / f"{self._stem}-{len(self.files):05d}.parquet"
-
     def _write_row_group(self) -> None:
         if self._file is None:
-            place = self._name.with_suffix(".parquet.part")
+            place = self._folder / f"{self._stem}-{len(self.files):05d}.parquet"
             options = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
-            self._file = pq.ParquetWriter(place, SCHEMA, **options)
+            self._file = pq.ParquetWriter(place.with_suffix(".parquet.part"), SCHEMA, **options)
+            self.files.append(place)
         if self._batches:
             table = pa.Table.from_batches(self._batches, SCHEMA)
             self._file.write_table(table, row_group_size=table.num_rows)
@@ -97,19 +93,18 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
     def _finish_file(self) -> None:
         if self._file is not None:
             self._file.close()
-            os.replace(self._name.with_suffix(".parquet.part"), self._name)
-            self.files.append(self._name)
+            os.replace(self.files[-1].with_suffix(".parquet.part"), self.files[-1])
             self._file, self._file_bytes = None, 0
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self._flush_rows()
-            if self._batches or not (self.files or self._file):
+            if self._batches or not self.files:
                 self._write_row_group()
             self._finish_file()
         elif self._file is not None:
             self._file.close()
-            self._name.with_suffix(".parquet.part").unlink(missing_ok=True)
+            self.files[-1].with_suffix(".parquet.part").unlink(missing_ok=True)
 
 
 def write_table(path: Path, table: pa.Table) -> None:

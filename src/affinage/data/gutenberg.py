@@ -9,50 +9,36 @@ from affinage.data.readers import BadRecord, Record
 
 LICENSE = "public domain in the USA (Project Gutenberg)"
 _HEAD_CHARACTERS = 20_000  # headers are shorter
-_TAIL_SHARE = 0.5  # an end marker is looked for in the second half alone
-_STARTS = (
-    re.compile(r"^\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[ \t]*$", re.I | re.M | re.S),
-    re.compile(r"^\*END[* ]{0,2}THE SMALL PRINT!.*$", re.I | re.M),
-    re.compile(r"^\*+ ?These (?:original )?(?:e-?texts|ebooks) (?:are|were) prepared.*$", re.I | re.M),
+_START = re.compile(
+    r"^\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[ \t]*$|^\*END[* ]{0,2}THE SMALL PRINT![^\n]*$"
+    r"|^\*+ ?These (?:original )?(?:e-?texts|ebooks) (?:are|were) prepared[^\n]*$",
+    re.I | re.M | re.S,
 )
-_ENDS = (
-    re.compile(r"^\*{3} ?END OF (?:THE|THIS) PROJECT GUTENBERG.*", re.I | re.M),
-    re.compile(r"^\s*\**\s*End of (?:the |this )?Project Gutenberg.*", re.I | re.M),
-    re.compile(r"^\s*(?:Fin|FIN) (?:de|du) (?:Project Gutenberg|projet Gutenberg).*", re.I | re.M),
+_END = re.compile(
+    r"^\s*\**\s*(?:End of (?:the |this )?|Fin (?:de|du) )Proje(?:ct|t) Gutenberg|^\*{3} ?END OF TH(?:E|IS) PROJECT",
+    re.I | re.M,
 )
 _BOOK = re.compile(r"\[\s*(?:e-?book|e-?text)\s*#\s*(\d+)", re.I)
 _BOOK_IN_NAME = re.compile(r"(?:^|/|pg)(\d{1,6})(?:-\d)?(?:\.txt|\.utf8|$)", re.I)
 _LANGUAGE = re.compile(r"^Language:[ \t]*([A-Za-zÀ-ÿ]+)", re.I | re.M)
-_COPYRIGHTED = re.compile(r"this is a copyrighted project gutenberg", re.I)
-_PRODUCED = re.compile(
-    r"\A\s*(?:Produced by|E-text prepared by|Transcribed from|This e-?text was)[^\n]*(?:\n[^\n]+)*\n", re.I
-)
+_PRODUCED = re.compile(r"\A\s*(?:Produced|E-text prepared|Transcribed) (?:by|from)[^\n]*(?:\n[^\n]+)*\n", re.I)
 
-_NUMBER = r"(?:[IVXLC]+|\d{1,3})"
-_ORDINAL = (
-    r"(?:the )?(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|last|one|two|three|four|five|six|"
-    r"seven|eight|nine|ten|eleven|twelve|premier|première|deuxième|second|seconde|troisième|quatrième|cinquième|"
-    r"sixième|septième|huitième|neuvième|dixième|dernier|dernière)"
+_NUMBER = (
+    r"(?:[IVXLC]+|\d{1,3}|(?:the )?(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|last|one|two|"
+    r"three|four|five|six|seven|eight|nine|ten|eleven|twelve|premier|première|deuxième|seconde|troisième|quatrième|"
+    r"cinquième|sixième|septième|huitième|neuvième|dixième|dernier|dernière))"
 )
-_KEYWORD = (
+_DIVISION = (
     r"(?:chapter|chapitre|book|livre|part|partie|letter|lettre|act|acte|canto|chant|tome|volume|stave|scene|scène)"
 )
-_NUMBERED = rf"{_KEYWORD}[ \t]+(?:{_NUMBER}|{_ORDINAL})[.:]?[ \t]*"
-# A heading is a short line of its own after a blank line, and before one: the title of a numbered chapter may come
-# between.
+# A numbered heading is a line of its own. Other headings are short lines between blank ones.
 _HEADING = re.compile(
-    rf"(?:\A|\n[ \t]*\n)(?P<line>[ \t]*(?:"
-    rf"{_NUMBERED}(?:\n[^\n]{{1,80}}){{0,2}}"
-    rf"|{_KEYWORD}[ \t]+(?:{_NUMBER}|{_ORDINAL})\b[^\n]{{0,80}}"
-    rf"|{_ORDINAL}[ \t]+(?:part|partie|book|livre|acte)[^\n]{{0,60}}"
-    rf"|(?:prologue|epilogue|épilogue|preface|préface|introduction|conclusion|foreword|avant-propos)\.?"
-    rf"|{_NUMBER}\.?"
-    rf")[ \t]*)\n(?=[ \t]*\n)",
-    re.I,
+    rf"^[ \t]*{_DIVISION}[ \t]+{_NUMBER}[.:]?[ \t]*$"
+    rf"|(?:\A|(?<=\n\n))[ \t]*(?:{_DIVISION}[ \t]+{_NUMBER}\b[^\n]{{0,80}}|{_NUMBER}[ \t]+{_DIVISION}[^\n]{{0,60}}"
+    rf"|(?:prologue|epilogue|épilogue|preface|préface|introduction|conclusion|foreword|avant-propos|{_NUMBER})\.?)"
+    r"[ \t]*\n(?=[ \t]*\n)",
+    re.I | re.M,
 )
-# Where paragraphs are lines, without blank ones between, only what is surely a heading is taken for one.
-_LINE_HEADING = re.compile(rf"^(?P<line>[ \t]*{_NUMBERED})$", re.I | re.M)
-_LINES_PER_BLANK = 20  # more lines than this for every blank one: paragraphs are lines
 _SHORT = 400  # characters: a part of less is a line of a table of contents, or a heading with another one after it
 
 
@@ -66,15 +52,15 @@ def chapters(book: Record) -> Iterator[Record | BadRecord]:
     head = text[:_HEAD_CHARACTERS]
     number = _BOOK.search(head) or _BOOK_IN_NAME.search(book.id)
     id = number[1] if number else book.id
-    if _COPYRIGHTED.search(head):
+    body = strip_license(text)
+    if "this is a copyrighted project gutenberg" in head.lower():
         yield BadRecord(id, "under copyright", "its header says so", head[:200])
         return
-    stated = _LANGUAGE.search(head)
-    language = next((code for code, name in Locale("en").languages.items() if stated and name == stated[1]), "")
-    body = strip_license(text)
     if not body:
         yield BadRecord(id, "empty", "nothing between header and license", text[:200])
         return
+    stated = _LANGUAGE.search(head)
+    language = next((code for code, name in Locale("en").languages.items() if stated and name == stated[1]), "")
     for position, part in enumerate(split_chapters(body)):
         yield Record(
             f"{id}#{position}",
@@ -88,13 +74,10 @@ def chapters(book: Record) -> Iterator[Record | BadRecord]:
 
 def strip_license(text: str) -> str:
     """The text of a book between Project Gutenberg's header and license, in their present and their older forms."""
-    for start in _STARTS:
-        if found := start.search(text, 0, _HEAD_CHARACTERS + 2_000):
-            text = text[found.end() :]
-            break
-    half = int(len(text) * _TAIL_SHARE)
-    cuts = [found.start() for end in _ENDS if (found := end.search(text, half))]
-    text = text[: min(cuts)] if cuts else text
+    if start := _START.search(text, 0, _HEAD_CHARACTERS):
+        text = text[start.end() :]
+    if end := _END.search(text, len(text) // 2):
+        text = text[: end.start()]
     return _PRODUCED.sub("", text).strip("\n").rstrip()
 
 
@@ -104,19 +87,16 @@ def split_chapters(body: str) -> list[str]:
     Headings close to each other stay together: a table of contents with what comes before the first chapter, BOOK I
     with the CHAPTER I after it.
     """
-    apart = body.count("\n\n") * _LINES_PER_BLANK >= body.count("\n")
-    starts = [match.start("line") for match in (_HEADING if apart else _LINE_HEADING).finditer(body)]
-    pieces = [body[a:b] for a, b in zip([0, *starts], [*starts, len(body)])]
-    parts: list[str] = [pieces[0]]
-    pending, begun = "", False
-    for piece in pieces[1:]:
-        if len(piece.strip()) < _SHORT:
-            if begun:
-                pending += piece
-            else:
-                parts[0] += piece
-            continue
-        parts.append(pending + piece)
-        pending, begun = "", True
+    starts = [match.start() for match in _HEADING.finditer(body)]
+    parts, pending = [body[: starts[0]] if starts else body], ""
+    for start, stop in zip(starts, [*starts[1:], len(body)]):
+        piece = body[start:stop]
+        if len(piece.strip()) >= _SHORT:
+            parts.append(pending + piece)
+            pending = ""
+        elif len(parts) == 1:
+            parts[0] += piece
+        else:
+            pending += piece
     parts[-1] += pending
-    return [part.strip("\n") for part in parts if part.strip()] or [body]
+    return [part.strip("\n") for part in parts if part.strip()]

@@ -102,7 +102,7 @@ def ingest(
         not_sampled += left_out
         if not left_out and not own.documents_out:
             _refuse_empty(whole, own)
-        total.merge(own)
+        total.merge(own.to_json())
     if not total.documents_out:
         raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
     clear_documents(folder, kept=files)

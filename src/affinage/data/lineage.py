@@ -3,7 +3,6 @@
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,39 +34,32 @@ def rows_of_document(shards: "TokenShards", id: str, source: str, ranges: Iterab
     return sorted(rows)
 
 
-@dataclass(frozen=True)
-class Occurrences:
-    """A document that holds a text, and at which characters the text begins in it."""
+def occurrences(folder: Path, wanted: str) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """Return the documents of a folder that hold a text in any letter case, and at which characters it begins in them.
 
-    id: str
-    source: str
-    language: str
-    url: str
-    text: str
-    at: tuple[int, ...]
-
-
-def occurrences(folder: Path, wanted: str) -> Iterator[Occurrences]:
-    """Return the documents of a folder that hold `wanted`, in Unicode's NFC as filtered text is, in any letter case."""
+    The text is put into Unicode's NFC, as filtered documents are.
+    """
     wanted = unicodedata.normalize("NFC", wanted)
     every = re.compile(f"(?={re.escape(wanted)})", re.IGNORECASE)  # those that overlap, too
     for batch in read_documents(folder, ("id", "source", "language", "url", "text")):
         holding = pc.match_substring(batch.column("text"), wanted, ignore_case=True)
         for document in batch.filter(holding).to_pylist():
-            yield Occurrences(**document, at=tuple(match.start() for match in every.finditer(document["text"])))
+            yield document, [match.start() for match in every.finditer(document["text"])]
 
 
-def token_ranges(found: Occurrences, length: int, tokenizer: "Tokenizer") -> list[tuple[int, int]]:
+def token_ranges(
+    document: dict[str, str], places: Iterable[int], length: int, tokenizer: "Tokenizer"
+) -> list[tuple[int, int]]:
     """Return the tokens [start, stop) of a document that hold each occurrence of a text of `length` characters.
 
     The document is its text between the ids of `Tokenizer.frame`: `<s> text </s>`, as a rule.
     """
-    before = len(tokenizer.frame(found.language)[0])
-    ends = np.cumsum(tokenizer.byte_lengths(found.text, tokenizer.encode(found.text)))
+    text, before = document["text"], len(tokenizer.frame(document["language"])[0])
+    ends = np.cumsum(tokenizer.byte_lengths(text, tokenizer.encode(text)))
     ranges = []
-    for at in found.at:
-        first = len(found.text[:at].encode())
-        last = first + len(found.text[at : at + length].encode())
+    for place in places:
+        first = len(text[:place].encode())
+        last = first + len(text[place : place + length].encode())
         start, stop = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="left") + 1
         ranges.append((int(start) + before, int(stop) + before))
     return ranges

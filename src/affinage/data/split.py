@@ -74,12 +74,12 @@ def split(
             fix="Lower the share, or cut the end of every document off: data.split.by=tail.",
         )
     clear_completions(folder)
-    without = sorted(train.by_group().keys() - validation.by_group().keys()) if settings.validation_fraction else []
+    trained, held_out_of = (stats.by(lambda *names: ".".join(names)) for stats in (train, validation))
     return train.summary(time.perf_counter() - start) | {
-        "validation": validation.by_group(),
+        "validation": held_out_of,
         "validation_documents": validation.documents_out,
         "validation_bytes": validation.bytes_out,
-        "without_validation": without,
+        "without_validation": sorted(trained.keys() - held_out_of.keys()) if settings.validation_fraction else [],
     }
 
 

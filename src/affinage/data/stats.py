@@ -13,7 +13,6 @@ from affinage.data.documents import DocumentWriter, clear_documents, row_groups,
 
 SAMPLES_PER_REASON = 5
 SAMPLE_CHARACTERS = 200
-Totals = dict[str, list[int]]  # [documents, bytes] by name
 
 
 @dataclass
@@ -26,7 +25,8 @@ class Stats:
     bytes_out: int = 0
     removed: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    passed_on: Totals = field(default_factory=dict)  # key: source and language, joined by a line feed
+    documents: Counter[str] = field(default_factory=Counter)  # passed on, by source and language joined by a line feed
+    bytes: Counter[str] = field(default_factory=Counter)
 
     def enter(self, documents: int, bytes: int) -> None:
         """Count documents that the step reads."""
@@ -51,24 +51,21 @@ class Stats:
         """Count a batch of documents that is passed on."""
         self.documents_out += batch.num_rows
         self.bytes_out += text_bytes(batch)
-        sizes = pc.binary_length(batch.column("text"))
         both = pc.binary_join_element_wise(batch.column("source"), batch.column("language"), "\n")
-        groups = pa.table({"key": both, "bytes": sizes}).group_by("key")
+        groups = pa.table({"key": both, "bytes": pc.binary_length(batch.column("text"))}).group_by("key")
         for row in groups.aggregate([("bytes", "count"), ("bytes", "sum")]).to_pylist():
-            _add(self.passed_on, row["key"], row["bytes_count"], row["bytes_sum"])
+            self.documents[row["key"]] += row["bytes_count"]
+            self.bytes[row["key"]] += row["bytes_sum"]
 
-    def merge(self, other: "Stats | dict[str, Any]") -> None:
-        """Add the counts of another task, also as JSON has them; merging in order keeps the samples the same."""
-        other = Stats(**other) if isinstance(other, dict) else other
-        self.enter(other.documents_in, other.bytes_in)
-        self.documents_out += other.documents_out
-        self.bytes_out += other.bytes_out
-        self.removed.update(other.removed)
-        for reason, samples in other.samples.items():
+    def merge(self, other: dict[str, Any]) -> None:
+        """Add the counts of another task, as `to_json` gives them; merging in order keeps the samples the same."""
+        for name in ("documents_in", "bytes_in", "documents_out", "bytes_out"):
+            setattr(self, name, getattr(self, name) + other[name])
+        for name in ("removed", "documents", "bytes"):
+            getattr(self, name).update(other[name])
+        for reason, samples in other["samples"].items():
             mine = self.samples.setdefault(reason, [])
             mine.extend(samples[: SAMPLES_PER_REASON - len(mine)])
-        for key, counts in other.passed_on.items():
-            _add(self.passed_on, key, *counts)
 
     def to_json(self) -> dict[str, Any]:
         """All counts as `merge` takes them."""
@@ -76,14 +73,12 @@ class Stats:
 
     def by(self, name: Callable[[str, str], str]) -> dict[str, dict[str, int]]:
         """Documents and bytes passed on, by a name made of source and language."""
-        totals: Totals = {}
-        for key, counts in self.passed_on.items():
-            _add(totals, name(*key.split("\n")), *counts)
-        return {key: {"documents": documents, "bytes": bytes} for key, (documents, bytes) in sorted(totals.items())}
-
-    def by_group(self) -> dict[str, dict[str, int]]:
-        """Documents and bytes passed on, by `<source>.<language>`."""
-        return self.by(lambda source, language: f"{source}.{language}")
+        totals: dict[str, dict[str, int]] = {}
+        for key in sorted(self.documents, key=lambda key: name(*key.split("\n"))):
+            total = totals.setdefault(name(*key.split("\n")), {"documents": 0, "bytes": 0})
+            total["documents"] += self.documents[key]
+            total["bytes"] += self.bytes[key]
+        return totals
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """The JSON-able summary of the step."""
@@ -95,12 +90,6 @@ class Stats:
             "by_source": self.by(lambda source, language: source),
             "seconds": round(seconds, 3),
         }
-
-
-def _add(totals: Totals, key: str, documents: int, bytes: int) -> None:
-    total = totals.setdefault(key, [0, 0])
-    total[0] += documents
-    total[1] += bytes
 
 
 def copy_documents(

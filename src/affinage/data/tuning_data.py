@@ -27,15 +27,7 @@ from affinage.data import chat
 from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import Encoded
-from affinage.data.conversations import (
-    Conversation,
-    Pair,
-    Part,
-    open_source,
-    parse_conversation,
-    parse_pair,
-    read_lines,
-)
+from affinage.data.conversations import Conversation, Pair, Part, open_source, read_lines
 from affinage.data.dataloader import read_rows
 from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor
@@ -162,21 +154,15 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 
 def _lines(task: TuningTask) -> Iterator[tuple[int, Conversation | Pair | UserError]]:
     """Return the key of every line of a task and its content, an error where it cannot be used."""
+    form = task.source.format if isinstance(task.settings, SftSettings) else "pair"
     for part, number, count in task.parts:
-        for where, name, item in read_lines(part, task.opened, number, count):
-            try:
-                if isinstance(item, UserError):
-                    raise item
-                if isinstance(task.settings, SftSettings):
-                    line: Conversation | Pair = parse_conversation(item, task.source.format, where=where, name=name)
-                else:
-                    line = parse_pair(item, where=where, name=name)
-            except UserError as error:
-                if task.settings.on_error == "raise":
-                    raise
-                yield 0, error
-            else:
+        for line in read_lines(part, task.opened, form, number, count):
+            if not isinstance(line, UserError):
                 yield int(shuffle_keys([line.content], task.seed, "conversations")[0]), line
+            elif task.settings.on_error == "raise":
+                raise line
+            else:
+                yield 0, line
 
 
 def read_keys(task: TuningTask) -> dict[str, Any]:

@@ -22,10 +22,8 @@ from affinage.data.wikitext import wikitext_to_text
 LICENSE = "cc-by-sa-4.0"
 _STREAM = re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59")  # how a bzip2 stream begins: 10 bytes, at a whole byte
 _HEAD_BYTES = 1_000_000
-_PAGE_BYTES = 16_000_000  # MediaWiki itself takes no article over 2 MB
-_DROPPED_NAMESPACES = ("6", "14")  # of files and categories: links to them are no text
 _LANGUAGE = re.compile(r'<mediawiki[^>]*\bxml:lang="([\w-]+)"')
-_NAMESPACE = re.compile(r'<namespace key="(-?\d+)"[^>]*?(?:/>|>([^<]*)</namespace>)')
+_NAMESPACE = re.compile(r'<namespace key="(?:6|14)"[^>]*>([^<]*)</namespace>')  # links to files and categories: no text
 _BASE = re.compile(r"<base>([^<]*)/[^/<]*</base>")
 
 
@@ -39,13 +37,14 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
     language, base = _LANGUAGE.search(head), _BASE.search(head)
     if "<mediawiki" not in head or base is None:
         raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
-    names = {name.lower() for key, name in _NAMESPACE.findall(head) if key in _DROPPED_NAMESPACES}
-    site = (language[1] if language else "", unescape(base[1]), frozenset({"file", "image", "category", *names}))
+    dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
     content = _streams(file) if compression_of(file.name) == ".bz2" else _whole(file)
     for page in _pages(content, file):
-        found = page if isinstance(page, BadRecord) else _article(page, file.name, *site)
-        if found is not None:
-            yield found
+        record = page if isinstance(page, BadRecord) else _article(page, file.name, unescape(base[1]), dropped)
+        if isinstance(record, Record):
+            yield Record(**vars(record) | {"language": language[1] if language else "", "license": LICENSE})
+        elif record is not None:
+            yield record
 
 
 def _whole(file: SourceFile) -> Iterator[bytes]:
@@ -87,7 +86,7 @@ def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes | BadRe
 
     Raises DamagedFile where the end of the dump should be in this content, and is not.
     """
-    limit = min(_PAGE_BYTES, readers.MAX_RECORD_BYTES)
+    limit = min(16_000_000, readers.MAX_RECORD_BYTES)  # MediaWiki itself takes no article over 2 MB
     buffer, tail, number, skipping = b"", b"", 0, False
     for chunk in content:
         buffer += chunk
@@ -107,20 +106,16 @@ def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes | BadRe
         raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
 
 
-def _article(page: bytes, name: str, language: str, base: str, dropped: frozenset[str]) -> Record | BadRecord | None:
+def _article(page: bytes, name: str, base: str, dropped: frozenset[str]) -> Record | BadRecord | None:
     """The article in a `<page>`; URLs of the wiki begin with `base`, links to the namespaces `dropped` are no text."""
     try:
         element = ElementTree.fromstring(page)
-    except ElementTree.ParseError as error:
-        return BadRecord(name, "not XML", str(error), page[:200].decode("utf-8", "replace"))
-    if element.findtext("ns") != "0" or element.find("redirect") is not None:
-        return None
-    id, title = element.findtext("id") or "", element.findtext("title") or ""
-    try:
+        if element.findtext("ns") != "0" or element.find("redirect") is not None:
+            return None
+        id, title = element.findtext("id") or "", element.findtext("title") or ""
         text = wikitext_to_text(element.findtext("revision/text") or "", dropped)
-    except (ParserError, RecursionError) as error:
-        return BadRecord(id, "wikitext cannot be parsed", str(error), title)
+    except (ElementTree.ParseError, ParserError, RecursionError) as error:
+        return BadRecord(name, "wikitext cannot be parsed", str(error), page[:200].decode("utf-8", "replace"))
     if not text:
         return BadRecord(id, "empty", f"no text in the article {title!r}")
-    url = f"{base}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
-    return Record(id, f"{title}\n\n{text}", language=language, url=url, license=LICENSE)
+    return Record(id, f"{title}\n\n{text}", url=f"{base}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}")

@@ -15,6 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.cluster.processes import Processes
 from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
+from affinage.errors import UserError
 from affinage.evaluation.scoring import score
 from affinage.generation.engine import Generation, generate
 from affinage.generation.model import LoadedModel
@@ -176,6 +177,8 @@ class JaxLM(TemplateLM):
     def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
         """The harness's generation settings as ours."""
         kwargs = normalize_gen_kwargs(dict(settings), self._max_new_tokens)
+        if kwargs.get("repetition_penalty") not in (None, 1, 1.0):
+            raise UserError("`repetition_penalty` of a task's `generation_kwargs` is not computed", fix="Leave it out.")
         # The end of a document or a turn always ends a generation, so its spelling need not be looked for.
         until = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=None) if stop]
         return SamplingParams(
@@ -184,7 +187,6 @@ class JaxLM(TemplateLM):
             top_k=int(kwargs.get("top_k") or 0),
             top_p=float(kwargs.get("top_p", 1.0)),
             min_p=float(kwargs.get("min_p") or 0.0),
-            repetition_penalty=float(kwargs.get("repetition_penalty", 1.0)),
             stop=tuple(stop for stop in until if stop not in self.model.tokenizer.controls),
         )
 

@@ -7,7 +7,8 @@ import logging
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from affinage.evaluation.tasks import is_offline
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 _BROADCAST = 1000  # answers in a message to the other hosts
 _PATIENCE = 5.0  # seconds, for the Hub to answer at all
-_LOGGERS = ("lm_eval", "datasets", "evaluate", "fsspec", "filelock", "urllib3", "huggingface_hub")
 _OFFLINE = "items on this machine"  # the group that overrides the data of the harness's own tasks
 # `use_prompt` and `unsafe_code` run code of others.
 _KEYS = {one.name for one in dataclasses.fields(TaskConfig)} - {"use_prompt", "unsafe_code", "custom_dataset"}
@@ -50,12 +50,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         self.filters |= lm_eval.utils.env.filters
-        self._compiled: dict[str, jinja2.Template] = {}
-
-    def from_string(self, source: Any, *args: Any, **kwargs: Any) -> jinja2.Template:
-        if source not in self._compiled:
-            self._compiled[source] = super().from_string(source, *args, **kwargs)
-        return self._compiled[source]
+        self.from_string = lru_cache(maxsize=None)(self.from_string)  # type: ignore[method-assign]
 
 
 lm_eval.utils.env = _Sandbox()
@@ -64,14 +59,13 @@ lm_eval.utils.env = _Sandbox()
 @contextmanager
 def quiet() -> Iterator[None]:
     """While entered, the harness and its libraries print nothing but errors."""
-    with ExitStack() as stack:
-        for name in _LOGGERS:
-            logger = logging.getLogger(name)
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        stack.enter_context(redirect_stdout(io.StringIO()))  # it prints that it resamples,
-        stack.enter_context(redirect_stderr(io.StringIO()))  # and shows progress bars
-        yield
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:  # it prints that it resamples, and shows progress bars
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 # ---- tasks ----

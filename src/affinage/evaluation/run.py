@@ -22,7 +22,6 @@ from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.benchmarks import CORE, CORE_SHOTS
 from affinage.evaluation.harness import cached, load_tasks, quiet, reachable_data
 from affinage.evaluation.results import (
-    STATE,
     contamination_of,
     fingerprint,
     finite,
@@ -45,8 +44,7 @@ def evaluate(
     tasks: Sequence[str],
     *,
     folder: Path | None = None,
-    state: str | None = None,
-    training: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
     keep: Path | None = None,
     task_folders: Mapping[str, Path] | None = None,
     data_dir: str | Path | None = None,
@@ -56,7 +54,6 @@ def evaluate(
     sample_seed: int | None = None,
     num_fewshot: int | None = None,
     batch_size: int | Literal["auto"] = "auto",
-    max_new_tokens: int = 64,
     texts: Mapping[str, Sequence[str]] | None = None,
     samples: int = 3,
     seen: Seen | None = None,
@@ -72,9 +69,8 @@ def evaluate(
         model: to be evaluated.
         tasks: names for `find_tasks`, with `task_folders` and `data_dir`. Tasks of `task_folders` are of closed worlds,
             whose facts are the training text, and so not searched for there.
-        folder: for results.json (with `state` and `training`) and items/TASK.jsonl; see `write_results`.
-        state: a hash of the model without its weights.
-        training: the training that made the model.
+        folder: for results.json and items/TASK.jsonl; see `write_results`.
+        facts: more for the results, such as which training made the model.
         keep: file of the harness's cache: answers of this model in it are not computed again.
         chat: whether the model was trained to chat; see `TaskSet.rounds` for this and `apply_chat_template`.
         limit: items per task: the first ones or, with a `sample_seed`, those that it draws.
@@ -96,7 +92,7 @@ def evaluate(
     closed = task_folders or {}
     chosen = find_tasks(tasks, closed, data_dir)
     identity = fingerprint(model) if keep is not None or folder is not None else ""
-    lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, max_new_tokens, progress)
+    lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, progress=progress)
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     loaded: dict[str, Task] = {}
@@ -104,7 +100,7 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         caching: Any = lm
         if keep is not None:
-            caching = cached(lm, keep, f"{identity} {max_new_tokens}")
+            caching = cached(lm, keep, identity)
             if not processes.first:  # its copy of the answers
                 stack.callback(Path(caching.cache_db).unlink, missing_ok=True)
             stack.callback(caching.dbdict.close)
@@ -165,8 +161,7 @@ def evaluate(
             for item in of_task:
                 answered(name, line_of(item))
     if folder is not None:
-        results |= {"fingerprint": identity} | ({} if state is None else {STATE: state})
-        results |= {"training": dict(training)} if training else {}
+        results |= {"fingerprint": identity, **(facts or {})}
         write_results(results, items, folder)
     return results
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.cluster.processes import Processes
-from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
 from affinage.evaluation.batching import Batch, Pair, PrefixGroup, as_rows, batches, find_groups
 from affinage.generation.model import LoadedModel, logits_of
@@ -33,9 +32,7 @@ Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # posit
 
 
 @lru_cache(maxsize=8)
-def _compiled(
-    graph: Graph, dtype: str, attention: AttentionImplementation, layout: MeshLayout | None, logits_at_once: int
-) -> Any:
+def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, logits_at_once: int) -> Any:
     """The jitted scoring function of a graph; jit keeps one executable per shape."""
 
     @jax.jit
@@ -50,16 +47,16 @@ def _compiled(
         segments = None
         if joined is not None:
             positions, *segments = joined
-        how: dict[str, Any] = {"attention": attention, "layout": layout, "segments": segments}
-        lazy, _ = logits_of(graph, params, tokens, positions, dtype, logit_positions=logit_positions, **how)
-        return _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden, targets, logits_at_once)
+        lazy, _ = logits_of(
+            graph, params, tokens, positions, dtype, layout=layout, segments=segments, logit_positions=logit_positions
+        )
+        return _log_probabilities(lazy.kernel, lazy.hidden, targets, logits_at_once)
 
     return score
 
 
 def _log_probabilities(
     kernel: Float[Array, "V D"],
-    softcap: float | None,
     hidden: Float[Array, "R P D"],
     targets: Int[Array, "R P"],
     logits_at_once: int,
@@ -74,7 +71,7 @@ def _log_probabilities(
 
     def score_block(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         x, target = inputs
-        logits = multiply_out(x, kernel, softcap)
+        logits = multiply_out(x, kernel)
         wanted = jnp.take_along_axis(logits, target[:, None], axis=1)
         # The first of the largest, as argmax, which costs CPUs almost as much as the product, would find it.
         less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary)[None] >= target[:, None]))
@@ -119,7 +116,7 @@ def score(
     # Scores of attention in a row of twice the context take the memory of four rows.
     most = model.context * (2 if batch >= 4 * model.row_multiple else 1)
     tokens, platform = batch * model.context, jax.default_backend()
-    program = _compiled(model.graph, model.compute_dtype, model.attention, model.layout, logits_at_once)
+    program = _compiled(model.graph, model.compute_dtype, model.layout, logits_at_once)
     pending: list[tuple[Batch, Scores]] = []
     for each in batches(
         find_groups(rows, most) if packed else [PrefixGroup(0, (row,)) for row in rows],

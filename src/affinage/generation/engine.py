@@ -67,13 +67,6 @@ class EngineRequest:
 Event = tuple[EngineRequest, str, Generation | None]  # new text of a request, and its generation when it has ended
 
 
-class State(NamedTuple):
-    """What stays on the device, donated from program to program."""
-
-    cache: Any  # arrays [layers, B, K, T, D]
-    seen: Bool[Array, "B V"]  # tokens of each slot, for the repetition penalty
-
-
 class Rows(NamedTuple):
     """Where each row stands; made from the requests for every dispatch."""
 
@@ -95,18 +88,14 @@ class Rows(NamedTuple):
 def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[int, ...]) -> tuple[Any, Any, Any]:
     """The jitted programs of a graph; jit keeps one executable per shape. `stops` are the ids that end a text."""
 
-    def sharded(state: State) -> State:
-        if layout is None:
-            return state
+    def sharded(cache: Any) -> Any:
         axes = (None, "batch", "kv_heads", None, "head_dim")
-        cache = jax.tree.map(lambda leaf: layout.constrain(leaf, axes), state.cache)
-        return State(cache, layout.constrain(state.seen, ("batch", None)))
+        return cache if layout is None else jax.tree.map(lambda leaf: layout.constrain(leaf, axes), cache)
 
-    def advance(rows: Rows, seen: Bool[Array, "B V"], logits: Logits) -> tuple[Rows, Bool[Array, "B V"], Array]:
+    def advance(rows: Rows, logits: Logits) -> tuple[Rows, Int[Array, "B"]]:
         """Choose a token for every row that is not done; the others stay as they are."""
         done = rows.done
-        multiplied = multiply_out(logits.hidden[:, 0], logits.kernel, logits.softcap)
-        chosen = choose(multiplied, rows.sampling, rows.number, rows.generated, seen)
+        chosen = choose(multiply_out(logits.hidden[:, 0], logits.kernel), rows.sampling, rows.number, rows.generated)
         generated = rows.generated + ~done
         stopped = jnp.isin(chosen, jnp.array(stops, jnp.int32)) & ~rows.ignore_eos & ~done
         advanced = rows._replace(
@@ -115,55 +104,50 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
             generated=generated,
             limit=jnp.where(stopped, generated, rows.limit),
         )
-        seen = seen.at[jnp.arange(len(chosen)), chosen].set(True)
-        return advanced, seen, jnp.where(done, _NOTHING, chosen)
+        return advanced, jnp.where(done, _NOTHING, chosen)
 
     @partial(jax.jit, static_argnames=("slots", "length"))
-    def empty(slots: int, length: int) -> State:
-        seen = jnp.zeros((slots, graph.shapes[graph.logits].width), bool)
-        return sharded(State(init_cache(graph, slots, length, jnp.dtype(dtype)), seen))
+    def empty(slots: int, length: int) -> Any:
+        return sharded(init_cache(graph, slots, length, jnp.dtype(dtype)))
 
-    @partial(jax.jit, donate_argnames=("state",))
+    @partial(jax.jit, donate_argnames=("cache",))
     def prefill(
         params: PyTree,
-        state: State,
+        cache: Any,
         rows: Rows,
-        seen: Bool[Array, "rows V"],
         tokens: Int[Array, "rows S"],
         starts: Int[Array, " rows"],
         lengths: Int[Array, " rows"],
         slots: Int[Array, " rows"],
-    ) -> tuple[State, Int[Array, "rows 1"]]:
+    ) -> tuple[Any, Int[Array, "rows 1"]]:
         """Put prompts into slots from `starts` on; rows of a slot that does not exist are dropped."""
         positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        cache = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), state.cache)
+        part = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), cache)
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
-        lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache, logit_positions=(lengths - 1)[:, None])
-        _, seen, first = advance(rows, seen, lazy)
-        cache = jax.tree.map(lambda old, new: old.at[:, slots].set(new, mode="drop"), state.cache, cache)
-        return sharded(State(cache, state.seen.at[slots].set(seen, mode="drop"))), first[:, None]
+        lazy, part = logits_of(graph, params, tokens, positions, dtype, part, logit_positions=(lengths - 1)[:, None])
+        _, first = advance(rows, lazy)
+        cache = jax.tree.map(lambda old, new: old.at[:, slots].set(new, mode="drop"), cache, part)
+        return sharded(cache), first[:, None]
 
-    @partial(jax.jit, static_argnames=("steps", "span"), donate_argnames=("state",))
-    def decode(params: PyTree, state: State, rows: Rows, steps: int, span: int) -> tuple[State, Int[Array, "B steps"]]:
+    @partial(jax.jit, static_argnames=("steps", "span"), donate_argnames=("cache",))
+    def decode(params: PyTree, cache: Any, rows: Rows, steps: int, span: int) -> tuple[Any, Int[Array, "B steps"]]:
         """Up to `steps` tokens for every row; only the first `span` places of the cache are read and written."""
         params = one_by_one(graph, params)
-        cache = jax.tree.map(lambda leaf: leaf[:, :, :, :span], state.cache)
 
-        def unfinished(carry: tuple[Array, State, Rows, Array]) -> Array:
+        def unfinished(carry: tuple[Array, Any, Rows, Array]) -> Array:
             step, _, rows, _ = carry
             return (step < steps) & ~jnp.all(rows.done)
 
-        def generate_token(carry: tuple[Array, State, Rows, Array]) -> tuple[Array, State, Rows, Array]:
-            step, (cache, seen), rows, out = carry
-            lazy, cache = logits_of(graph, params, rows.token[:, None], rows.position[:, None], dtype, cache)
-            rows, seen, chosen = advance(rows, seen, lazy)
-            return step + 1, State(cache, seen), rows, out.at[:, step].set(chosen)
+        def generate_token(carry: tuple[Array, Any, Rows, Array]) -> tuple[Array, Any, Rows, Array]:
+            step, part, rows, out = carry
+            lazy, part = logits_of(graph, params, rows.token[:, None], rows.position[:, None], dtype, part)
+            rows, chosen = advance(rows, lazy)
+            return step + 1, part, rows, out.at[:, step].set(chosen)
 
+        part = jax.tree.map(lambda leaf: leaf[:, :, :, :span], cache)
         out = jnp.full((len(rows.token), steps), _NOTHING, jnp.int32)
-        begin = (jnp.int32(0), State(cache, state.seen), rows, out)
-        _, (cache, seen), _, out = jax.lax.while_loop(unfinished, generate_token, begin)
-        cache = jax.tree.map(lambda old, part: old.at[:, :, :, :span].set(part), state.cache, cache)
-        return sharded(State(cache, seen)), out
+        _, part, _, out = jax.lax.while_loop(unfinished, generate_token, (jnp.int32(0), part, rows, out))
+        return sharded(jax.tree.map(lambda old, new: old.at[:, :, :, :span].set(new), cache, part)), out
 
     return empty, prefill, decode
 
@@ -202,7 +186,7 @@ class Engine:
         self.waiting: deque[EngineRequest] = deque()
         self.active: dict[int, EngineRequest] = {}  # by slot
         self._held: list[list[int]] = [[] for _ in range(self.slots)]  # tokens whose keys and values a slot has
-        self._state: State | None = None
+        self._cache: Any = None  # on the device: arrays [layers, slots, K, T, D], donated from program to program
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; another thread may call this during a step.
@@ -287,24 +271,22 @@ class Engine:
         longest = max(len(request.prompt) for request in requests) - start
         width = next(bucket for bucket in self._buckets if bucket >= longest)
         tokens = np.full((count, width), PAD, np.int32)
-        seen = np.zeros((count, self.model.graph.shapes[self.model.graph.logits].width), bool)
         lengths = np.ones(count, np.int32)
         for row, (slot, request) in enumerate(zip(slots, requests, strict=True)):
             lengths[row] = len(request.prompt) - start
             tokens[row, : lengths[row]] = request.prompt[start:]
-            seen[row, np.asarray(request.prompt)] = True
             self._held[slot] = list(request.prompt)
         missing = count - len(requests)
         slots = [*slots, *[self.slots] * missing]
         rows = self._rows([*requests, *[None] * missing], slots)
-        arrays = (seen, tokens, np.full(count, start, np.int32), lengths, np.array(slots, np.int32))
+        arrays = (tokens, np.full(count, start, np.int32), lengths, np.array(slots, np.int32))
         return self._dispatch(self._prefill, rows, *arrays)
 
     def _dispatch(self, program: Any, rows: Rows, *arrays: np.ndarray, **static: Any) -> Array:
-        """Run a program on the donated state."""
-        state, self._state = self._state or self._empty(slots=self.slots, length=self.length), None
+        """Run a program on the donated cache."""
+        cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
         rows, arrays = jax.tree.map(self.model.place, (rows, arrays))
-        self._state, emitted = program(self.model.params, state, rows, *arrays, **static)
+        self._cache, emitted = program(self.model.params, cache, rows, *arrays, **static)
         return emitted
 
     def _rows(self, requests: Sequence[EngineRequest | None], slots: Sequence[int]) -> Rows:
@@ -401,7 +383,7 @@ def _scoring(graph: Graph, dtype: str, layout: MeshLayout | None) -> Any:
     def score(params: PyTree, tokens: Int[Array, "R S"]) -> tuple[Array, Array, Array]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
-        logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel, lazy.softcap)
+        logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         values, ids = jax.lax.top_k(logprobs, min(TOP_LOGPROBS, logits.shape[1]))
         return jnp.take_along_axis(logprobs, tokens[0, 1:, None], axis=1)[:, 0], ids, values

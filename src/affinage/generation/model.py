@@ -35,7 +35,6 @@ class LoadedModel:
     layout: MeshLayout | None = None  # None: the default device
     system_prompt: str = ""  # of conversations without a system message
     compute_dtype: str = "float32"
-    attention: AttentionImplementation = "auto"  # where there is no KV cache and a row is one text; otherwise xla
 
     def place(self, array: ArrayLike) -> Any:
         """Return `array` with its rows split over the mesh; without a mesh, jit puts it on the device."""
@@ -70,26 +69,24 @@ def logits_of(
     dtype: str,
     cache: PyTree | None = None,
     *,
-    attention: AttentionImplementation = "auto",
     layout: MeshLayout | None = None,
     segments: Sequence[Array] | None = None,
     logit_positions: Int[Array, "R P"] | None = None,
+    attention: AttentionImplementation = "auto",
 ) -> tuple[Logits, PyTree | None]:
     """Return the logits of rows, not yet multiplied out; and the advanced cache if one is given.
 
-    `attention` and `layout` are a LoadedModel's; with a cache or segments, attention is xla's. `segments` are the
-    batch's `segment_ids` and `prefix_segment_ids` where rows hold several texts.
-    `logit_positions`: the tokens whose logits are wanted.
+    With a cache or segments, attention is xla's. `segments` are the batch's `segment_ids` and `prefix_segment_ids` if
+    rows hold several texts. `logit_positions`: the tokens whose logits are wanted.
     """
     batch = {"tokens": tokens, "positions": positions}
     if segments is not None:
         batch["segment_ids"], batch["prefix_segment_ids"] = segments
-    kernel = attention if cache is None else "xla"
     config = ApplyConfig(
         compute_dtype=jnp.dtype(dtype),
         cache=cache,
         until=graph.logits,
-        attention=kernel,
+        attention=attention if cache is None else "xla",
         logit_positions=logit_positions,
     )
     if layout is not None:

@@ -1,6 +1,6 @@
 """From the logits of the next token to the next token.
 
-The filters are those of Hugging Face's `generate`, in its order: repetition penalty, temperature, top-k, top-p, min-p.
+The filters are those of Hugging Face's `generate`, in its order: temperature, top-k, top-p, min-p.
 Each row of a batch has values of its own, as arrays, so that no setting compiles anything again; filters that no row
 uses are skipped as the program runs.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from affinage.errors import UserError
 
@@ -28,7 +28,6 @@ class SamplingParams:
     top_k: int = 0  # draw among this many of the most likely tokens; 0: among all
     top_p: float = 1.0  # draw among the smallest set of tokens with at least this probability (Holtzman et al., 2020)
     min_p: float = 0.0  # draw among tokens at least this share as likely as the most likely one (Nguyen et al., 2024)
-    repetition_penalty: float = 1.0  # divides the logits of tokens already seen (Keskar et al., 2019); 1: none
     seed: int = 0
     ignore_eos: bool = False  # go on after a token that ends a text
     stop: tuple[str, ...] = ()  # texts before which the answer ends
@@ -40,7 +39,6 @@ class SamplingParams:
             "top_k": (0 <= self.top_k < 2**31, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
             "seed": (0 <= self.seed < 2**32, "between 0 and 2**32"),
         }
         for name, (is_valid, rule) in rules.items():
@@ -55,7 +53,6 @@ class SamplingTensors(NamedTuple):
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     min_p: Float[Array, "B"]
-    repetition_penalty: Float[Array, "B"]
     seed: Int[Array, "B"]
 
     @classmethod
@@ -66,14 +63,13 @@ class SamplingTensors(NamedTuple):
         return cls(*columns)
 
 
-def filtered(logits: Float[Array, "B V"], tensors: SamplingTensors, seen: Bool[Array, "B V"]) -> Float[Array, "B V"]:
+def filtered(logits: Float[Array, "B V"], tensors: SamplingTensors) -> Float[Array, "B V"]:
     """The float32 logits that the next token is drawn by: minus infinity for tokens that are excluded.
 
-    `seen` marks the tokens of the row so far, for the repetition penalty. Rows of temperature 0 are not filtered.
+    Rows of temperature 0 are not filtered.
     """
-    temperature, top_k, top_p, min_p, penalty = (value[:, None] for value in tensors[:-1])
+    temperature, top_k, top_p, min_p = (value[:, None] for value in tensors[:-1])
     logits = logits.astype(jnp.float32)
-    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     draws = temperature > 0
     logits = logits / jnp.where(draws, temperature, 1.0)
 
@@ -100,7 +96,6 @@ def choose(
     tensors: SamplingTensors,
     rows: Int[Array, "B"],
     steps: Int[Array, "B"],
-    seen: Bool[Array, "B V"],
 ) -> Int[Array, "B"]:
     """The next token of every row; see `filtered`.
 
@@ -111,7 +106,7 @@ def choose(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step)
         return jax.random.categorical(key, logits)
 
-    logits = filtered(logits, tensors, seen)
+    logits = filtered(logits, tensors)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # no filter excludes it
     drawn = jax.lax.cond(
         jnp.any(tensors.temperature > 0),

@@ -11,38 +11,23 @@ class Chip:
     """One kind of chip, as a vendor sells it.
 
     JAX may show a chip as several devices (the two TensorCores of a TPU v3); `per_device` figures divide by that.
-
-    Attributes:
-        name: how people call it.
-        device_kinds: regular expression that the whole of `jax.Device.device_kind` matches.
-        devices: JAX devices per chip.
-        bfloat16_flops: peak dense matrix FLOP/s in bfloat16, None where unknown (then no MFU is shown).
-        float32_flops: peak dense FLOP/s in float32 where the vendor states one and hardware does it natively.
-        memory_bytes: capacity of the chip's memory (HBM).
-        memory_bandwidth: bytes/s between the memory and the chip.
-        links: links to other chips of the slice or box.
-        link_bandwidth: bytes/s of one link in one direction.
-        usable_bytes: of one device's memory, what a program may take: the compiler's own limit where it states one.
-        achievable: share of the peak that a large matrix product alone reaches. Measured on an H100 and an H200 (798
-            and 788 TFLOP/s, bfloat16, side 8,192), and taken for all GPUs; assumed for TPUs, of which whole steps reach
-            71 % (MaxText on v5p).
-        network_bandwidth: bytes/s per chip, in one direction, to chips that the links do not reach (DCN, InfiniBand).
-        price: US dollars per chip and hour, on demand; prices change, `hardware.price` in a recipe overrides it.
     """
 
-    name: str
-    device_kinds: str
-    devices: int = 1
-    bfloat16_flops: float | None = None
-    float32_flops: float | None = None
-    memory_bytes: int | None = None
-    memory_bandwidth: float | None = None
-    links: int = 0
-    link_bandwidth: float = 0.0
-    usable_bytes: int | None = None
+    name: str  # how people call it
+    device_kinds: str  # regular expression that the whole of `jax.Device.device_kind` matches
+    devices: int = 1  # JAX devices per chip
+    bfloat16_flops: float | None = None  # peak dense matrix FLOP/s; None where unknown (then no MFU is shown)
+    float32_flops: float | None = None  # peak dense FLOP/s, where hardware does it natively
+    memory_bytes: int | None = None  # capacity of the chip's memory (HBM)
+    memory_bandwidth: float | None = None  # bytes/s between the memory and the chip
+    links: int = 0  # to other chips of the slice or box
+    link_bandwidth: float = 0.0  # bytes/s of one link in one direction
+    usable_bytes: int | None = None  # of one device's memory, by the compiler's own limit where it states one
+    # Share of the peak that a large matrix product alone reaches. Measured on an H100 and an H200 (798 and 788 TFLOP/s,
+    # bfloat16, side 8,192), and taken for all GPUs; assumed for TPUs, of which whole steps reach 71 % (MaxText on v5p).
     achievable: float = 0.9
-    network_bandwidth: float = 0.0
-    price: float | None = None
+    network_bandwidth: float = 0.0  # bytes/s per chip, in one direction, to chips that the links do not reach
+    price: float | None = None  # US dollars per chip and hour, on demand; `hardware.price` in a recipe overrides it
 
     @property
     def price_source(self) -> str:
@@ -68,7 +53,7 @@ class Chip:
         return self.bfloat16_flops is not None
 
 
-# Columns in the order of the attributes of `Chip`. Sources of the figures, by line:
+# Columns in the order of the fields of `Chip`. Sources of the figures, by line:
 # TPU v2, v3: cloud.google.com/tpu/docs/v2 and /v3 (per chip); links as in "A Domain-Specific Supercomputer for Training
 #   Deep Neural Networks" (Norrie et al., 2020, table 1): 4 of 496 and 656 Gbit/s.
 # TPU v4: "TPU v4: An Optically Reconfigurable Supercomputer" (Jouppi et al., 2023, table 4): 6 links of 50 GB/s.
@@ -101,13 +86,11 @@ CHIPS: tuple[Chip, ...] = (
 
 
 def chip(device_kind: str) -> Chip:
-    """The chip that JAX calls `device_kind`; one without figures if the table does not have it."""
-    for known in CHIPS:
-        if re.fullmatch(known.device_kinds, device_kind):
-            return known
-    return Chip(device_kind, re.escape(device_kind))
+    """Return the chip that JAX calls `device_kind`; one without figures if the table does not have it."""
+    known = (chip for chip in CHIPS if re.fullmatch(chip.device_kinds, device_kind))
+    return next(known, Chip(device_kind, re.escape(device_kind)))
 
 
 def named(name: str) -> Chip:
-    """The chip that people call `name`, as in the table."""
+    """Return the chip that people call `name`, as in the table."""
     return next(known for known in CHIPS if known.name == name)

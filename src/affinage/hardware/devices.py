@@ -26,10 +26,7 @@ _MALLOPT = ((-1, -1), (-2, 2**26), (-3, 2**30), (-4, 0), (-8, 1))
 
 
 class Hardware(Protocol):
-    """Something to compute on, for `TrainJob.hardware`.
-
-    `LocalDevices`, `affinage.hardware.described.DescribedDevices`, or a class of your own.
-    """
+    """Something to compute on: `LocalDevices`, `described.DescribedDevices`, or a class of your own."""
 
     def acquire(self) -> "Sequence[jax.Device]":
         """Return the devices, waiting where that takes time. Called again it returns the same ones.
@@ -73,8 +70,7 @@ def prepare() -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep freed memory where XLA computes on the CPU; call it before JAX starts threads.
 
-    XLA's CPU backend allocates one buffer for all temporaries of a step and frees it at the end. By default glibc gives
-    it back to the kernel, so each step faults its pages in again: more than half of the time of a small step. The price
+    Else each step faults the pages of its temporaries in again: more than half of the time of a small step. The price
     is that the process stays at its peak memory.
     """
     chosen = os.environ.get("JAX_PLATFORMS", "")

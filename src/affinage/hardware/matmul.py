@@ -1,4 +1,4 @@
-"""How fast this machine's processor multiplies and moves memory, measured: no datasheet says it of all its cores.
+"""How fast this machine's processor multiplies and moves memory, measured: no datasheet covers all its cores.
 
 Seconds are the processor's own, so that what else runs on the machine hardly counts: the rates are those of idle cores.
 """
@@ -20,26 +20,22 @@ _ROUNDS = 5
 
 @cache
 def measured_flops() -> float:
-    """FLOP/s of all cores in a float32 product of 2,048 x 2,048 matrices as XLA compiles it: the best of a few.
-
-    NumPy's BLAS does not know every processor, and its threads spin while they wait for each other.
-    """
+    """Return the FLOP/s of all cores in a float32 product of two square matrices as XLA compiles it."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         left = jnp.ones((_SIDE, _SIDE), jnp.float32)
         product = jax.jit(jnp.matmul)
-        return 2 * _SIDE**3 / _least(lambda: product(left, left).block_until_ready()) * (os.cpu_count() or 1)
+        return 2 * _SIDE**3 / _best(lambda: product(left, left).block_until_ready()) * (os.cpu_count() or 1)
 
 
 @cache
 def measured_bandwidth() -> float:
-    """Bytes/s read and written by one core that adds two arrays into a third: the best of a few."""
-    left, right = (np.ones(_FLOATS, np.float32) for _ in range(2))
-    total = np.empty_like(left)
-    return 3 * left.nbytes / _least(lambda: np.add(left, right, out=total))
+    """Return the bytes/s that one core reads and writes when it adds two arrays into a third."""
+    left, right, total = (np.ones(_FLOATS, np.float32) for _ in range(3))
+    return 3 * left.nbytes / _best(lambda: np.add(left, right, out=total))
 
 
-def _least(work: Callable[[], Any]) -> float:
-    """The processor's seconds, of all threads together."""
+def _best(work: Callable[[], Any]) -> float:
+    """Return the processor's seconds, of all threads together, in the best of some rounds."""
     seconds = []
     for _ in range(_ROUNDS + 1):
         start = time.process_time()

@@ -1,12 +1,38 @@
-"""The sizes of a recipe's `mesh`: how many devices along each axis."""
+"""The sizes of a recipe's `mesh`, and what XLA is told beyond its defaults where it has more than one device."""
 
 import math
 from collections.abc import Mapping
 
 from affinage.errors import UserError
 
+Flag = bool | int | str
+
 # Outermost first: neighbors along `tensor` exchange the most, so they get the devices that are nearest to each other.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+# All of them let collectives run beside the arithmetic. They are options of one compilation, not of the environment:
+# the planner's compiled check and a run have the same, and a recipe's `parallel.xla_flags` replaces single ones.
+FLAGS: Mapping[str, Mapping[str, Flag]] = {
+    "tpu": {
+        "xla_tpu_enable_latency_hiding_scheduler": True,  # order operations so that transfers are under way early
+        "xla_enable_async_all_gather": True,  # FSDP's gathering of the next layer's weights
+        # Not xla_tpu_enable_async_collective_fusion: the compiler refuses it for TPU v4, as it may give wrong results.
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_tpu_enable_data_parallel_all_reduce_opt": True,  # sums of gradients between slices, over the network
+        "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    },
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**27,  # few large transfers: NCCL has a price for each
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
+        "xla_gpu_enable_pipelined_all_gather": True,  # of one layer during the one before it
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_while_loop_double_buffering": True,  # what pipelining needs in a scan over layers
+    },
+    "cpu": {},
+}
 
 
 def axis_sizes(sizes: Mapping[str, int | str], count: int, processes: int = 1) -> dict[str, int]:
@@ -22,26 +48,27 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int, processes: int = 1) -
     if len(free) > 1:
         raise UserError(f"both {free[0]} and {free[1]} are auto", where="mesh", fix="At most one axis may be auto.")
     full = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in sizes.items() if size != "auto"}
-    for axis, size in full.items():
-        if size < 1:
-            raise UserError(f"{axis} has size {size}", where="mesh", fix="An axis has at least 1 device.")
-    fixed = math.prod(full.values())
+    too_small = [axis for axis, size in full.items() if size < 1]
+    if too_small:
+        raise UserError(f"{too_small[0]} has size {full[too_small[0]]}", where="mesh", fix="At least 1 device.")
+    fixed, problem = math.prod(full.values()), ""
     if free and count % fixed:
-        raise _wrong_count(full, fixed, count, f"which does not divide the {count} there are")
-    if free:
-        full[free[0]] = count // fixed
-    elif fixed > count or (fixed < count and processes > 1):
-        raise _wrong_count(full, fixed, count, f"but there are {count}")
-    return full
+        problem = f"which does not divide the {count} there are"
+    elif not free and (fixed > count or (fixed < count and processes > 1)):
+        problem = f"but there are {count}"
+    if problem:
+        product = " x ".join(f"{axis} {size}" for axis, size in full.items() if size > 1)
+        made = f"{product} makes {fixed} devices" if product else "the mesh is of 1 device"
+        fix = f"Make one axis auto, e.g. `mesh: {{data: auto}}`; sizes must multiply to {count}."
+        raise UserError(f"{made}, {problem}", where="mesh", fix=fix)
+    return full | dict.fromkeys(free, count // fixed)
 
 
 def axis_to_free(sizes: Mapping[str, int | str]) -> str:
-    """The axis to make auto where the sizes of a mesh do not fit the devices: one that it has, if possible."""
+    """Return the axis to make auto where a mesh does not fit the devices: one that it has, if possible."""
     return next((axis for axis in ("fsdp", "data") if axis in sizes), "data")
 
 
-def _wrong_count(full: Mapping[str, int], fixed: int, count: int, but: str) -> UserError:
-    product = " x ".join(f"{axis} {size}" for axis, size in full.items() if size > 1)
-    made = f"{product} makes {fixed} devices" if product else "the mesh is of 1 device"
-    hint = f"Make one axis auto, e.g. `mesh: {{data: auto}}`; sizes must multiply to {count}."
-    return UserError(f"{made}, {but}", where="mesh", fix=hint)
+def flags_for(platform: str, devices: int, replaced: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Return the table's line for a platform, where there is more than one device, with a recipe's replacements."""
+    return {**(FLAGS.get(platform, {}) if devices > 1 else {}), **replaced}

@@ -37,14 +37,12 @@ class Slice:
     @property
     def platform(self) -> str:
         """What JAX calls the kind of device: tpu, gpu or cpu."""
-        if self.chip.name.startswith("TPU"):
-            return "tpu"
-        return "cpu" if self.chip.name == "CPU" else "gpu"
+        return "tpu" if self.torus else "cpu" if self.chip.name == "CPU" else "gpu"
 
     @property
     def torus(self) -> bool:
         """Whether the shape is that of a torus of links, not of boxes of GPUs."""
-        return self.platform == "tpu"
+        return self.chip.name.startswith("TPU")
 
 
 class _Family(NamedTuple):
@@ -73,8 +71,7 @@ _TPUS = {
 }
 _GPUS = {"a100": "A100 80GB", "a100-40gb": "A100 40GB", "h100": "H100", "h200": "H200", "b200": "B200", "l4": "L4"}
 _GPUS_OF_BOX = 8
-_SMALLEST = 0.1  # of a unit of memory, that is told in it
-_JAX_TAKES = 0.75  # docs.jax.dev/en/latest/gpu_memory_allocation.html
+_JAX_TAKES = "0.75"  # docs.jax.dev/en/latest/gpu_memory_allocation.html
 _COMPARED = (
     "v2-8 v3-8 v3-32 v4-8 v4-16 v4-32 v4-64 v4-128 v5e-4 v5e-8 v5e-16 v5e-64 v5e-256 v5p-8 v5p-32 v5p-128 v6e-4 v6e-8 "
     "v6e-16 v6e-64 v6e-256 tpu7x-8 tpu7x-64 l4 a100 a100x8 a100x16 h100 h100x8 h100x16 h200 h200x8 b200x8"
@@ -82,12 +79,12 @@ _COMPARED = (
 
 
 def compared() -> list[Slice]:
-    """Slices of every kind and of common sizes: what `--which` looks through."""
+    """Return slices of every kind and of common sizes: what `--which` compares."""
     return [find_slice(name) for name in _COMPARED]
 
 
 def find_slice(name: str) -> Slice:
-    """The slice that a cloud calls `name`, such as v4-32, v5litepod-16, h100x8, l4 or cpu; 2xv4-32 are two of them.
+    """Return the slice that a cloud calls `name`: v4-32, v5litepod-16, h100x8, l4 or cpu; 2xv4-32 are two of them.
 
     Raises:
         UserError: for a name or a size that does not exist, with the nearest that does.
@@ -97,39 +94,30 @@ def find_slice(name: str) -> Slice:
         return Slice(name, cpu(), (1,), (False,), 1)
     gpu = re.fullmatch(r"([a-z0-9-]+?)(?:x(\d+))?", word)
     if gpu and gpu[1] in _GPUS:
-        return _gpus(name, named(_GPUS[gpu[1]]), int(gpu[2] or 1))
-    several = re.fullmatch(r"(\d+)x(.+)", word)
-    if several and int(several[1]) > 0 and several[2].partition("-")[0] in _TPUS:
-        one, count = find_slice(several[2]), int(several[1])
-        return dataclasses.replace(one, name=name, slices=count, hosts=one.hosts * count)
-    tpu = re.fullmatch(r"([a-z0-9]+)-(\d+)", word)
-    if tpu and tpu[1] in _TPUS:
-        return _tpus(name, _TPUS[tpu[1]], int(tpu[2]), tpu[1])
-    known = [*_COMPARED, "v5litepod-16", "v4-8192", "cpu"]
-    tpus, gpus = (f"{family}-N" for family in _TPUS), (f"{family}xN" for family in _GPUS)
-    families = ", ".join([*tpus, "2xv4-N (two slices)", *gpus, "cpu"])
-    raise UserError(
-        f"no slice is called `{name}`",
-        where="--on",
-        fix=f"{did_you_mean(word, known)} The names are {families}.".lstrip(),
-    )
+        return _gpus(name, gpu[1], int(gpu[2] or 1))
+    tpu = re.fullmatch(r"(?:(\d+)x)?([a-z0-9]+)-(\d+)", word)
+    if tpu and tpu[2] in _TPUS and tpu[1] != "0":
+        single, count = _tpus(name, tpu[2], int(tpu[3])), int(tpu[1] or 1)
+        return dataclasses.replace(single, slices=count, hosts=single.hosts * count)
+    names = [*(f"{family}-N" for family in _TPUS), "2xv4-N (two slices)", *(f"{family}xN" for family in _GPUS), "cpu"]
+    fix = f"{did_you_mean(word, [*_COMPARED, 'v5litepod-16'])} The names are {', '.join(names)}.".lstrip()
+    raise UserError(f"no slice is called `{name}`", where="--on", fix=fix)
 
 
 def chip_called(kind: str) -> Chip:
-    """The chip of the slices whose names begin with `kind`: v4, v5litepod, h100.
+    """Return the chip of the slices whose names begin with `kind`: v4, v5litepod, h100.
 
     Raises:
-        UserError: for a kind that there is not.
+        UserError: for an unknown kind.
     """
     word = kind.strip().lower()
     if word not in _TPUS and word not in _GPUS:
-        fix = f"{did_you_mean(word, [*_TPUS, *_GPUS])} The kinds are {', '.join([*_TPUS, *_GPUS])}.".lstrip()
-        raise UserError(f"no chip is called `{kind}`", fix=fix)
+        raise UserError(f"no chip is called `{kind}`", fix=f"The kinds are {', '.join([*_TPUS, *_GPUS])}.")
     return named(_TPUS[word].chip if word in _TPUS else _GPUS[word])
 
 
 def slice_of(device_kind: str, devices: int) -> Slice | None:
-    """The slice that consists of `devices` devices of a kind (as JAX calls it); None if there is none."""
+    """Return the slice that consists of `devices` devices of a kind (as JAX calls it); None if there is none."""
     kind = chip(device_kind)
     names = {"CPU": "cpu"} | {name: f"{word}x{devices}" for word, name in _GPUS.items()}
     names |= {family.chip: f"{word}-{devices * family.counts // kind.devices}" for word, family in _TPUS.items()}
@@ -140,84 +128,71 @@ def slice_of(device_kind: str, devices: int) -> Slice | None:
 
 
 def cpu() -> Chip:
-    """This machine's processor, with its memory; how fast it multiplies is measured, see `affinage.hardware.matmul`."""
+    """Return this machine's processor with its memory; `affinage.hardware.matmul` measures how fast it multiplies."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Whole steps of benchmarks/step_cpu.py are 47 to 61 % of the measured product at widths 128 and 256, 71 % at 512.
     return Chip("CPU", r"cpu", memory_bytes=pages, usable_bytes=pages, achievable=0.55)
 
 
-def _gpus(name: str, chip: Chip, count: int) -> Slice:
-    if count < 1 or (count > _GPUS_OF_BOX and count % _GPUS_OF_BOX):
-        fitting = f"{name.lower().partition('x')[0]}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}"
-        what = f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}"
-        raise UserError(what, where="--on", fix=f"Try {fitting}.")
-    boxes, of_box = (1, count) if count <= _GPUS_OF_BOX else (count // _GPUS_OF_BOX, _GPUS_OF_BOX)
-    usable = int(_share_of_gpus() * (chip.memory_bytes or 0))
-    chip = dataclasses.replace(chip, usable_bytes=usable)
-    return Slice(name, chip, (boxes, of_box), (False, False), boxes)
+def _gpus(name: str, word: str, count: int) -> Slice:
+    boxes, rest = divmod(count, _GPUS_OF_BOX) if count > _GPUS_OF_BOX else (1, 0)
+    if count < 1 or rest:
+        fix = f"Try {word}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}."
+        raise UserError(f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}", where="--on", fix=fix)
+    # JAX takes 75 % of a GPU's memory for arrays, unless its environment says otherwise.
+    variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    share = next((os.environ[variable] for variable in variables if os.environ.get(variable)), _JAX_TAKES)
+    try:
+        usable = int(float(share) * (named(_GPUS[word]).memory_bytes or 0))
+    except ValueError:
+        raise UserError(
+            f"`{share}` is no share of a memory", where=" or ".join(variables), fix="Such as 0.9."
+        ) from None
+    gpu = dataclasses.replace(named(_GPUS[word]), usable_bytes=usable)
+    return Slice(name, gpu, (boxes, count // boxes), (False, False), boxes)
 
 
-def _share_of_gpus() -> float:
-    """Share of a GPU's memory that JAX takes for arrays: 75 %, unless its environment says otherwise."""
-    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        share = os.environ.get(variable)
-        try:
-            if share:
-                return float(share)
-        except ValueError as error:
-            raise UserError(f"`{share}` is no share of a memory", where=variable, fix="Such as 0.9.") from error
-    return _JAX_TAKES
-
-
-def _tpus(name: str, family: _Family, number: int, word: str) -> Slice:
-    chips = number // family.counts
-    shape: tuple[int, ...] | None = (
-        torus_shape(chips, family.dimensions) if number % family.counts == 0 and chips <= family.largest else None
-    )
-    if shape is None:
-        sizes = [n for n in range(1, family.largest + 1) if torus_shape(n, family.dimensions)]
-        wanted = number / family.counts
-        near = [*[n for n in sizes if n < wanted][-1:], *[n for n in sizes if n > wanted][:1]]
-        names = " and ".join(f"{word}-{n * family.counts}" for n in near)
-        raise UserError(f"there is no {name}", where="--on", fix=f"The nearest: {names}.")
-    chip = named(family.chip)
-    if family.dimensions == 3:
-        # Optical switches close the rings of whole cubes of 4 x 4 x 4 chips.
-        wrap: tuple[bool, ...] = tuple(all(side % 4 == 0 for side in shape) for _ in shape)
-    else:
-        wrap = tuple(side >= family.full for side in shape)
+def _tpus(name: str, word: str, number: int) -> Slice:
+    family, chips = _TPUS[word], number // _TPUS[word].counts
+    sizes = [n for n in range(1, family.largest + 1) if torus_shape(n, family.dimensions)]
+    if number % family.counts or chips not in sizes:
+        below = [n for n in sizes if n * family.counts < number][-1:]
+        above = [n for n in sizes if n * family.counts > number][:1]
+        nearest = " and ".join(f"{word}-{n * family.counts}" for n in below + above)
+        raise UserError(f"there is no {name}", where="--on", fix=f"The nearest: {nearest}.")
+    shape = torus_shape(chips, family.dimensions) or ()
+    # In 3D optical switches close the rings of whole cubes of 4 x 4 x 4 chips.
+    cubes = all(side % 4 == 0 for side in shape)
+    wrap = tuple(cubes if family.dimensions == 3 else side >= family.full for side in shape)
     topology = f"{family.topology}:{'x'.join(map(str, shape))}" if family.topology else ""
     # Of v5e and v6e there are machines with 8 chips, used for slices that fit into one.
     hosts = 1 if chips <= family.largest_host else -(-chips // 4)
-    return Slice(name, chip, shape, wrap, hosts, topology, family.variant)
+    return Slice(name, named(family.chip), shape, wrap, hosts, topology, family.variant)
 
 
 def torus_shape(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """The most compact shape that is offered for a number of chips, smallest dimension first; None if there is none.
+    """Return the most compact shape that is offered for a number of chips, smallest dimension first, or None.
 
     Three dimensions: up to 32 chips powers of two from 2x2x1, from there on multiples of 4 along each. Two: powers of
     two up to 16 x 16, on older chips to 32 x 32.
     """
-    power = chips > 0 and chips & (chips - 1) == 0
     if dimensions == 2:
-        if not power or chips == 2:
+        if chips == 2 or chips & (chips - 1):
             return None
         side = 1 << ((chips.bit_length() - 1) // 2)
         return (side, chips // side)
-    if chips < 64:
+    if chips < 64 or chips % 64:
         return {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}.get(chips)
-    if chips % 64:
-        return None
     cubes = chips // 64
     divisors = [n for n in range(1, cubes + 1) if cubes % n == 0]
-    sides = [(a, b, cubes // a // b) for a in divisors for b in divisors if cubes // a % b == 0]
-    a, b, c = min((s for s in sides if s == tuple(sorted(s))), key=lambda s: (sum(s), s))
+    sides = [(a, b, cubes // a // b) for a in divisors for b in divisors if cubes // a % b == 0 and a <= b]
+    a, b, c = min((s for s in sides if s[1] <= s[2]), key=lambda s: (sum(s), s))
     return (4 * a, 4 * b, 4 * c)
 
 
 def memory_text(count: float) -> str:
-    """Bytes in GiB with two digits, as the compiler writes them; less than a tenth of one in MiB, of these in KiB."""
+    """Return bytes in GiB with two digits, as the compiler writes them; less than a tenth of one in MiB or KiB."""
     for unit, size in (("GiB", GiB), ("MiB", GiB >> 10)):
-        if count >= _SMALLEST * size:
+        if count >= 0.1 * size:
             return f"{count / size:.2f} {unit}"
     return f"{count / (GiB >> 20):.2f} KiB"

@@ -20,12 +20,11 @@ def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str
     """Write a folder that `peft.PeftModel.from_pretrained(model, folder)` puts beside the exported weights of the base.
 
     `params` are A and B. `base` is the base's repository or exported folder, by which PEFT finds it; "" if there is
-    none yet. Returns {file: bytes}. Raises UserError for matrices that transformers stores together with others: those
-    of a GPT-2, and of experts.
+    none yet. Returns {file: bytes}. Raises UserError for a GPT-2, whose matrices transformers stores together.
     """
-    if adapters.of_experts or family_of(adapters.graph) is FAMILIES["gpt2"]:
+    if family_of(adapters.graph) is FAMILIES["gpt2"]:
         fix = "Leave out --adapter: the exported weights have the adapters in them."
-        raise UserError("PEFT adapts no single matrix of a GPT-2 or of experts", fix=fix)
+        raise UserError("PEFT adapts no single matrix of a GPT-2", fix=fix)
     settings = adapters.settings
     config: dict[str, Any] = {
         "peft_type": "LORA",

@@ -40,7 +40,7 @@ _OPTIONAL = ("positions", "drop")
 _ROPE = "blocks.attention.rope"
 # Settings that only training uses, so that a graph may differ in them from what its config.json says.
 _TRAINING_ONLY = re.compile(
-    r"drop\..*|context|logits\.vocab|.*\.(dropout|init_std|load_balance_weight|z_loss_weight|capacity_factor|balance_over)"
+    r"drop\..*|context|logits\.vocab|.*\.(dropout|init_std|load_balance_weight|z_loss_weight|capacity_factor)"
 )
 REQUIRED = object()
 # Keys that change neither logits nor gradients: names, versions, ids for tokenizers, how transformers computes, what

@@ -2,19 +2,25 @@
 
 import hashlib
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import disable_progress_bars
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from affinage.data.foreign_json import read_object
-from affinage.errors import UserError
+from affinage.data.hub_answers import limit_requests, refusal
+from affinage.errors import UserError, of_the_machine
 from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
 from affinage.model.parameter import PyTree
+from affinage.paths import from_home
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -24,6 +30,33 @@ _UNREADABLE = (SafetensorError, TypeError, ValueError, AttributeError, OverflowE
 # Buffers in old files that follow from the configuration: GPT-2's masks, Llama's frequencies.
 _BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 _SAME_MODEL = "Take config.json and the weights from the same model; adapters are merged before an import."
+
+
+# All that an import reads. Files that can run code (*.py, *.bin, *.pt) are not downloaded.
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "chat_template.jinja", "README.md"]
+_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def local_copy(folder_or_id: str) -> Path:
+    """Return the folder itself, or a copy of the repository with this id, from the cache if it is there already.
+
+    Raises UserError if there is no such folder, and the hub has no such repository or cannot be reached.
+    """
+    folder = from_home(folder_or_id)
+    if folder.is_dir():
+        return folder
+    if not _REPOSITORY.fullmatch(folder_or_id):
+        raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
+    limit_requests()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
+    except (HTTPError, OSError, HFValidationError) as error:
+        if of_the_machine(error) is not None:  # a full disk is not the Hub's
+            raise
+        refused = refusal(error, "model", folder_or_id)
+        raise UserError(f"there is no folder `{folder_or_id}`, and {refused.what}", fix=refused.fix) from error
 
 
 @dataclass(frozen=True)

@@ -51,24 +51,12 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The cost of every node for a batch."""
+    """The cost of every node for a batch, and sums over the nodes."""
 
     nodes: tuple[NodeCost, ...]
-
-    @property
-    def flops(self) -> int:
-        """Of one forward pass."""
-        return sum(node.flops for node in self.nodes)
-
-    @property
-    def training_flops(self) -> int:
-        """Of one training step on this batch."""
-        return sum(node.training_flops for node in self.nodes)
-
-    @property
-    def training_flops_all_pairs(self) -> int:
-        """The same with attention over all S * S pairs of tokens."""
-        return sum(node.training_flops_all_pairs for node in self.nodes)
+    flops: int
+    training_flops: int
+    training_flops_all_pairs: int
 
 
 def parameters(graph: Graph) -> ParameterCount:
@@ -81,28 +69,17 @@ def parameters(graph: Graph) -> ParameterCount:
 
 def analyze(graph: Graph, batch: int, context: int) -> Analysis:
     """The cost of every node at this batch (rows) and context (tokens of a row)."""
-    rows = []
+    nodes = []
     for node in graph.nodes:
         cost = node.layer.cost(graph.input_shapes(node), {BATCH: batch, SEQUENCE: context}) * node.layers
         declared = parameters_in(graph.parameters.get(node.name, {}))
         flops, all_pairs = cost.matmul + cost.attention_causal, cost.matmul + cost.attention
         passes = 1 if node.layer.constant else 3
-        rows.append(
-            NodeCost(
-                name=node.name,
-                kind=node.layer.kind_name,
-                inputs=node.inputs,
-                repeat=node.layers,
-                shape=str(graph.shapes[node.name]),
-                parameters=sum(p.size for p in declared),
-                active_parameters=sum(p.active for p in declared),
-                flops=flops,
-                flops_all_pairs=all_pairs,
-                training_flops=passes * flops,
-                training_flops_all_pairs=passes * all_pairs,
-            )
-        )
-    return Analysis(tuple(rows))
+        size, active = sum(p.size for p in declared), sum(p.active for p in declared)
+        of_node = (node.name, node.layer.kind_name, node.inputs, node.layers, str(graph.shapes[node.name]))
+        nodes.append(NodeCost(*of_node, size, active, flops, all_pairs, passes * flops, passes * all_pairs))
+    totals = (sum(getattr(node, name) for node in nodes) for name in list(Analysis.__annotations__)[1:])
+    return Analysis(tuple(nodes), *totals)
 
 
 def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:

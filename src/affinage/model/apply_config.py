@@ -91,8 +91,8 @@ class ApplyConfig:
     adapter_dropout: float = 0.0  # of what goes into adapters, where there are any and there is a key
     ema_params: PyTree | None = None  # the moving average of the parameters, for nodes that read it
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
-    # The places of the tokens whose values are wanted in the end, in the flattened tokens of each of R equal parts of
-    # the rows: of other tokens only what these look at is computed, and values come out as [R, P, ...]. None: all.
+    # The places of the tokens whose logits are wanted, in the flattened tokens of each of R equal parts of the rows:
+    # logits come out as [R, P, V]. None: all.
     logit_positions: Int[Array, "R P"] | None = None
     attention: AttentionImplementation = "auto"  # see `affinage.model.layers.attention_ops`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,10 @@ from affinage.model.apply_config import ApplyConfig
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import BATCH, SEQUENCE, Cache, LayerContext, Loss, Result
 from affinage.model.layers.losses import REFERENCE, PreferenceLoss
+from affinage.model.lora import Adapters
 from affinage.model.parameter import ParamSpec, PyTree, map_parameters
 
-
-class Declared(Protocol):
-    """What declares parameters: a graph, or the adapters beside its matrices."""
-
-    @property
-    def parameters(self) -> PyTree:
-        """Declarations of all parameters."""
-        ...
-
-    @property
-    def depth(self) -> int:
-        """See `Graph.depth`."""
-        ...
+Declared = Graph | Adapters  # what declares parameters
 
 
 def abstract_params(graph: Declared, dtype: Any = jnp.float32) -> PyTree:
@@ -147,13 +136,11 @@ def apply_part(
 ) -> Outputs:
     """What the named nodes make, in the graph's order, of values that are `known`, which are among those returned."""
     made = Outputs(dict(known), None if config.cache is None else dict(config.cache))
-    narrowing = None if config.logit_positions is None else graph.narrowing(names)
     for node in graph.nodes:
         if node.name not in names:
             continue
-        positions = config.logit_positions if node.name == narrowing else None
         with jax.named_scope(node.name):  # by which profiles and plans know what a program's operations are for
-            result = _apply_in(graph, node, params, made.values, batch, replace(config, logit_positions=positions))
+            result = _apply_in(graph, node, params, made.values, batch, config)
         made.values[node.name] = result.value
         made.losses.extend(total / jnp.maximum(count, 1.0) for total, count in result.losses.values())
         for name, (total, count) in result.metrics.items():
@@ -201,7 +188,6 @@ def context_of(node: Node, params: PyTree, batch: Mapping[str, Array], config: A
         key=None if config.key is None else _named_key(config.key, node.name),
         cache=None if config.cache is None else config.cache.get(node.name),
         shared=params[shared] if shared else None,
-        logit_positions=config.logit_positions,
     )
 
 
@@ -232,11 +218,11 @@ def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, firs
     if context.cache is not None and scanned == isinstance(context.cache, tuple):
         raise ValueError("the cache was made for a platform that scans layers where this one does not, or the reverse")
 
-    def body(carry: Any, layer_params: PyTree, layer: Any, positions: Array | None = None) -> Any:
+    def body(carry: Any, layer_params: PyTree, layer: Any) -> Any:
         value, cache = carry
         key = None if context.key is None else jax.random.fold_in(context.key, layer)
         place = layer if scanned or cache is None else 0
-        own = replace(context, key=key, layer=place, cache=cache, logit_positions=positions)
+        own = replace(context, key=key, layer=place, cache=cache)
         result = Result.of(node.layer.apply(layer_params, (value,), own))
         return (result.value, result.cache), (result.losses, result.metrics)
 
@@ -247,7 +233,6 @@ def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, firs
         (x, cache), products = jax.lax.scan(
             lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, numbers)
         )
-        x = context.narrowed(x)
         losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), products)
         counts = {name: count[0] for name, (_, count) in products[0].items()}
     else:
@@ -255,9 +240,7 @@ def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, firs
         collected = []
         each = context.cache or (None,) * node.layers
         for layer, (own, cached) in enumerate(zip(_unstack(params, node.layers), each, strict=True)):
-            # The layers before it compute what the last one looks at.
-            positions = context.logit_positions if layer == node.layers - 1 else None
-            (x, cached), by_products = wrapped((x, cached), own, first + layer, positions)
+            (x, cached), by_products = wrapped((x, cached), own, first + layer)
             caches.append(cached)
             collected.append(by_products)
         cache = None if context.cache is None else tuple(caches)

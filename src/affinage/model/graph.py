@@ -96,19 +96,18 @@ class Graph:
     @cached_property
     def depth(self) -> int:
         """Layers that add to a residual stream, for the scale of their first values."""
-        residual = [node for node in self.nodes if any(p.residual for p in parameters_in(self._own(node)))]
-        return max(1, sum(node.layers for node in residual))
-
-    def _own(self, node: Node) -> PyTree:
-        return node.layer.parameters(self.input_shapes(node))
+        residual = [name for name, tree in self.parameters.items() if any(p.residual for p in parameters_in(tree))]
+        return max(1, sum(self[name].layers for name in residual))
 
     @cached_property
     def parameters(self) -> PyTree:
         """Declarations of all parameters: {node name: nested dict}; a repeated node's have the layers first."""
         tree: PyTree = {}
         for node in self.nodes:
-            if own := self._own(node):
-                tree[node.name] = own if node.repeat is None else _stacked(own, node.repeat)
+            if own := node.layer.parameters(self.input_shapes(node)):
+                tree[node.name] = own
+                if node.repeat is not None:
+                    tree[node.name] = map_parameters(lambda _, p, layers=node.repeat: p.stacked(layers), own)
         return tree
 
     def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
@@ -118,26 +117,11 @@ class Graph:
 
     def needed_for(self, name: str) -> Collection[str]:
         """Names of the node itself and of all nodes that it is computed from."""
-        return _ancestors(self._by_name, name)
-
-    def narrowing(self, names: Collection[str]) -> str:
-        """The first of the named nodes that can leave out tokens whose values are not wanted in the end.
-
-        It is the last one that looks at other tokens, if it `narrows` and all later ones read it alone; else the end.
-        """
-        first, later = "", set[str]()
-        read: set[str] = set()  # by the later nodes
-        for node in reversed([node for node in self.nodes if node.name in names]):
-            if not read <= later | {node.name}:
-                break
-            first = node.name if node.layer.narrows else first
-            if not node.layer.by_token:
-                break
-            later.add(node.name)
-            read.update(node.inputs)
-        if not first:
-            raise ValueError("the last node computes all tokens or none")
-        return first
+        needed = {name}
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                needed.update(source for source in node.inputs if source in self)
+        return needed
 
     def to_dict(self) -> dict[str, Any]:
         """The `model:` mapping of a recipe that parses to this graph again."""
@@ -152,10 +136,6 @@ class Graph:
             nodes[node.name] = entry | node.layer.model_dump(mode="json", exclude_defaults=True)
         sizes = {name: list(shape.dims[1:]) for name, shape in self.inputs}
         return {"inputs": ["tokens"] if list(sizes) == ["tokens"] else sizes, "nodes": nodes}
-
-
-def _stacked(tree: PyTree, layers: int) -> PyTree:
-    return map_parameters(lambda _, parameter: parameter.stacked(layers), tree)
 
 
 def preference_graph(graph: Graph, settings: DpoSettings, documents: int) -> Graph:
@@ -195,8 +175,7 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
         UserError: unknown kinds, keys and inputs, wrong arity, cycles, shapes without a rule, and dead nodes.
     """
     _check_keys(model, ("inputs", "nodes"), ("model",), locate)
-    inputs = _parse_inputs(model.get("inputs"), locate)
-    entries = model.get("nodes")
+    inputs, entries = _parse_inputs(model.get("inputs"), locate), model.get("nodes")
     if not isinstance(entries, Mapping) or not entries:
         raise UserError("the model has no nodes", where=locate(("model", "nodes")))
     nodes = {str(name): _parse_node(str(name), entry, vocabulary, locate) for name, entry in entries.items()}
@@ -213,8 +192,16 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
         except ValueError as error:
             raise _wrong(f"node `{name}`: {error}", locate, name) from None
     ordered, shapes = _ordered(nodes, inputs, locate)
-    _check_alive(nodes, locate)
-    return Graph(tuple(inputs.items()), tuple(ordered), shapes)
+    losses = [name for name, node in nodes.items() if node.layer.is_loss]
+    if len(losses) != 1:
+        raise _wrong(f"the model must have exactly one loss node, it has {losses or 'none'}", locate)
+    graph = Graph(tuple(inputs.items()), tuple(ordered), shapes)
+    alive = graph.needed_for(losses[0])
+    lenders = {nodes[name].layer.shares for name in alive}
+    for name in nodes:
+        if name not in alive and name not in lenders:
+            raise _wrong(f"node `{name}` is dead: nothing that leads to `{losses[0]}` uses it", locate, name)
+    return graph
 
 
 def _wrong(what: str, locate: Locate, *keys: str, fix: str = "") -> UserError:
@@ -237,35 +224,31 @@ def _check_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) ->
 
 
 def _parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
-    """The inputs by name: a list of those that are always the same, or a mapping with the size of an array's rows."""
-    where = ("model", "inputs")
-    names = [value] if isinstance(value, str) else value
-    if isinstance(names, list | tuple):
-        for name in names:
-            if name != "tokens":
-                raise UserError(f"unknown input `{name}`", where=locate(where), fix=_suggest(str(name), ["tokens"]))
-        names = dict.fromkeys(names, (SEQUENCE,))
-    if not isinstance(names, Mapping) or not names:
-        raise UserError("`inputs` must list what the batch holds, e.g. [tokens]", where=locate(where))
+    """The inputs by name: [tokens], or a mapping with the size of an array's rows."""
+    if value in ("tokens", ["tokens"]):
+        value = {"tokens": [SEQUENCE]}
+    if not isinstance(value, Mapping) or not value:
+        raise UserError(
+            f"`inputs` must be [tokens], or a size for each array, not {value!r}", where=locate(("model", "inputs"))
+        )
     shapes: dict[str, Shape] = {}
-    for name, size in names.items():
+    for name, size in value.items():
         sizes = tuple(size) if isinstance(size, list | tuple) else ()
-        of_tokens, numbers = name == "tokens", bool(sizes) and all(type(n) is int and n > 0 for n in sizes)
-        if sizes != (SEQUENCE,) if of_tokens else not numbers:
-            what = f"input `{name}` must have the size of one row, not {size!r}"
-            fix = f"Write it like [{SEQUENCE if of_tokens else '8, 8, 1'}]."
-            raise UserError(what, where=locate((*where, str(name))), fix=fix)
-        shapes[str(name)] = TOKENS if of_tokens else Shape((BATCH, *sizes))
+        valid = sizes == (SEQUENCE,) if name == "tokens" else sizes and all(type(n) is int and n > 0 for n in sizes)
+        if not valid:
+            what = f"input `{name}` must have the size of one row, such as [8, 8, 1], not {size!r}"
+            raise UserError(what, where=locate(("model", "inputs", str(name))))
+        shapes[str(name)] = TOKENS if name == "tokens" else Shape((BATCH, *sizes))
     return shapes
 
 
 def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -> Node:
     if not isinstance(entry, Mapping) or "kind" not in entry or "in" not in entry:
         raise _wrong(f"node `{name}` needs `kind` and `in`", locate, name)
-    kind = entry["kind"]
-    layer = LAYERS.get(kind) if isinstance(kind, str) else None
-    if layer is None:
-        raise _wrong(f"unknown kind `{kind}`", locate, name, "kind", fix=_suggest(str(kind), LAYERS))
+    kind = str(entry["kind"])
+    if kind not in LAYERS:
+        raise _wrong(f"unknown kind `{kind}`", locate, name, "kind", fix=_suggest(kind, LAYERS))
+    layer = LAYERS[kind]
     inputs = entry["in"] if isinstance(entry["in"], list | tuple) else [entry["in"]]
     if len(inputs) != len(layer.takes) or not all(isinstance(i, str) for i in inputs):
         what = f"{kind} takes {len(layer.takes)} inputs ({', '.join(layer.takes)}), got {entry['in']!r}"
@@ -284,20 +267,9 @@ def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -
     path = ("model", "nodes", name)
     _check_keys(settings, [*layer.model_fields, *_NODE_KEYS], path, locate)
     try:
-        made = layer.model_validate(settings)
+        return Node(name, layer.model_validate(settings), tuple(inputs), repeat, scan)
     except ValidationError as error:
         raise explain(error, layer, settings, lambda inner: locate((*path, *map(str, inner))), path) from None
-    return Node(name, made, tuple(inputs), repeat, scan)
-
-
-def _ancestors(nodes: Mapping[str, Node], name: str) -> Collection[str]:
-    found, waiting = set[str](), [name]
-    while waiting:
-        current = waiting.pop()
-        if current in nodes and current not in found:
-            found.add(current)
-            waiting.extend(nodes[current].inputs)
-    return found
 
 
 def _ordered(
@@ -318,26 +290,13 @@ def _ordered(
             visit(source, (*trail, name))
         taken = tuple(shapes[source] for source in node.inputs)
         try:
-            shape = node.layer.shape(taken)
+            shapes[name] = node.layer.shape(taken)
         except ShapeMismatch as error:
             raise _wrong(f"node `{name}` ({node.layer.kind_name}): {error}", locate, name) from None
-        if node.repeat is not None and (shape,) != taken:
-            raise _wrong(f"node `{name}` cannot repeat: it turns {taken[0]} into {shape}", locate, name)
-        shapes[name] = shape
+        if node.repeat is not None and (shapes[name],) != taken:
+            raise _wrong(f"node `{name}` cannot repeat: it turns {taken[0]} into {shapes[name]}", locate, name)
         ordered.append(node)
 
     for name in nodes:
         visit(name, ())
     return ordered, shapes
-
-
-def _check_alive(nodes: Mapping[str, Node], locate: Locate) -> None:
-    """Exactly one loss, and every node leads to it or lends it parameters."""
-    losses = [name for name, node in nodes.items() if node.layer.is_loss]
-    if len(losses) != 1:
-        raise _wrong(f"the model must have exactly one loss node, it has {losses or 'none'}", locate)
-    alive = set(_ancestors(nodes, losses[0]))
-    alive |= {shared for name in alive if (shared := nodes[name].layer.shares)}
-    for name in nodes:
-        if name not in alive:
-            raise _wrong(f"node `{name}` is dead: nothing that leads to `{losses[0]}` uses it", locate, name)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.config.settings import Settings
 from affinage.model.apply_config import ApplyConfig
@@ -102,15 +102,6 @@ class LayerContext:
     cache: Cache | tuple[Cache, ...] | None = None
     shared: PyTree | None = None  # the parameters of the node that `shares` names
     prepared: Any = None  # what `prepare` returned, the same for all layers
-    logit_positions: Int[Array, "R P"] | None = None  # of a node that `narrows`, and its last layer: see `ApplyConfig`
-
-    def narrowed(self, x: Float[Array, "B S *D"]) -> Array:
-        """Of the tokens those at `logit_positions`, [R, P, *D]; all of them where there are none."""
-        if self.logit_positions is None:
-            return x
-        at = self.logit_positions
-        parts = x.reshape(len(at), -1, *x.shape[2:])
-        return jnp.take_along_axis(parts, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 @dataclass(frozen=True)
@@ -138,8 +129,6 @@ class Layer(Settings):
     # Rows may be several sequences that see a beginning together: it looks at no other token, or knows
     # `prefix_segment_ids`.
     joins: ClassVar[bool] = False
-    by_token: ClassVar[bool] = False  # what it makes of a token depends on nothing but its inputs' vectors there
-    narrows: ClassVar[bool] = False  # it heeds the context's `logit_positions`
     constant: ClassVar[bool] = False  # no gradient goes through it, neither to its inputs nor to parameters
 
     def mixes_rows(self) -> bool:

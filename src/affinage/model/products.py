@@ -1,6 +1,6 @@
 """Products of low-precision arrays with float32 results, and logits that are not yet multiplied out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -22,10 +22,6 @@ def product32(equation: str, left: Float[Array, "..."], right: Float[Array, "...
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
-def _forward(equation: str, left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    return product32(equation, left, right), (left, right)
-
-
 def _backward(equation: str, operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     left, right = operands
     terms, result = equation.split("->")
@@ -35,7 +31,7 @@ def _backward(equation: str, operands: tuple[Array, Array], gradient: Array) -> 
     return d_left.astype(left.dtype), d_right.astype(right.dtype)
 
 
-product32.defvjp(_forward, _backward)
+product32.defvjp(lambda equation, left, right: (product32(equation, left, right), (left, right)), _backward)
 
 
 @jax.tree_util.register_dataclass
@@ -45,25 +41,22 @@ class Logits:
 
     hidden: Float[Array, "*N D"]  # in the compute dtype
     kernel: Float[Array, "V D"]  # in the compute dtype
-    softcap: float | None = field(default=None, metadata={"static": True})
 
     def array(self) -> Float[Array, "*N V"]:
         """The logits in float32."""
-        return multiply_out(self.hidden, self.kernel, self.softcap)
+        return multiply_out(self.hidden, self.kernel)
 
 
 def multiply_out(
-    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], softcap: float | None, vocabulary: int | None = None
+    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], vocabulary: int | None = None
 ) -> Float[Array, "*N V"]:
-    """Logits in float32, see `cap`."""
+    """Logits in float32; from the end of a padded `vocabulary` on they are -1e30."""
     axes = "abc"[: hidden.ndim - 1]
-    return cap(product32(f"{axes}d,vd->{axes}v", hidden, kernel), softcap, vocabulary)
+    return without_padding(product32(f"{axes}d,vd->{axes}v", hidden, kernel), vocabulary)
 
 
-def cap(logits: Float[Array, "*N V"], softcap: float | None, vocabulary: int | None = None) -> Float[Array, "*N V"]:
-    """Logits bounded to ±softcap by a tanh where one is given (Gemma 2), and -1e30 from the vocabulary's end on."""
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+def without_padding(logits: Float[Array, "*N V"], vocabulary: int | None) -> Float[Array, "*N V"]:
+    """The logits with -1e30 in the columns from `vocabulary` on, which no softmax gives weight."""
     if vocabulary is None:
         return logits
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
-from affinage.hardware.xla_flags import flags_for
+from affinage.hardware.mesh import flags_for
 from affinage.model.apply_config import NAMED, ApplyConfig
 from affinage.model.forward import apply_layers
 from affinage.model.graph import Graph, Node

@@ -81,7 +81,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         add("train-tokenizer", steps_data.train_tokenizer, config, "split", version=2)
     config = _part(recipe, "packing", "seed")
-    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=3, resumable=True)
+    add("tokenize", steps_data.tokenize, config, "split", "train-tokenizer", version=4, resumable=True)
     return steps
 
 
@@ -122,7 +122,7 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> Iterator[Step]:
             config, files = config | searched, files + more
         check = partial(steps_data.check_tuning_data, section=section)
         inputs = ("train-tokenizer", *_if(tuning.from_world, "synthesize"))
-        yield Step(name, fn, config, inputs, version=3, files=files, check=check, resumable=True)
+        yield Step(name, fn, config, inputs, version=4, files=files, check=check, resumable=True)
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Step]:
@@ -197,7 +197,7 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     evaluate, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
     if evaluate is None:
         return
-    settings = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "attention", "data_dir"})}
+    settings = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "data_dir"})}
     if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
         # How items are found in the text; otherwise the same settings have decided over the text itself.
         settings["data"] = {"decontaminate": _json(decontaminate, "n_grams", "min_words", "boilerplate")}
@@ -209,7 +209,7 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
             partial(steps_eval.evaluate, training=training),
             {**settings, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
             (training, *read),
-            version=2,
+            version=3,
             files=(*task_files(filter(is_task_file, _tasks(recipe))), *_item_files(evaluate)),
             check=steps_data.check_tasks,
             resumable=True,

@@ -105,16 +105,19 @@ class TrainingRows:
 
         split = self._existing(made_from(self.folder, "split"))
         for part in ("train", "validation"):
-            for document in occurrences(split / part, text):
-                facts = {name: getattr(document, name) for name in ("id", "source", "language", "url")}
+            for document, places in occurrences(split / part, text):
+                facts = {name: document[name] for name in ("id", "source", "language", "url")}
                 rows = []
                 if part == "train":
-                    folder = group_name(document.source, document.language or UNDETERMINED)
-                    ranges = token_ranges(document, len(text), self.tokenizer)
-                    for number in rows_of_document(self.feed.shards[folder], document.id, document.source, ranges):
+                    source = document["source"]
+                    folder = group_name(source, document["language"] or UNDETERMINED)
+                    ranges = token_ranges(document, places, len(text), self.tokenizer)
+                    for number in rows_of_document(
+                        self.feed.shards[folder], document["id"], document["source"], ranges
+                    ):
                         steps = [step + 1 for step in self.feed.steps_of(folder, number, self.facts["steps"])]
                         rows.append({"folder": folder, "number": number, "steps": steps})
-                yield {**facts, "part": part, "occurrences": len(document.at), "rows": rows}
+                yield {**facts, "part": part, "occurrences": len(places), "rows": rows}
 
 
 def documents(

@@ -3,7 +3,6 @@
 import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
     chat = training in CHAT
     unlearned = settings.apply_chat_template is True and not has_chat_template(model, chat)
     results = evaluate(
-        replace(model, attention=settings.attention),
+        model,
         settings.tasks,
         folder=context.folder if Processes.current.first else None,
         keep=context.folder / _ANSWERS,
@@ -47,7 +46,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
         batch_size=settings.batch_size,
-        max_new_tokens=settings.max_new_tokens,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
         seen=contamination_search(inputs[training], recipe.data.decontaminate if recipe.data else None)
         if settings.contamination

@@ -78,7 +78,7 @@ def sft(context: StepContext) -> Summary:
         monitor=monitor_of(context, settings, graph, feed.context, settings.system_prompt),
     )
     summary = _train(context, job, graph, _chat_facts(context, feed, settings.system_prompt))
-    return _with_end(summary, feed, settings, asked)
+    return _with_end(summary, settings, asked)
 
 
 def dpo(context: StepContext) -> Summary:
@@ -102,7 +102,7 @@ def dpo(context: StepContext) -> Summary:
     job = _dpo_job(context, graph, settings, feed, data=data, validation=held_out, monitor=monitor)
     # What it is used with is the model itself, whose loss is of the next token.
     summary = _train(context, job, graph, _chat_facts(context, feed, system_prompt))
-    return _with_end(summary, feed, settings, asked)
+    return _with_end(summary, settings, asked)
 
 
 def ref_logprobs(context: StepContext) -> Summary:
@@ -382,11 +382,9 @@ def epochs_exceeded(feed: "DataLoader", last_step: int, epochs: float) -> str:
     return f"{rows} have been seen as often as `num_epochs: {epochs:g}` allows"
 
 
-def _with_end(summary: Summary, feed: "DataLoader", settings: TuningSettings, asked: TuningSettings) -> Summary:
-    """The summary with the reason why the training ended before the last step that the recipe asks for."""
-    if settings.steps == asked.steps or summary.get("ended"):
-        return summary
-    return summary | {"ended": epochs_exceeded(feed, settings.steps, settings.num_epochs or 0.0)}
+def _with_end(summary: Summary, settings: TuningSettings, asked: TuningSettings) -> Summary:
+    """The summary, which says where `num_epochs` ended the training before the last step that the recipe asks for."""
+    return summary if settings.steps == asked.steps or summary["ended"] else summary | {"ended": "epochs"}
 
 
 # ---- what can be known to fail before the first step runs ----

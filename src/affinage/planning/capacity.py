@@ -21,19 +21,17 @@ _SHARE_OF_STATE = 0.92  # of a device's memory, where the first proposal is
 
 @dataclass(frozen=True)
 class FaxRow:
-    """A line of FAX's table 1: the largest model by width that it trained on a slice, at batch 1 and length 2,048."""
+    """A line of FAX's table 1: the largest model of a width that it trained on a slice, at batch 1 and length 2,048."""
 
-    slice: str
-    width: int
     parameters: float
     seconds: float  # of a step
 
 
-FAX = (
-    FaxRow("v4-16", 5120, 13.7e9, 0.87),
-    FaxRow("v4-128", 10240, 86.6e9, 1.52),
-    FaxRow("v4-512", 16384, 340.0e9, 6.21),
-)
+FAX = {
+    ("v4-16", 5120): FaxRow(13.7e9, 0.87),
+    ("v4-128", 10240): FaxRow(86.6e9, 1.52),
+    ("v4-512", 16384): FaxRow(340.0e9, 6.21),
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,7 @@ class Capacity:
     @property
     def fax(self) -> FaxRow | None:
         """FAX's model of this width on this slice."""
-        rows = (row for row in FAX if row.slice == self.plan.where.name)
-        return next((row for row in rows if row.width == self.plan.device.graph.shapes["blocks"].width), None)
+        return FAX.get((self.plan.where.name, self.plan.device.graph.shapes["blocks"].width))
 
 
 def shape(width: int, where: Slice) -> list[str]:
@@ -142,21 +139,19 @@ def _whole(layers: float) -> int:
 
 def _next(attempts: list[Attempt], per_layer: float, room: float) -> int | None:
     """Layers to try next: by the peaks that the compiler reported, else in halves; None if the largest is known."""
-    low = max((one.layers for one in attempts if one.report.fits), default=0)
-    high = min((one.layers for one in attempts if not one.report.fits), default=0)
+    low = max((attempt.layers for attempt in attempts if attempt.report.fits), default=0)
+    high = min((attempt.layers for attempt in attempts if not attempt.report.fits), default=0)
     if high and high - low <= _STEP:
         return None
-    newest = attempts[-1]
-    known = [(one.layers, one.report.peak_bytes) for one in attempts if one.report.peak_bytes][-2:]
-    slope = per_layer
-    if len(known) == 2:
-        (a, first), (b, second) = known
-        slope = max(0.0, (second - first) / (b - a)) or per_layer
-    guess = newest.layers + (room - newest.report.peak_bytes) / slope if newest.report.peak_bytes else 0
-    lowest, highest = low + _STEP, (high - _STEP if high else max(low + _STEP, _whole(guess)))
-    if not low <= guess <= max(high, highest + _STEP):  # no amount was reported, or one that cannot be
-        guess = (low + high) / 2 if high else low + _STEP
-    return min(max(_whole(guess), lowest), highest)
+    known = [(attempt.layers, attempt.report.peak_bytes) for attempt in attempts if attempt.report.peak_bytes]
+    layers = (low + high) / 2 if high else low + _STEP
+    if attempts[-1].report.peak_bytes:
+        newest, peak = known[-1]
+        if len(known) > 1:
+            per_layer = max(0.0, (peak - known[-2][1]) / (newest - known[-2][0])) or per_layer
+        predicted = newest + (room - peak) / per_layer
+        layers = predicted if low <= predicted and not (high and predicted > high) else layers
+    return min(max(_whole(layers), low + _STEP), high - _STEP if high else _whole(layers) + low + _STEP)
 
 
 def _state_bytes(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> tuple[float, float]:

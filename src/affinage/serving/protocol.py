@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class CommonRequest(BaseModel):
-    """The fields of both endpoints. top_k, min_p, repetition_penalty and ignore_eos are vLLM's."""
+    """The fields of both endpoints. top_k, min_p and ignore_eos are vLLM's."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -48,7 +48,6 @@ class CommonRequest(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)  # -1, as 0, stands for all
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
     max_tokens: int | None = Field(None, ge=0)
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Listed] = Field([], max_length=16)
     ignore_eos: bool = False
@@ -74,7 +73,6 @@ class CommonRequest(BaseModel):
             max(0, self.top_k),
             self.top_p,
             self.min_p,
-            self.repetition_penalty,
             secrets.randbits(32) if self.seed is None else self.seed % 2**32,
             self.ignore_eos,
             tuple(self.stop),

@@ -1,7 +1,6 @@
 """The checkpoints of a training: what is saved when, what a run resumes from, and what it refuses to resume from."""
 
 import datetime
-import importlib.metadata
 import json
 import shutil
 import time
@@ -9,19 +8,18 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-
-import affinage
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.metadata import IDENTITY, check_compatible, checksums
-from affinage.checkpoint.store import IO_TIMEOUT
+from affinage.checkpoint.store import CHECKPOINTS, IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
 from affinage.training.frozen import FROZEN, kept_frozen
 from affinage.training.goodput import GoodputTimer
 from affinage.training.health import HealthMonitor
+from affinage.training.job import Extension
 from affinage.training.metrics import METRICS
 from affinage.training.state import TrainState
+from affinage.training.summary import versions
 from affinage.training.trainer import Trainer
 
 _BY_CLOCK = 10  # steps: several processes must agree on what the clock says, which costs a message
@@ -47,14 +45,13 @@ class Checkpointer:
 
     def __init__(self, trainer: Trainer, goodput: GoodputTimer) -> None:
         self._trainer, self._job, self._goodput = trainer, trainer.job, goodput
-        keep = self._keep = self._job.runtime.checkpoint
+        self._settings = self._job.runtime.checkpoint
         self._store = self._job.store or CheckpointStore(
-            self._job.folder / "checkpoints",
-            keep_last=keep.keep_last,
-            keep_every=keep.keep_every,
+            self._job.folder / CHECKPOINTS,
+            keep_last=self._settings.keep_last,
+            keep_every=self._settings.keep_every,
             uploader=self._job.uploader if Processes.current.first else None,
         )
-        self._frozen = CheckpointStore(self._job.folder / FROZEN)
         self.resumed_at: list[int] = []
         self._saved_at = time.monotonic()
 
@@ -69,22 +66,22 @@ class Checkpointer:
         Args:
             at_most: the newest up to this step; if there is none, the first one after it.
         """
-        resumes = bool(self._store.steps()) or self._job.extends is not None
+        job, abstract = self._job, self._trainer.abstract
+        resumes = bool(self._store.steps()) or job.extends is not None
         with self._goodput.account("restore" if resumes else "compile"):  # random weights are a program, too
-            found = self._store.restore_newest(self._trainer.abstract.named(), self._accept, at_most)
-            if found is not None:
-                step, state, meta = found
-                frozen = kept_frozen(self._job.folder, self._trainer.abstract.frozen)
-                restored = Restored(step, TrainState(**state, frozen=frozen), meta)
+            newest = self._store.restore_newest(abstract.named(), self._accept, at_most)
+            if newest is not None:
+                step, state, meta = newest
+                restored = Restored(step, TrainState(**state, frozen=kept_frozen(job.folder, abstract.frozen)), meta)
             else:
-                restored = Restored(0, self._trainer.begin(), {}) if self._job.extends is None else self._extend()
+                restored = self._extended(job.extends) if job.extends else Restored(0, self._trainer.begin(), {})
                 if restored.state.frozen is not None:
-                    self._frozen.save(0, {"params": restored.state.frozen}, {})
-                    self._frozen.wait()
+                    frozen = CheckpointStore(job.folder / FROZEN)
+                    frozen.save(0, {"params": restored.state.frozen}, {})
+                    frozen.wait()
                 checksums(restored.state.named())  # compiled now: the first save may come within a grace period
         if at_most is None:
-            step = restored.step
-            self.resumed_at = [*restored.meta.get("resumed_at", []), *([step] if step else [])]
+            self.resumed_at = [*restored.meta.get("resumed_at", []), *([restored.step] if restored.step else [])]
         self._saved_at = time.monotonic()
         return restored
 
@@ -100,23 +97,23 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Whether the state after a step is to be saved; the same in all processes. Raises OSError if a save failed."""
         self._store.check_save()
-        if step % self._keep.every_steps == 0 or step == self._job.settings.steps:
+        settings = self._settings
+        if step % settings.every_steps == 0 or step == self._job.settings.steps:
             return True
-        if self._keep.every_minutes is None or (Processes.current.count > 1 and step % _BY_CLOCK):
+        if settings.every_minutes is None or (Processes.current.count > 1 and step % _BY_CLOCK):
             return False
-        old = time.monotonic() - self._saved_at >= 60 * self._keep.every_minutes
-        return bool(Processes.current.broadcast("a save by the clock", old))
+        is_old = time.monotonic() - self._saved_at >= 60 * settings.every_minutes
+        return bool(Processes.current.broadcast("a save by the clock", is_old))
 
     def save(self, step: int, state: TrainState, monitor: HealthMonitor) -> None:
         """Start to save the state after a step; waits for the save before."""
-        job, trainer = self._job, self._trainer
-        with self._goodput.stall():
+        with self._goodput.account("save"):
             facts = {
-                "name": job.name,
-                IDENTITY: identity(trainer),
-                "mesh": dict(trainer.mesh.shape),
-                "remat": trainer.remat,
-                **self._goodput.facts(),
+                "name": self._job.name,
+                IDENTITY: identity(self._trainer),
+                "mesh": dict(self._trainer.mesh.shape),
+                "seconds": self._goodput.seconds(),
+                "clock": time.time(),
                 "health": monitor.facts(),
                 "resumed_at": self.resumed_at,
                 "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -136,44 +133,46 @@ class Checkpointer:
         self._store.wait()
 
     def _accept(self, meta: Mapping[str, Any]) -> None:
-        allowed, where = self._keep.allow_changes, str(self._job.folder / "checkpoints")
+        allowed, where = self._settings.allow_changes, str(self._store.folder)
         for name, change in check_compatible(meta, identity(self._trainer), allowed, where=where).items():
             warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)
 
-    def _extend(self) -> Restored:
+    def _extended(self, extension: Extension) -> Restored:
         """The checkpoint of another training; its metrics are copied, so that the curve is complete.
 
         Raises:
             UserError: there is no such checkpoint, it is corrupted, or more differs than an extension may change.
         """
-        job, extension = self._job, self._job.extends
-        assert extension is not None
-        store, where = CheckpointStore(extension.training / "checkpoints"), f"{job.name}.resume_from"
-        if extension.step not in store.steps():
-            kept = ", ".join(map(str, store.steps())) or "none"
-            raise UserError(f"there is no checkpoint of step {extension.step}; kept are {kept}", where=where)
-        if job.settings.steps <= extension.step:
-            fix = f"Set {job.name}.steps to more than {extension.step}."
-            raise UserError(f"it has made {extension.step} of the {job.settings.steps} steps", where=where, fix=fix)
-        meta, now = store.metadata(extension.step).facts, identity(self._trainer)
-        if IDENTITY in meta and "mixture" not in self._keep.allow_changes:
-            _check_past_mixture(meta[IDENTITY], now, extension.step, job.name)
-        check_compatible(meta, now, (*self._keep.allow_changes, *_OPEN), where=str(store.folder))
+        job, step, allowed = self._job, extension.step, self._settings.allow_changes
+        store, where = CheckpointStore(extension.training / CHECKPOINTS), f"{job.name}.resume_from"
+        if step not in store.steps():
+            raise UserError(f"there is no checkpoint of step {step}; kept are {store.steps()}", where=where)
+        if job.settings.steps <= step:
+            fix = f"Set {job.name}.steps to more than {step}."
+            raise UserError(f"it has made {step} of the {job.settings.steps} steps", where=where, fix=fix)
+        meta, now = store.metadata(step).facts, identity(self._trainer)
+        if IDENTITY in meta and "mixture" not in allowed:
+            # Rows are drawn by counting from step 0: what was drawn before must be what was trained on.
+            mixtures = ([dict(part) for part in facts.get("mixture") or _NO_MIXTURE] for facts in (meta[IDENTITY], now))
+            before, after = ([part for part in mixture if part["from_step"] < step] for mixture in mixtures)
+            if before != after:
+                fix = f"Write what was trained on, too: {json.dumps(before)}, and then what follows from step {step}."
+                raise UserError(f"the mixture before step {step} is another one", where=f"{job.name}.mixture", fix=fix)
+        check_compatible(meta, now, (*allowed, *_OPEN), where=str(store.folder))
         frozen = kept_frozen(extension.training, self._trainer.abstract.frozen)
-        state = TrainState(**store.restore(extension.step, self._trainer.abstract.named()), frozen=frozen)
+        state = TrainState(**store.restore(step, self._trainer.abstract.named()), frozen=frozen)
         lines, own = extension.training / METRICS, job.folder / METRICS
         if Processes.current.first and lines.is_file() and not own.exists():
             part = own.with_suffix(".part")
             shutil.copyfile(lines, part)
             part.replace(own)
         # The time between the two belongs to neither.
-        return Restored(extension.step, state, {name: fact for name, fact in meta.items() if name != "clock"})
+        return Restored(step, state, {name: fact for name, fact in meta.items() if name != "clock"})
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:
     """What decides about the numbers of a run, as JSON: model, settings, seed, batch size, data, plug-ins' code."""
     job = trainer.job
-    # How many rows a step has may depend on the devices: what counts is how many they were.
     facts = {
         **job.settings.deciding(),
         "batch_size": trainer.rows,
@@ -183,27 +182,5 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     }
     if job.code:
         facts["code"] = dict(job.code)
-    del facts["per_device_batch_size"]
+    del facts["per_device_batch_size"]  # it depends on the devices; what counts is how many rows there were
     return dict(json.loads(json.dumps(facts)))
-
-
-def _check_past_mixture(saved: Mapping[str, Any], now: Mapping[str, Any], step: int, name: str) -> None:
-    """Rows are drawn by counting from step 0: what was drawn before `step` must be what was trained on."""
-    before, after = (
-        [dict(stage) for stage in facts.get("mixture") or _NO_MIXTURE if stage["from_step"] < step]
-        for facts in (saved, now)
-    )
-    if before != after:
-        stages = [*before, {"from_step": step, "weights": "those from here on"}]
-        raise UserError(
-            f"the mixture of the steps before {step} is another one",
-            where=f"{name}.mixture",
-            fix=f"Write what was trained on, too: {json.dumps(stages)}",
-        )
-
-
-def versions() -> dict[str, str]:
-    """Versions of the software that decides about numbers."""
-    names = ("jaxlib", "flax", "optax", "orbax-checkpoint")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"affinage": affinage.__version__, "jax": jax.__version__, **found}

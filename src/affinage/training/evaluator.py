@@ -16,17 +16,12 @@ from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import Watchdog
 
-Scores = dict[str, dict[str, float]]
-
 _IN_FLIGHT = 2  # batches, so that the devices never wait for the host
 _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, or a long answer
 
 
 class Evaluator:
-    """Evaluates the state as often as the job requires. A preemption interrupts an evaluation, which is then repeated.
-
-    Calling it evaluates a state and writes the scores.
-    """
+    """Evaluates the state as often as the job requires. A preemption interrupts it; then it is repeated."""
 
     def __init__(
         self, trainer: Trainer, preemption: PreemptionGuard, watchdog: Watchdog, goodput: GoodputTimer
@@ -55,45 +50,45 @@ class Evaluator:
         """
         written: list[str] = []
         if resumed:
-            rows = (row for row in read_rows(self._job.folder) if row["step"] == step)
-            written = [name for row in rows for name in ("validation", "evaluation") if name in row]
+            written = [name for row in read_rows(self._job.folder) if row["step"] == step for name in row]
             written = Processes.current.broadcast("scores that were written", written)
         with self._goodput.account("validation"):
-            monitor, evaluation, ended = self._job.monitor, None, ""
+            monitor, evaluation, why = self._job.monitor, None, ""
             if monitor is not None and monitor.due(step):
-                evaluation, ended = monitor.look(step, state, self._stops)
+                evaluation, why = monitor.look(step, state, self._stops)
             logger.restart_clock()
             if "evaluation" in written:
                 evaluation = None
-            validates = "validation" not in written and step > 0 and bool(ended or self._validates(step))
+            validates = "validation" not in written and step > 0 and (bool(why) or self._validates(step))
             if self._preemption.reached() or not (validates or evaluation is not None):
-                return ended
+                return why
             validation = self.validate(state)
             if validation and "validation" not in written:
                 logger.write(step, validation=validation)
             if evaluation is not None and validation is not None:
                 bits = bits_by_language(validation, self._job.validation)
                 logger.write(step, evaluation=evaluation | {"bits_per_byte": bits})
-        return ended
+        return why
 
-    def validate(self, state: TrainState) -> Scores | None:
+    def validate(self, state: TrainState) -> dict[str, dict[str, float]] | None:
         """Loss in nats per counted token, and bits per byte of text, of every validation set; None if interrupted.
 
         Bits per byte = total nats / ln 2 / bytes of the text in UTF-8, which does not depend on the tokenizer. For rows
         that are no text it is what the graph reports in its place.
         """
-        scores: Scores = {}
+        scores: dict[str, dict[str, float]] = {}
         for name, rows in self._job.validation.items():
             sums = self._sums(state, rows)
             if sums is None:
                 return None
-            # Python's floats: float32 would lose the last digits of a sum over many batches.
-            nats, count = (math.fsum(float(each[key]) for each in sums) for key in ("sum", "count"))
+            nats, count = (_total([each[key] for each in sums]) for key in ("sum", "count"))
             scores[name] = {"loss": nats / max(count, 1.0)}
             if rows.bytes:
                 scores[name]["bits_per_byte"] = nats / math.log(2) / rows.bytes
             else:
-                scores[name] |= {metric: _mean([s["metrics"][metric] for s in sums]) for metric in sums[0]["metrics"]}
+                for metric in sums[0]["metrics"]:
+                    total, count = (_total([each["metrics"][metric][part] for each in sums]) for part in (0, 1))
+                    scores[name][metric] = total / max(count, 1.0)
         return scores
 
     def _sums(self, state: TrainState, rows: ValidationSet) -> list[Mapping[str, Any]] | None:
@@ -130,5 +125,5 @@ def bits_by_language(scores: Mapping[str, Mapping[str, float]], sets: Mapping[st
     return {language: bits / size for language, (bits, size) in totals.items()}
 
 
-def _mean(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> float:
-    return math.fsum(float(total) for total, _ in pairs) / max(math.fsum(float(count) for _, count in pairs), 1.0)
+def _total(values: Sequence[jax.Array]) -> float:
+    return math.fsum(map(float, values))  # float32 would lose the last digits of a sum over many batches

@@ -15,8 +15,6 @@ ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost
 class GoodputTimer:
     """Seconds by account, over all starts of a run. The clock never stops: at any moment one account is running.
 
-    Goodput is the share of `compute` in all seconds since the first start.
-
     Args:
         heartbeat: a file that is touched every second, so that the next start knows when this one ended; None: no file,
             as in all processes but the first.
@@ -25,10 +23,9 @@ class GoodputTimer:
     def __init__(self, heartbeat: Path | None = None) -> None:
         self._seconds = dict.fromkeys(ACCOUNTS, 0.0)
         self._running, self._since = "idle", time.perf_counter()
-        self.stalls: list[float] = []  # seconds for which each save stalled the loop
         self._heartbeat, self._started = heartbeat, time.time()
-        self._last: float | None = None  # when the start before this one was last alive, in seconds since 1970
-        self._first = self._started
+        self._first = self._started  # when the first start began, in seconds since 1970
+        self._last: float | None = None  # when the start before this one was last alive
         if heartbeat is not None:
             try:
                 self._last = heartbeat.stat().st_mtime
@@ -50,19 +47,13 @@ class GoodputTimer:
         What was done after it is `lost`; if it comes from another machine, nobody here knows how long that was.
         """
         for account, seconds in meta.get("seconds", {}).items():
-            if account in self._seconds:
-                self._seconds[account] += seconds
-        self.stalls = [*meta.get("stalls", []), *self.stalls]
+            self._seconds[account] += seconds
         saved = meta.get("clock")
         before = saved if self._last is None else self._last
         if self._heartbeat is not None and before is not None:
             last = min(before, self._started)
             self._seconds["lost"] += max(0.0, last - (self._first if saved is None else saved))
             self._seconds["paused"] += self._started - last
-
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint has of it, for `resume`."""
-        return {"seconds": self.rounded(), "stalls": self.stalls, "clock": time.time()}
 
     @contextlib.contextmanager
     def account(self, name: str) -> Iterator[None]:
@@ -74,14 +65,6 @@ class GoodputTimer:
         finally:
             self._switch(before)
 
-    @contextlib.contextmanager
-    def stall(self) -> Iterator[None]:
-        """Inside, a save stalls the loop."""
-        start = time.perf_counter()
-        with self.account("save"):
-            yield
-        self.stalls.append(round(time.perf_counter() - start, 6))
-
     def move(self, seconds: float, source: str, target: str) -> None:
         """Take seconds from one account to another."""
         self._switch(self._running)
@@ -90,26 +73,19 @@ class GoodputTimer:
 
     def lose_since(self, meta: Mapping[str, Any]) -> None:
         """Account for a rollback to the checkpoint with these facts: what came after it was for nothing."""
-        self._switch(self._running)
         for account in ("compute", "data", "validation", "save"):
-            self.move(self._seconds[account] - meta.get("seconds", {}).get(account, 0.0), account, "lost")
+            self.move(self.seconds()[account] - meta.get("seconds", {}).get(account, 0.0), account, "lost")
 
-    @property
-    def training(self) -> float:
-        """Seconds of the steps, with those in which the devices waited for data."""
+    def seconds(self) -> dict[str, float]:
+        """The accounts, rounded."""
         self._switch(self._running)
-        return self._seconds["compute"] + self._seconds["data"]
+        return {name: round(seconds, 3) for name, seconds in self._seconds.items()}
 
     @property
     def goodput(self) -> float:
         """The share of all seconds since the first start in which the devices computed steps that count."""
         self._switch(self._running)
         return self._seconds["compute"] / max(sum(self._seconds.values()), 1e-9)
-
-    def rounded(self) -> dict[str, float]:
-        """The accounts and their total, in seconds."""
-        self._switch(self._running)
-        return {name: round(s, 3) for name, s in {**self._seconds, "total": sum(self._seconds.values())}.items()}
 
     def _switch(self, account: str) -> None:
         now = time.perf_counter()

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,11 @@ from affinage.cluster.processes import Processes
 from affinage.config.training import HealthSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, apply
-from affinage.model.forward import apply_layers
-from affinage.model.graph import Node
-from affinage.model.layer import LayerContext, Result
 from affinage.training.metrics import finite, read_lines, write_lines
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 
 PyTree = Any
-_Flags = dict[str, list[Bool[Array, ""]]]  # by node, for each of its layers and itself: whether it is finite
 FILE = "health.jsonl"
 _ROLLBACKS = 10  # of a run, after which another one will not help
 
@@ -75,15 +71,13 @@ class HealthMonitor:
         self._event: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
             # A rollback was seen after the step that it went back to.
-            known = {f"{seen_at} rolled back to {to}" for seen_at, to in self.rollbacks}
             events = read_lines(self._path)
-            kept = (e for e in events if e["step"] <= start or f"{e['step']} {e['action']}" in known)
+            kept = [e for e in events if e["step"] <= start or [e["step"], e.get("back_to")] in self.rollbacks]
             write_lines(self._path, kept)
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must know, JSON-able."""
-        names = ("skipped", "rollbacks", "data_offset", "spikes")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("skipped", "rollbacks", "data_offset", "spikes")}
 
     @property
     def last_healthy(self) -> int:
@@ -114,12 +108,11 @@ class HealthMonitor:
         # After an update that was applied to some layers only, a rollback is the only way.
         if (torn or policy == "rollback") and len(self.rollbacks) < _ROLLBACKS:
             self.rollback_from = step
-        elif torn:
-            self._stop(step, f"after {_ROLLBACKS} rollbacks an update was skipped in some layers, not in others")
-        self._check_limits(step)
+        if why := self._exceeded(step, torn):
+            self._write("stopped", documents=self._batch(step))
+            what = ", ".join(f"{name} {self._event[name]}" for name in ("loss", "grad_norm", "spike_score"))
+            raise TrainingDiverged(step, f"{why}, the last at step {step}: {what}")
         if self.rollback_from is None:
-            if policy == "rollback":
-                self._say(f"step {step:,} is skipped: the run has rolled back {_ROLLBACKS} times already")
             self._write("skipped", documents=self._batch(step))
 
     def rolled_back(self, to: int) -> None:
@@ -128,28 +121,24 @@ class HealthMonitor:
         assert seen_at is not None
         documents = {step: self._batch(step) for step in range(max(to, seen_at - 99) + 1, seen_at + 1)}
         self._say(f"step {seen_at:,} was unhealthy: back to step {to:,}, without the batches since")
-        self._write(f"rolled back to {to}", left_out=seen_at - to, documents=documents)
+        self._write("rolled back", back_to=to, left_out=seen_at - to, documents=documents)
         self.data_offset += seen_at - to
         self.rollbacks.append([seen_at, to])
         self.skipped = [step for step in self.skipped if step <= to]
         self.rollback_from = None
 
-    def _check_limits(self, step: int) -> None:
+    def _exceeded(self, step: int, torn: bool) -> str:
+        """Why the run must stop, "" if it need not."""
         in_a_row, limits = 0, self._settings
         while step - in_a_row in self.skipped:
             in_a_row += 1
+        if torn and self.rollback_from is None:
+            return f"after {_ROLLBACKS} rollbacks an update was skipped in some layers, not in others"
         if in_a_row >= limits.max_consecutive_skips:
-            self._stop(step, f"{in_a_row} updates in a row had to be skipped")
+            return f"{in_a_row} updates in a row had to be skipped"
         if len(self.skipped) >= limits.max_skips:
-            self._stop(step, f"{len(self.skipped)} updates within {limits.window} steps had to be skipped")
-
-    def _stop(self, step: int, why: str) -> NoReturn:
-        self._write("stopped", documents=self._batch(step))
-        event = self._event
-        what = f"{event['loss']}, the norm of its gradient {event['grad_norm']}"
-        if event["cause"] == "spike":
-            what = f"{event['loss']:.4g}, {event['spike_score']:.1f} deviations above those before"
-        raise TrainingDiverged(step, f"{why}, the last at step {step}: its loss was {what}")
+            return f"{len(self.skipped)} updates within {limits.window} steps had to be skipped"
+        return ""
 
     def _batch(self, step: int) -> Any:
         return None if self._documents is None else self._documents(step + self.data_offset)
@@ -162,12 +151,12 @@ class HealthMonitor:
 
 def data_offset_at(training: Path, step: int) -> int:
     """How many batches a training had left out by rollbacks when it made a step; see `HealthMonitor.data_offset`."""
-    total = found = 0
+    total = offset = 0
     for event in read_lines(training / FILE):
         if "left_out" in event:
             total += event["left_out"]
-            found = total if event["step"] - event["left_out"] < step else found
-    return found
+            offset = total if event["back_to"] < step else offset
+    return offset
 
 
 # ---- the diagnosis ----
@@ -179,18 +168,16 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
     batch = trainer.put_share(next(trainer.batches(batch_number - 1)))
     if split.reference:
         batch = jax.jit(lambda frozen, batch: split.with_reference(frozen, batch, config))(state.frozen, batch)
-    params = split.full_params(state.params, state.frozen)
-    found = {
+    facts = {
         "step": error.step,
-        **diagnose(job.graph, config, params, state.ema_params, batch),
+        **diagnose(job.graph, config, split.full_params(state.params, state.frozen), state.ema_params, batch),
         "learning_rate": trainer.learning_rate(error.step),
         "documents": None if job.documents is None else job.documents(batch_number),
     }
     path = job.folder / "diagnosis.json"
     if Processes.current.first:
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    names = ("first", "learning_rate", "gradient_norms", "documents")
-    listed = "".join(f"\n    {name}: {found[name]}"[:305] for name in names)
+        path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    listed = "".join(f"\n    {name}: {value}"[:305] for name, value in facts.items())
     return UserError(
         f"{error}{listed}",
         where=str(path),
@@ -205,65 +192,33 @@ def diagnose(
     """Look for what is not finite in one forward and backward pass.
 
     Returns:
-        first: in words, what is not finite first: a weight, else a value on the way forward, else a gradient on the
-        way back; "nothing" if all are finite. gradient_norms: {node: norm}.
+        first: in words, the first node with something that is not finite: its weights, else its value on the way
+        forward, else its gradient on the way back; "nothing" if all are finite. gradient_norms: {node: norm}.
     """
 
-    def loss(params: PyTree) -> tuple[Array, _Flags]:
-        flags: _Flags = {node.name: [] for node in graph.nodes}
-
-        def layers(node: Node, params: PyTree, x: Any, context: LayerContext) -> Result:
-            result = Result(x)
-            context = replace(context, prepared=node.layer.prepare((x,), context))
-            for layer in range(node.layers):
-                own = jax.tree.map(lambda w, at=layer: w[at : at + 1], params)
-                step = apply_layers(replace(node, repeat=1), own, result.value, context, layer)
-                flags[node.name].append(_finite(step.value))
-                result = Result(step.value, None, {}, {})
-            return result
-
-        outputs = apply(graph, params, batch, replace(config, key=None, ema_params=ema_params, layers=layers))
-        for node in graph.nodes:
-            flags[node.name].append(_finite(outputs.values.get(node.name)))
+    def loss(params: PyTree) -> tuple[Array, dict[str, Bool[Array, ""]]]:
+        outputs = apply(graph, params, batch, replace(config, key=None, ema_params=ema_params))
         total = outputs.values[graph.loss]
-        return total.sum / jnp.maximum(total.count, 1.0), flags
+        return total.sum / jnp.maximum(total.count, 1.0), _all_finite(outputs.values)
 
-    def examine(params: PyTree) -> tuple[_Flags, _Flags, _Flags, dict[str, Array]]:
+    def examine(params: PyTree) -> Any:
         grads, values = jax.grad(loss, has_aux=True)(params)
         norms = {name: optax.tree.norm(tree) for name, tree in grads.items()}
-        return _flags(graph, params), values, _flags(graph, grads), norms
+        return _all_finite(params), values, norms
 
-    weights, values, gradients, norms = jax.device_get(jax.jit(examine)(params))
-    trained = [node for node in graph.nodes if node.name in norms]
-    first = [f"the weights of {part}" for node in trained for part in _sick(node, weights)]
-    first += [f"the value of {part}" for node in graph.nodes for part in _sick(node, values)]
-    first += [f"the gradient of {part}" for node in reversed(trained) for part in reversed(_sick(node, gradients))]
-    # Finite numbers may have a norm that is not.
-    sick_norms = (node.name for node in reversed(trained) if not jnp.isfinite(norms[node.name]))
-    first += [f"the norm of the gradient of {name}" for name in sick_norms]
-    return {"first": (*first, "nothing")[0], "gradient_norms": {n.name: float(norms[n.name]) for n in trained}}
+    weights, values, norms = jax.device_get(jax.jit(examine)(params))
+    nodes = [node.name for node in graph.nodes]
+    first = [f"the weights of {name}" for name in nodes if not weights.get(name, True)]
+    first += [f"the value of {name}" for name in nodes if not values.get(name, True)]
+    first += [f"the gradient of {name}" for name in reversed(nodes) if not jnp.isfinite(norms.get(name, 0.0))]
+    return {"first": (*first, "nothing")[0], "gradient_norms": {name: float(norm) for name, norm in norms.items()}}
 
 
-def _flags(graph: Graph, tree: PyTree) -> _Flags:
-    """Whether what belongs to each node is finite; of repeated ones what belongs to each of their layers."""
-
-    def of_layers(node: Node, own: PyTree) -> list[Bool[Array, ""]]:
-        if node.repeat is None:
-            return [_finite(own)]
-        return [_finite(jax.tree.map(lambda leaf, at=layer: leaf[at], own)) for layer in range(node.layers)]
-
-    return {node.name: of_layers(node, tree[node.name]) for node in graph.nodes if node.name in tree}
-
-
-def _sick(node: Node, flags: _Flags) -> list[str]:
-    """Those parts of a node, its layers or itself, that are not finite."""
-    layers = (
-        [] if node.repeat is None else [f"{node.name}, layer {n} of {node.layers}" for n in range(1, node.layers + 1)]
-    )
-    return [part for part, finite in zip([*layers, node.name], flags[node.name]) if not finite]
-
-
-def _finite(tree: Any) -> Bool[Array, ""]:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all() if floats else jnp.array(True)
+def _all_finite(trees: Mapping[str, PyTree]) -> dict[str, Bool[Array, ""]]:
+    """Whether all floating-point numbers of each tree are finite, by its name."""
+    found = {}
+    for name, tree in trees.items():
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+        floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        found[name] = jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
+    return found

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import Uploader
 from affinage.config.parallel import ParallelSettings
 from affinage.config.runtime import RuntimeSettings
@@ -19,6 +20,7 @@ from affinage.training.state import TrainState
 
 PyTree = Any
 HostBatch = Mapping[str, np.ndarray]
+Hook = Callable[[int, TrainState], None]  # steps made, state; called after every step, must not keep the state
 
 
 class Feed(Protocol):
@@ -54,65 +56,17 @@ class ValidationSet(Protocol):
         ...
 
 
-class Checkpoints(Protocol):
-    """Keeps states of a run, each under its step, whole or not at all; see `affinage.checkpoint.CheckpointStore`."""
-
-    def steps(self) -> list[int]:
-        """The steps that are there, oldest first."""
-        ...
-
-    def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
-        """Start to save trees of `jax.Array` by name, and JSON-able facts. The arrays may be donated afterwards."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until what was saved is there."""
-        ...
-
-    def check_save(self) -> None:
-        """Raise what a save in the background has failed with. Called after every step, and does not block."""
-        ...
-
-    def forget_after(self, step: int) -> None:
-        """Remove all later steps."""
-        ...
-
-    def restore_newest(
-        self, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None], at_most: int | None
-    ) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
-        """Step, state and facts of the newest step, up to `at_most` if there is one; None if there is none.
-
-        Args:
-            abstract: trees of `jax.ShapeDtypeStruct` with shardings, as the state is to come.
-            accept: gets the facts before, and may raise.
-            at_most: the newest up to this step is wanted; without any, the first one after it is taken.
-        """
-        ...
-
-
 class Extension(NamedTuple):
-    """A checkpoint that a training begins with, as if it had made the steps up to there itself.
+    """A checkpoint that a training begins with, as if it had made the steps up to there itself."""
 
-    Attributes:
-        training: the folder of the training that made it; only read.
-        step: of the checkpoint.
-    """
-
-    training: Path
+    training: Path  # the folder of the training that made it; only read
     step: int
 
 
-Hook = Callable[[int, TrainState], None]  # steps made, state; called after every step, must not keep the state
-
-
 class Monitor(Protocol):
-    """Scores a model while it is trained, and decides whether the training goes on.
+    """Scores a model while it is trained, and decides whether the training goes on."""
 
-    Attributes:
-        say: shows people a line; the training sets it.
-    """
-
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # shows people a line; the training sets it
 
     def due(self, step: int) -> bool:
         """Whether it looks at the state after this step."""
@@ -129,60 +83,33 @@ class Monitor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """One training run. Started again with the same job, it resumes from its newest checkpoint.
+    """One training run. Started again with the same job, it resumes from its newest checkpoint."""
 
-    Attributes:
-        graph: the model, with its loss.
-        settings: optimizer, schedule, batch, precision.
-        mesh: devices along each axis; see `affinage.parallel.make_mesh`.
-        seed: of the initial weights and of dropout.
-        feed: training batches of the global batch size.
-        folder: gets checkpoints/, metrics.jsonl and, last, summary.json.
-        validation: by the name that metrics and reports use.
-        initial_params: gets the abstract parameters with shardings, and returns the weights to begin with; None: random
-            ones.
-        name: of the run in messages, e.g. "pretrain".
-        data: JSON-able facts that identify the feed's batches: with others, no checkpoint is resumed from.
-        code: hashes of code besides affinage's that decides about the numbers, such as plug-ins: likewise.
-        documents: what the batch of a step, counted from 1, was made of, as JSON; for reports of unhealthy steps.
-        on_step: called in turn after every step.
-        measured: gets every line of metrics.jsonl once it is written.
-        monitor: scores the state on the way, and may end the training before its last step.
-        parallel: how a step is split over the mesh.
-        trackers: makers of what also gets the metrics, by name; see `affinage.tracking`.
-        runtime: checkpoints, preemption, hangs, the trace; none of it changes the result.
-        close_trackers_within: seconds at the end for what trackers are still sending.
-        extends: a checkpoint of another training to begin with; the steps continue from its step.
-        uploader: copies what the first process saves elsewhere; None: it stays in the folder.
-        store: of the checkpoints; None: `affinage.checkpoint.CheckpointStore`, in the job's folder.
-        hardware: provides the devices, and is released at the end.
-        strategy: how the step is compiled; None: as the mesh requires, see `affinage.parallel.strategy_for`.
-    """
-
-    graph: Graph
-    settings: TrainSettings
-    mesh: Mapping[str, int | str]
-    seed: int
-    feed: Feed
-    folder: Path
-    validation: Mapping[str, ValidationSet] = field(default_factory=dict)
+    graph: Graph  # the model, with its loss
+    settings: TrainSettings  # optimizer, schedule, batch, precision
+    mesh: Mapping[str, int | str]  # devices along each axis; see `affinage.parallel.make_mesh`
+    seed: int  # of the initial weights and of dropout
+    feed: Feed  # training batches of the global batch size
+    folder: Path  # gets checkpoints/, metrics.jsonl and, last, summary.json
+    validation: Mapping[str, ValidationSet] = field(default_factory=dict)  # by the name that metrics use
+    # From the abstract parameters with shardings to the weights to begin with; None: random ones.
     initial_params: Callable[[PyTree], PyTree] | None = None
-    name: str = "train"
-    data: Mapping[str, Any] = field(default_factory=dict)
-    code: Mapping[str, str] = field(default_factory=dict)
-    documents: Callable[[int], Any] | None = None
-    on_step: tuple[Hook, ...] = ()
-    measured: Callable[[Mapping[str, Any]], None] = lambda _: None
-    monitor: Monitor | None = None
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
-    trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)
-    close_trackers_within: float = 30.0
-    extends: Extension | None = None
-    uploader: Uploader | None = None
-    store: Checkpoints | None = None
-    hardware: Hardware = field(default_factory=LocalDevices)
-    strategy: Strategy | None = None
+    name: str = "train"  # of the run in messages, e.g. pretrain
+    data: Mapping[str, Any] = field(default_factory=dict)  # JSON-able facts that identify the feed's batches
+    code: Mapping[str, str] = field(default_factory=dict)  # hashes of plug-ins that decide about the numbers
+    documents: Callable[[int], Any] | None = None  # what the batch of a step, from 1, was made of, as JSON
+    on_step: tuple[Hook, ...] = ()  # called in turn after every step
+    measured: Callable[[Mapping[str, Any]], None] = lambda _: None  # gets every line of metrics.jsonl
+    monitor: Monitor | None = None  # scores the state on the way, and may end the training
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)  # how a step is split over the mesh
+    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)  # none of it changes the result
+    trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)  # see `affinage.tracking`
+    close_trackers_within: float = 30.0  # seconds at the end for what trackers are still sending
+    extends: Extension | None = None  # the steps continue from the step of this checkpoint
+    uploader: Uploader | None = None  # copies what the first process saves elsewhere
+    store: CheckpointStore | None = None  # of the checkpoints; None: one in the folder
+    hardware: Hardware = field(default_factory=LocalDevices)  # provides the devices, and is released at the end
+    strategy: Strategy | None = None  # how the step is compiled; None: as the mesh requires
 
 
 def rows_per_step(settings: TrainSettings, devices: int) -> int:

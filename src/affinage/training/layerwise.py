@@ -23,7 +23,17 @@ from affinage.model.layer import Result
 from affinage.training.frozen import ParamSplit
 from affinage.training.optimizer import Weights, learning_rate, make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
-from affinage.training.step import Batch, Metrics, Step, detect_spike, means_of, moved_ema, rounding_key, stored_like
+from affinage.training.step import (
+    Batch,
+    Metrics,
+    Step,
+    apply_gradient,
+    detect_spike,
+    means_of,
+    moved_ema,
+    rounding_key,
+    where,
+)  # fmt: skip
 
 PyTree = Any
 LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.remat` is
@@ -31,19 +41,13 @@ _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, 
 
 
 def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
-    """Build the step, with the metrics of `make_train_step`, and torn: 1 where only some weights were updated.
+    """Build the step, with the arguments and metrics of `make_train_step`, and torn: 1 if only some weights moved.
 
     It is the same step but for what would need the gradient of all layers: the norm that gradients are clipped to,
     `optimizer.max_grad_norm`, holds for each layer, and for everything outside the layers together; and a gradient that
     is not finite leaves the weights of its layer as they were, and so of the layers below it, not of those above it,
     from which `HealthMonitor` rolls back. A loss that is not finite leaves all. The draws of stochastic rounding are
     others, too.
-
-    Args:
-        split: the graph, with a loss node and one repeated node.
-        settings: of the training.
-        config: compute dtype and how the graph is applied; its key is set here.
-        seed: of the run, for dropout and rounding.
 
     Raises:
         UserError: for models and settings that it does not go with.
@@ -80,45 +84,42 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
         window, may_update, spike = detect_spike(state.window, means["loss"], settings.health)
         rate, key = jnp.asarray(schedule(state.step), jnp.float32), rounding_key(settings, seed, state)
 
-        def update(
-            params: PyTree, opt_state: PyTree, grads: PyTree, number: Any
-        ) -> tuple[PyTree, PyTree, Array, Array]:
-            """New weights and optimizer state, the squared norm of their gradient, and 1 if they were updated."""
+        def update(params: PyTree, opt_state: PyTree, grads: PyTree, number: Any) -> tuple[PyTree, PyTree, Array]:
+            """New weights, optimizer state, and [squared norm of their gradient, 1 if they were updated]."""
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(loss_tokens, 1.0), grads)
-            norm = optax.tree.norm(grads)
-            direction, new_state = _optimizer(graph, settings, params).update(grads, opt_state, params, norm=norm)
-            moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
-            new = stored_like(params, moved, None if key is None else jax.random.fold_in(key, number))
-            good = may_update & jnp.isfinite(norm)
-            chosen = jax.tree.map(lambda n, o: jnp.where(good, n, o), (new, new_state), (params, opt_state))
-            return *chosen, norm**2, good.astype(jnp.int32)
+            norm, own_key = optax.tree.norm(grads), None if key is None else jax.random.fold_in(key, number)
+            optimizer, healthy = _optimizer(graph, settings, params), may_update & jnp.isfinite(norm)
+            old = params, opt_state
+            new = apply_gradient(optimizer, settings, old, grads, norm, rate, own_key)
+            return *where(healthy, new, old), jnp.stack([norm**2, healthy.astype(jnp.float32)])
 
         def one_layer(number: Any, carry: Any) -> Any:
-            params, states, grad, squares, updated = carry
+            params, states, grad, total = carry
             index = last_layer - number
             weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
             grads = jax.tree.map(lambda axes, g: config.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
-            new, new_state, square, good = update({name: weights}, _at(states, index), {name: grads}, number + 1)
-            params, states = _put(params, new[name], index), _put(states, new_state, index)
-            return params, states, grad, squares + square, updated + good
+            new, new_state, facts = update({name: weights}, _at(states, index), {name: grads}, number + 1)
+            return _put(params, new[name], index), _put(states, new_state, index), grad, total + facts
 
-        zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-        carry = (state.params[name], state.opt_state["layers"], grad, *zeros)
-        layers, opt_layers, grad, squares, updated = jax.lax.fori_loop(0, last_layer + 1, one_layer, carry)
+        carry = (state.params[name], state.opt_state["layers"], grad, jnp.zeros(2, jnp.float32))
+        layers, opt_layers, grad, total = jax.lax.fori_loop(0, last_layer + 1, one_layer, carry)
         (below,) = first_pullback(grad)
         rest_grads = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), rest_grads, below)
-        rest, opt_rest, square, good = update(rest, state.opt_state["rest"], rest_grads, 0)
+        rest, opt_rest, facts = update(rest, state.opt_state["rest"], rest_grads, 0)
 
-        norm, updated = jnp.sqrt(squares + square), updated + good
+        square, updated = total + facts
+        norm = jnp.sqrt(square)
         healthy = may_update & jnp.isfinite(norm)
         params = {**rest, name: layers}
-        ema = jax.tree.map(
-            lambda n, o: jnp.where(healthy, n, o), moved_ema(state.ema_params, params, settings), state.ema_params
+        new = state._replace(
+            step=state.step + 1,
+            params=params,
+            opt_state={"layers": opt_layers, "rest": opt_rest},
+            ema_params=where(healthy, moved_ema(state.ema_params, params, settings), state.ema_params),
+            window=window,
         )
-        opt_state = {"layers": opt_layers, "rest": opt_rest}
-        new = state._replace(step=state.step + 1, params=params, opt_state=opt_state, ema_params=ema, window=window)
         return new, {
             **means,
             "grad_norm": norm,
@@ -132,7 +133,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
     return step
 
 
-def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
+def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.GradientTransformation:
     """Build what holds the optimizer's state of that step: `layers`, a state for each layer stacked along the first
     axis, and `rest`, the state of all other parameters. Only its `init` is used."""
 
@@ -144,10 +145,7 @@ def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.Gra
             "rest": _optimizer(graph, settings, rest).init(rest),
         }
 
-    def update(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("layers are updated by the step itself")
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformation(init, optax.identity().update)
 
 
 def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool) -> None:
@@ -158,39 +156,29 @@ def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool)
     """
     if not settings.optimizer_in_backward:
         return
-    graph, parts = split.graph, settings.gradient_accumulation_steps
-    nodes = [node for node in graph.nodes if node.repeat is not None]
     reasons = {
-        f"the model has {len(nodes)} repeated nodes, not one": len(nodes) != 1,
-        "the model has a mixture of experts": "experts" in str(graph.parameters),
+        "the model has not one repeated node": sum(node.repeat is not None for node in split.graph.nodes) != 1,
+        "the model has a mixture of experts": "experts" in str(split.graph.parameters),
         f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
-        f"gradient_accumulation_steps is {parts}": parts > 1,
+        "gradient_accumulation_steps is not 1": settings.gradient_accumulation_steps > 1,
         "the mesh has a pipeline": in_stages,
         "the training has `lora`": split.adapters is not None,
         "the training has a reference model": split.reference,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UserError(
-                f"layers cannot be updated one by one: {reason}",
-                where="optimizer_in_backward",
-                fix="Leave out `optimizer_in_backward: true`; it takes one repeated node without experts, "
-                f"{' or '.join(_ELEMENTWISE)}, gradient_accumulation_steps 1 and no pipeline.",
-            )
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise UserError(
+            f"layers cannot be updated one by one: {reason}",
+            where="optimizer_in_backward",
+            fix="Leave out `optimizer_in_backward: true`; it takes one repeated node without experts, "
+            f"{' or '.join(_ELEMENTWISE)}, gradient_accumulation_steps 1 and no pipeline.",
+        )
 
 
 def check_remat(settings: TrainSettings, remat: RematChoice) -> None:
-    """Refuse what `optimizer_in_backward: true` would not do: it keeps the input of every layer, neither more nor less.
-
-    Raises:
-        UserError: for all but `block`, which is that, `none`, the default, and `auto`.
-    """
+    """Refuse all but `block`, which is what `optimizer_in_backward: true` does, `none`, the default, and `auto`."""
     if settings.optimizer_in_backward and remat not in ("none", "block", "auto"):
-        raise UserError(
-            f"layers that are updated one by one keep their input and nothing else, so not `{remat}`",
-            where="parallel.remat",
-            fix="Leave `remat` out, or set it to block; or leave out `optimizer_in_backward: true`.",
-        )
+        what = f"layers that are updated one by one keep their input and nothing else, so not `{remat}`"
+        raise UserError(what, where="parallel.remat", fix="Leave `remat` out, or `optimizer_in_backward: true`.")
 
 
 def as_it_is_done(settings: TrainSettings, parallel: ParallelSettings) -> ParallelSettings:
@@ -202,7 +190,7 @@ def _repeated(graph: Graph) -> Node:
     return next(node for node in graph.nodes if node.repeat is not None)
 
 
-def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.GradientTransformationExtraArgs:
+def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.GradientTransformation:
     weights = Weights(*({name: tree[name] for name in params} for tree in (decayed(graph), matrices(graph))))
     return make_optimizer(settings.optimizer, weights)
 

@@ -9,7 +9,6 @@ from typing import Any
 from affinage.checkpoint.store import IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import Preempted
-from affinage.hardware.devices import give_back_freed_memory
 from affinage.parallel import make_mesh
 from affinage.tracking import TrackedRun, Trackers
 from affinage.training.checkpointing import Checkpointer
@@ -24,10 +23,7 @@ from affinage.training.summary import facts_for_trackers, summarize
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import Watchdog
 
-_HOUR = 3600  # seconds that a compilation may take, and that one process may take longer than another
-_COPY = 24 * _HOUR  # an uploader that fails returns by itself
-_TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
-_FIRST = 3  # steps that leave holes between what they keep; later ones find their buffers' places again
+_HOUR = 3600.0  # seconds that a compilation may take, and that one process may take longer than another
 
 
 def train(job: TrainJob) -> dict[str, Any]:
@@ -35,9 +31,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
     A run that was killed at any moment and started again ends, on the same mesh, with the same weights bit for bit as
     one that was not: the state is saved completely or not at all, and everything else is a function of seed and step.
-
-    All processes of a run call it with the same job and folder. They stop, roll back and end at the same steps; the
-    first one writes what is not the state.
+    All processes of a run call it with the same job and folder; the first one writes what is not the state.
 
     Returns:
         The summary, also written to summary.json when all else is done.
@@ -76,23 +70,22 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- who learns of steps ----
         console = stack.enter_context(ConsoleWriter(job.name, steps, start, shown=processes.first))
-        for other in (job.uploader, job.monitor):
-            if other is not None:
-                other.say = console.say
-        makers = job.trackers if processes.first else {}
-        tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(trainer))
-        seconds = job.close_trackers_within
-        trackers = Trackers(makers, tracked, job.folder, say=console.say, close_seconds=seconds)
-        logger = MetricLogger(trainer, goodput, start, stack.enter_context(trackers), console)
-        stack.enter_context(logger)
+        for part in (job.uploader, job.monitor):
+            if part is not None:
+                part.say = console.say
+        run = TrackedRun(job.name, start=start, facts=facts_for_trackers(trainer))
+        makers, seconds = job.trackers if processes.first else {}, job.close_trackers_within
+        trackers = stack.enter_context(Trackers(makers, run, job.folder, say=console.say, close_seconds=seconds))
+        logger = MetricLogger(trainer, goodput, start, trackers, console)
+        stack.callback(logger.close)
         health = meta.get("health", {})
         monitor = HealthMonitor(job.settings.health, own_folder, start, health, job.documents, console.say)
-        profiler = Profiler(job.runtime.profiled, job.folder, start, steps, console.say)
+        profiler = Profiler(job.runtime.profiled, job.folder)
         stack.callback(profiler.close)
         if start:
             console.say(f"resuming from checkpoint {start:,}")
         watchdog.beat("the evaluation", at_most=_HOUR)
-        ended = evaluator(start, state, logger, resumed=True)
+        why_ended = evaluator(start, state, logger, resumed=True)
         processes.barrier("the first step", seconds=IO_TIMEOUT)
         preemption.steps_to_lose()
         if preemption.reached():
@@ -105,9 +98,9 @@ def train(job: TrainJob) -> dict[str, Any]:
         stack.enter_context(goodput.account("compute"))
         step, batches = start, trainer.batches(start + monitor.data_offset)
         batch = trainer.put_share(next(batches)) if step < steps else None
-        while step < steps and not ended:
+        while step < steps and not why_ended:
             step += 1
-            watchdog.step(step, at_most=trainer.slowest_step)
+            watchdog.step(step)
             with profiler.step(step):
                 state, metrics = train_step(state, batch)
             profiler.dispatched(step, metrics)
@@ -139,17 +132,15 @@ def train(job: TrainJob) -> dict[str, Any]:
 
             if evaluating and not stopping:
                 watchdog.beat("the evaluation", at_most=_HOUR)
-                ended = evaluator(step, state, logger)
+                why_ended = evaluator(step, state, logger)
                 stopping = preemption.reached()  # then it was interrupted, and is repeated from this step
-            if saving or stopping or ended:
+            if saving or stopping or why_ended:
                 if stopping and preemption.by_hand:
                     console.say(f"{preemption.signal_name}: saving step {step:,}; Ctrl-C again leaves without it")
                 watchdog.beat("the save", at_most=IO_TIMEOUT)  # it waits for the one before
                 logger.check_folder()
                 checkpointer.save(step, state, monitor)
                 logger.restart_clock()
-            if step <= start + _FIRST:
-                give_back_freed_memory()
             if stopping:
                 checkpointer.wait()
                 console.say(f"{preemption.signal_name}: saved at step {step:,}; start it again to continue")
@@ -157,31 +148,25 @@ def train(job: TrainJob) -> dict[str, Any]:
                 raise Preempted(f"{job.name} stopped by {preemption.signal_name} at step {step}")
 
         # ---- the end ----
-        if ended:
-            console.say(f"ends at step {step:,}: {ended}")
+        if why_ended:
+            console.say(f"ends at step {step:,}: {why_ended}")
         watchdog.beat("the last save", at_most=IO_TIMEOUT)
         checkpointer.wait()
+        ended = "monitor" if why_ended else ""
         summary = summarize(trainer, goodput, monitor, checkpointer.resumed_at, step, ended)
         if own_folder is not None:
             logger.check_folder()
-            part = own_folder / "summary.json.part"
-            part.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-            part.replace(own_folder / "summary.json")
+            part_file = own_folder / "summary.json.part"
+            part_file.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            part_file.replace(own_folder / "summary.json")
         _finish_upload(job, watchdog, preemption, console)
     return summary
 
 
 def _finish_upload(job: TrainJob, watchdog: Watchdog, preemption: PreemptionGuard, console: ConsoleWriter) -> None:
     """Wait until the last save is copied, and print what became of it. The first process copies for all."""
-    uploader = job.uploader
-    if uploader is None:
-        return
-    watchdog.beat("the copy of the last save", at_most=_COPY)
-
-    def seconds_left() -> float | None:
-        left = preemption.seconds_left()
-        return None if left is None else left - _TO_LEAVE
-
-    missing = uploader.settle(seconds_left) if Processes.current.first else ""
-    line = f"NOT everything was copied to {uploader.url}: {missing}" if missing else f"copied to {uploader.url}"
-    console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))
+    if job.uploader is not None:
+        watchdog.beat("the copy of the last save", at_most=24 * _HOUR)  # a copy that fails ends by itself
+        missing = job.uploader.settle(preemption.seconds_left) if Processes.current.first else ""
+        line = f"NOT everything was copied to {job.uploader.url}: {missing}" if missing else "the last save is copied"
+        console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))

@@ -14,29 +14,25 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 import rich
-from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress
 
 from affinage.cluster.processes import Processes
 from affinage.durations import duration
 from affinage.errors import UserError
+from affinage.hardware.devices import peak_bytes
 from affinage.tracking import Trackers
 from affinage.training.goodput import GoodputTimer
 from affinage.training.trainer import Trainer
 
 METRICS = "metrics.jsonl"
 # What the clock and the machine decide: different in every run of the same job.
-MEASURED = frozenset(
-    "tokens_per_second mfu data_time step_time goodput seconds memory_gigabytes memory_share device_utilization".split()
-)
+MEASURED = frozenset("tokens_per_second mfu data_time step_time goodput seconds memory_gigabytes".split())
 _IN_FLIGHT = 2  # steps, so that the devices never wait for the host
 _IN_FLIGHT_AT_MOST = 16  # of short steps ...
 _SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking up for each costs a tenth of 5 ms
 # Without a terminal a line comes after this many seconds, or this share of the steps; metrics.jsonl has all of them.
 _SECONDS_BETWEEN_LINES = 10.0
 _SHARE_BETWEEN_LINES = 0.2
-_STATM = "/proc/self/statm"
 
 
 class MetricLogger:
@@ -49,8 +45,7 @@ class MetricLogger:
       for recomputation) over the datasheet's dense bfloat16 peak of all devices; null where that is unknown;
     - `step_time`, and `data_time`, for which the loop waited for the next batch: seconds, means since the line before;
     - `goodput`: see `GoodputTimer`; `seconds` of the steps since the beginning;
-    - `memory_gigabytes`: the most that a device has held (of a CPU, the resident memory of this process),
-      `memory_share` of what it has, and of a CPU `device_utilization`, this process's share of all cores.
+    - `memory_gigabytes`: the most that a device has held; of a CPU, this process.
 
     Other lines have `step` and `validation: {name: {loss, bits_per_byte}}`, or `evaluation` with scores of benchmarks.
     No step appears twice: lines after the step that a run resumes from are dropped. What is not finite is null.
@@ -74,17 +69,10 @@ class MetricLogger:
         self._ahead = 0 if trainer.is_simulated else _IN_FLIGHT
         # Several processes must look at the same steps.
         self._adapts = not trainer.is_simulated and Processes.current.count == 1
-        self._clock_step = self._done = start
-        self._clock, self._waited = time.perf_counter(), 0.0
-        self._busy = time.perf_counter(), time.process_time()
         self.cut(start)
 
-    def __enter__(self) -> "MetricLogger":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -112,7 +100,7 @@ class MetricLogger:
         yield from self._finish(len(self._pending))
 
     def write(self, step: int, **values: Any) -> None:
-        """Write a line that is not of a training step, and leave the time since the last step out of the speed."""
+        """Write a line that is not of a training step."""
         self._write({"step": step, **values})
         if "validation" in values:
             self._console.validation(step, values["validation"])
@@ -127,8 +115,7 @@ class MetricLogger:
         self._pending.clear()
         self._done = step
         if self._path is not None:
-            if self._file is not None:
-                self._file.close()
+            self.close()
             write_lines(self._path, (row for row in read_lines(self._path) if row["step"] <= step))
             self._file = self._path.open("a", buffering=1, encoding="utf-8")  # a kill keeps what was written
         self.restart_clock()
@@ -169,7 +156,7 @@ class MetricLogger:
             self._clock_step, self._clock, self._waited = self._done, now, 0.0
 
     def _log_step(self, step: int, metrics: Mapping[str, float], step_time: float, data_time: float) -> None:
-        trainer = self._trainer
+        trainer, seconds = self._trainer, self._goodput.seconds()
         row = {
             "step": step,
             **metrics,
@@ -179,25 +166,10 @@ class MetricLogger:
             "step_time": round(step_time, 6),
             "data_time": round(data_time, 6),
             "goodput": round(self._goodput.goodput, 4),
-            "seconds": round(self._goodput.training, 3),
-            **self._system_metrics(),
+            "seconds": round(seconds["compute"] + seconds["data"], 3),
+            "memory_gigabytes": round(peak_bytes(trainer.mesh.local_devices) / 1e9, 4),
         }
         self._console.training(self._write(row))
-
-    def _system_metrics(self) -> dict[str, float]:
-        if self._trainer.platform == "cpu":
-            now, busy = time.perf_counter(), time.process_time()
-            share = (busy - self._busy[1]) / max(now - self._busy[0], 1e-9) / (os.cpu_count() or 1)
-            self._busy, found = (now, busy), {"device_utilization": round(min(share, 1.0), 4)}
-            with contextlib.suppress(OSError, ValueError, IndexError), open(_STATM, "rb", buffering=0) as file:
-                pages = int(file.read().split()[1])
-                found["memory_gigabytes"] = round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 4)
-            return found
-        stats = [device.memory_stats() or {} for device in self._trainer.mesh.local_devices]
-        held = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
-        shares = [each["peak_bytes_in_use"] / each["bytes_limit"] for each in stats if each.get("bytes_limit")]
-        found = {"memory_gigabytes": round(max(held) / 1e9, 4)} if held else {}
-        return found | ({"memory_share": round(max(shares), 4)} if shares else {})
 
     def _write(self, row: Mapping[str, Any]) -> dict[str, Any]:
         clean = finite(row)
@@ -254,16 +226,6 @@ def _number(value: jax.Array) -> float:
     return float(np.asarray(value))  # takes a third of what float(value) does
 
 
-class _BarWithFacts(Progress):
-    """A progress bar with a line of facts below it, which needs 75 columns."""
-
-    facts = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield Text(self.facts, overflow="ellipsis", no_wrap=True)
-
-
 class ConsoleWriter:
     """What a person sees while a run trains: a live bar on a terminal, a line now and then elsewhere."""
 
@@ -271,15 +233,9 @@ class ConsoleWriter:
         self._name, self._steps, self._shown = name, steps, shown
         self._console = rich.get_console()
         self._last_line, self._last_step = -_SECONDS_BETWEEN_LINES, start
-        self._bar = _BarWithFacts(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed:,}/{task.total:,}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not (shown and self._console.is_terminal),
-        )
-        self._task = self._bar.add_task(name, total=steps, completed=start)
+        columns = ("[bold]{task.description}", BarColumn(10), "{task.completed:,}/{task.total:,}  {task.fields[line]}")
+        self._bar = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
+        self._task = self._bar.add_task(name, total=steps, completed=start, line="")
 
     def __enter__(self) -> "ConsoleWriter":
         self._bar.start()
@@ -292,22 +248,24 @@ class ConsoleWriter:
 
     def training(self, row: Mapping[str, Any]) -> None:
         """Show a training line."""
-        now, step = time.monotonic(), row["step"]
+        now, step, line = time.monotonic(), row["step"], step_line(row, self._steps)
         if self._console.is_terminal:
-            self._bar.facts = step_line(row, self._steps)
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._task, completed=step, line=line)
         elif (
             step == self._steps
             or now - self._last_line >= _SECONDS_BETWEEN_LINES
             or step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps
         ):
             self._last_line, self._last_step = now, step
-            self.say(f"step {step:,}/{self._steps:,}  {step_line(row, self._steps)}")
+            self.say(f"step {step:,}/{self._steps:,}  {line}")
 
     def validation(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Show a validation line."""
-        words = [f"{name} loss {score['loss']:.4f}{_besides_loss(score)}" for name, score in scores.items()]
-        self.say(f"step {step:,}/{self._steps:,}  validation: {', '.join(words)}")
+        parts = []
+        for name, score in scores.items():
+            bits = f" ({score['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in score else ""
+            parts.append(f"{name} loss {score['loss']:.4f}{bits}")
+        self.say(f"step {step:,}/{self._steps:,}  validation: {', '.join(parts)}")
 
     def say(self, message: str) -> None:
         """Show a message above the bar."""
@@ -318,23 +276,16 @@ class ConsoleWriter:
 def step_line(row: Mapping[str, Any], steps: int) -> str:
     """Loss, tokens/s, MFU if the peak is known, gradient norm, learning rate, time left, for people."""
     speed = row["tokens_per_second"]
-    parts = [f"loss {_or_not_finite(row['loss'], '.4f')}", f"{_or_not_finite(speed, ',.0f')} tok/s"]
+    parts = [f"loss {_shown(row['loss'], '.4f')}", f"{_shown(speed, ',.0f')} tok/s"]
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
-    parts += [f"grad {_or_not_finite(row['grad_norm'], '.2f')}", f"lr {row['learning_rate']:.2e}"]
+    parts += [f"grad {_shown(row['grad_norm'], '.2f')}", f"lr {row['learning_rate']:.2e}"]
     if row.get("skipped"):
-        spike = row.get("spike") and row["grad_norm"] is not None
-        parts.append(f"UPDATE SKIPPED: {'a spike of the loss' if spike else 'loss or gradient not finite'}")
+        parts.append("UPDATE SKIPPED")
     if speed and row["step"] < steps:
         parts.append(f"ETA {duration((steps - row['step']) * row['tokens'] / row['step'] / speed)}")
     return "  ".join(parts)
 
 
-def _besides_loss(score: Mapping[str, float]) -> str:
-    if "bits_per_byte" in score:
-        return f" ({score['bits_per_byte']:.3f} bits/byte)"
-    return f" (right of the pairs {score['rewards/accuracies']:.1%})" if "rewards/accuracies" in score else ""
-
-
-def _or_not_finite(value: float | None, form: str) -> str:
+def _shown(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)

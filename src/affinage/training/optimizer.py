@@ -1,7 +1,7 @@
-"""Optimizers and learning rates, by the names that recipes give them."""
+"""Optimizers and learning rates, by the names that recipes give them; the mathematics is Optax's."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +41,7 @@ class Optimizer(Settings):
 
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer")
-
-T = TypeVar("T", bound=type[Optimizer])
-
-
-def optimizer(name: str) -> Callable[[T], T]:
-    """Register an Optimizer under the name that recipes call it by; a taken name is refused."""
-    return OPTIMIZERS.register(name)
+optimizer = OPTIMIZERS.register  # decorator of an Optimizer, with the name that recipes call it by
 
 
 @optimizer("adamw")
@@ -106,84 +100,72 @@ class Muon(Optimizer):
 
     def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
         """See `Optimizer.direction`."""
-        dimensions = _map_matrices(lambda pair: None if pair is None else MuonDimensionNumbers(*pair), weights.matrices)
+
+        def of_matrices(function: Callable[[Any], Any]) -> PyTree:
+            is_leaf = lambda leaf: leaf is None or isinstance(leaf, tuple)  # noqa: E731
+            return jax.tree.map(function, weights.matrices, is_leaf=is_leaf)
+
         muon = optax.contrib.muon(
             learning_rate=-1.0,  # Optax moves by minus this: what comes out is the direction
             beta=self.beta,
             ns_steps=self.newton_schulz_steps,
-            muon_weight_dimension_numbers=dimensions,
+            muon_weight_dimension_numbers=of_matrices(lambda pair: pair and MuonDimensionNumbers(*pair)),
             consistent_rms=self.rms,
         )
         adam = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
-        labels = _map_matrices(lambda pair: "adam" if pair is None else "muon", weights.matrices)
-        return optax.partition({"muon": muon, "adam": adam}, labels)
+        return optax.partition({"muon": muon, "adam": adam}, of_matrices(lambda pair: "muon" if pair else "adam"))
 
 
-def _map_matrices(function: Callable[[Any], Any], matrices: PyTree) -> PyTree:
-    return jax.tree.map(function, matrices, is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple))
+def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+    """Clipped gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
 
-
-def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformationExtraArgs:
-    """Gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
-
-    Its update takes `norm`, the global norm, from whoever has it already or sees only a part of the gradient.
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
-    applied. Clipping, moments and decay are computed in float32, whatever dtype weights and moments are stored in.
+    applied. Moments and decay are computed in float32, whatever dtype weights and moments are stored in.
 
     Raises:
         UserError: an unknown optimizer, or an unknown setting of it.
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
-        _clipped_to(settings.max_grad_norm),
         _stored_in(jnp.dtype(settings.state_dtype), chosen.direction(settings, weights)),
         # A Python number would be multiplied in the weights' own dtype.
         optax.add_decayed_weights(np.float32(settings.weight_decay), weights.decayed),
     )
 
 
-def _clipped_to(longest: float | None) -> optax.GradientTransformationExtraArgs:
-    """The gradient, scaled down to a global norm of `longest` where its own is larger; None: as it is.
+def clipped(grads: PyTree, norm: Float[Array, ""], max_norm: float | None) -> PyTree:
+    """The gradient, scaled down to a global norm of `max_norm` where its own is larger; None: as it is.
 
-    `optax.clip_by_global_norm` up to rounding. That divides, and selects one of two gradients in every place: XLA keeps
-    both until the update ends. A product with one number goes into whatever reads the gradient.
+    `optax.clip_by_global_norm` selects one of two gradients in every place: XLA keeps both until the update ends. A
+    product with one number goes into whatever reads the gradient.
     """
-
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree | None = None, *, norm: jax.Array | None = None, **_: Any
-    ) -> tuple[PyTree, PyTree]:
-        if longest is None:
-            return grads, state
-        norm = optax.tree.norm(grads) if norm is None else norm
-        scale = jnp.where(norm < longest, 1.0, longest / norm)
-        return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), state
-
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    if max_norm is None:
+        return grads
+    scale = jnp.where(norm < max_norm, 1.0, max_norm / norm)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
 
 def map_like_params(
-    function: Callable[..., Any], state: PyTree, params: PyTree, *rest: PyTree, others: Callable[[Any], Any]
+    function: Callable[[Any, Any], Any], state: PyTree, params: PyTree, others: Callable[[Any], Any]
 ) -> PyTree:
     """Maps the arrays of an optimizer's state that stand for a parameter: same path at the end, same shape.
 
     Args:
-        function: (array of the state, parameter, leaves of `rest`) -> new leaf.
+        function: (array of the state, parameter) -> new leaf.
         state: the optimizer's.
         params: the parameters, or their shapes.
-        rest: trees like `params`.
         others: applied to every other array of the state: counts, factored moments.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    found = {path: (leaf, *more) for (path, leaf), *more in zip(leaves, *map(jax.tree.leaves, rest), strict=True)}
+    by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+    def map_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         for start in range(len(path)):
-            like = found.get(path[start:])
-            if like is not None and like[0].shape == leaf.shape:
-                return function(leaf, *like)
+            param = by_path.get(path[start:])
+            if param is not None and param.shape == leaf.shape:
+                return function(leaf, param)
         return others(leaf)
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree_util.tree_map_with_path(map_leaf, state)
 
 
 def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -225,13 +207,7 @@ class Shape(Settings):
 
 
 SCHEDULES: Registry[type[Shape]] = Registry("schedule")
-
-S = TypeVar("S", bound=type[Shape])
-
-
-def schedule(name: str) -> Callable[[S], S]:
-    """Register a Shape under the name that recipes call it by; a taken name is refused."""
-    return SCHEDULES.register(name)
+schedule = SCHEDULES.register  # decorator of a Shape, with the name that recipes call it by
 
 
 @schedule("constant")
@@ -275,12 +251,10 @@ class WarmupStableDecay(Shape):
 
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """See `Shape.after_warmup`."""
-        decay = max(round(steps * self.decay_ratio), 1)
-        power = 1.0 if self.linear else 0.5
+        decay, power = max(round(steps * self.decay_ratio), 1), 1.0 if self.linear else 0.5
 
         def down(step: Int[Array, ""]) -> Float[Array, ""]:
-            progress = (step / decay).clip(0, 1) ** power
-            return settings.peak_lr + (settings.min_lr - settings.peak_lr) * progress
+            return settings.peak_lr + (settings.min_lr - settings.peak_lr) * (step / decay).clip(0, 1) ** power
 
         return optax.join_schedules([optax.constant_schedule(settings.peak_lr), down], [steps - decay])
 

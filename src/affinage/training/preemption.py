@@ -14,6 +14,7 @@ from affinage.errors import EXIT_INTERRUPTED
 from affinage.stopping import StopSignals, heeded, leave
 
 _ONE_PRESS = 1.0  # seconds: signals closer than this are one, sent by a shell and a launcher
+_TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
 _points = itertools.count(1)  # moments at which a training could stop; the same in all processes
 
 
@@ -54,14 +55,15 @@ class PreemptionGuard:
         return self.signal_name == signal.SIGINT.name
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the process is left with what is not saved; None: it is not left."""
+        """Return the seconds until what is not saved or copied should be given up; None: there is no limit."""
         if self._since is None or StopSignals.current is None or self.by_hand:
             return None
-        return max(0.0, self._since + self._grace - time.monotonic())
+        return self._since + self._grace - _TO_LEAVE - time.monotonic()
 
     def leave_if_too_late(self) -> None:
         """Leave the process if the grace period is over; the watchdog's thread calls this every second."""
-        if self.seconds_left() == 0.0:
+        left = self.seconds_left()
+        if left is not None and left < -_TO_LEAVE:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                 faulthandler.dump_traceback(sys.stderr.fileno())
             leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")

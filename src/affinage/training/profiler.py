@@ -1,7 +1,6 @@
 """A trace of some steps: what the devices and the host did, in time."""
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,10 @@ class Profiler:
     Args:
         steps: first and last, counted from 1; None: no trace.
         folder: of the training; each of several processes has a folder of its own in it.
-        start: the step that the training resumes from.
-        end: its last step.
-        say: prints that none of the steps will be made.
     """
 
-    def __init__(
-        self, steps: tuple[int, int] | None, folder: Path, start: int, end: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
         self._first, self._last = steps or (0, 0)
-        if steps is not None and (self._first > end or self._last <= start):
-            say(f"nothing is traced: runtime.profile is {self._first}-{self._last}, the steps {start + 1:,} to {end:,}")
         processes = Processes.current
         self._folder = folder / FOLDER if processes.count == 1 else folder / FOLDER / f"process-{processes.index}"
         self._runs = False

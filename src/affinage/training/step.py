@@ -14,7 +14,7 @@ from affinage.model import ApplyConfig, Graph, apply, decayed, matrices
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import REPLICAS, STAGES
 from affinage.training.frozen import ParamSplit
-from affinage.training.optimizer import Weights, learning_rate, make_optimizer
+from affinage.training.optimizer import Weights, clipped, learning_rate, make_optimizer
 from affinage.training.state import LossWindow, Purpose, TrainState, random_key
 
 PyTree = Any
@@ -22,6 +22,7 @@ Batch = Mapping[str, Array]
 Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
 EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
 
@@ -75,7 +76,7 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
     return step
 
 
-def make_full_optimizer(split: ParamSplit, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
+def make_full_optimizer(split: ParamSplit, settings: TrainSettings) -> optax.GradientTransformation:
     """The optimizer of all trainable weights together."""
     return make_optimizer(settings.optimizer, Weights(decayed(split.trainable), matrices(split.trainable)))
 
@@ -130,10 +131,10 @@ def replicas_of(graph: Graph, config: ApplyConfig) -> int:
     return 1 if together else layout.replicas
 
 
-Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
+# ---- from a gradient to the next state ----
 
 
-def make_update(optimizer: optax.GradientTransformationExtraArgs, settings: TrainSettings, *, seed: int) -> Update:
+def make_update(optimizer: optax.GradientTransformation, settings: TrainSettings, *, seed: int) -> Update:
     """Build the step's second half: (state, gradient of the mean loss, that loss, the gradient's norm) -> next state.
 
     The loss and the norm decide whether the update is healthy; otherwise everything stays but the count of steps. The
@@ -144,25 +145,37 @@ def make_update(optimizer: optax.GradientTransformationExtraArgs, settings: Trai
     def update(
         state: TrainState, grads: PyTree, loss: Float[Array, ""], grad_norm: Float[Array, ""]
     ) -> tuple[TrainState, Metrics]:
-        rate = jnp.asarray(schedule(state.step), jnp.float32)
-        direction, opt_state = optimizer.update(grads, state.opt_state, state.params, norm=grad_norm)
-        moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, state.params, direction)
-        params = stored_like(state.params, moved, rounding_key(settings, seed, state))
         window, may_update, spike = detect_spike(state.window, loss, settings.health)
-        healthy = may_update & jnp.isfinite(grad_norm)
-        new = TrainState(
-            state.step,
-            params,
-            opt_state,
-            moved_ema(state.ema_params, params, settings),
-        )
-        old = state._replace(window=None, frozen=None)
-        kept = jax.tree.map(lambda n, o: jnp.where(healthy, n, o), new, old)
-        skipped = 1.0 - healthy.astype(jnp.float32)
-        metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **spike}
-        return kept._replace(step=state.step + 1, window=window, frozen=state.frozen), metrics
+        healthy, rate = may_update & jnp.isfinite(grad_norm), jnp.asarray(schedule(state.step), jnp.float32)
+        old, key = (state.params, state.opt_state, state.ema_params), rounding_key(settings, seed, state)
+        params, opt_state = apply_gradient(optimizer, settings, old[:2], grads, grad_norm, rate, key)
+        new = (params, opt_state, moved_ema(state.ema_params, params, settings))
+        metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": 1.0 - healthy.astype(jnp.float32), **spike}
+        return TrainState(state.step + 1, *where(healthy, new, old), window, state.frozen), metrics
 
     return update
+
+
+def apply_gradient(
+    optimizer: optax.GradientTransformation,
+    settings: TrainSettings,
+    old: tuple[PyTree, PyTree],
+    grads: PyTree,
+    norm: Float[Array, ""],
+    rate: Float[Array, ""],
+    key: PRNGKeyArray | None,
+) -> tuple[PyTree, PyTree]:
+    """(weights, optimizer state) after an update by a gradient of this norm; `old` are those before, `key` rounds."""
+    params, opt_state = old
+    grads = clipped(grads, norm, settings.optimizer.max_grad_norm)
+    direction, opt_state = optimizer.update(grads, opt_state, params)
+    moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
+    return stored_like(params, moved, key), opt_state
+
+
+def where(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> Any:
+    """The new tree where the condition holds, otherwise the old one."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 def moved_ema(ema_params: PyTree, params: PyTree, settings: TrainSettings) -> PyTree:

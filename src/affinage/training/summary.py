@@ -1,36 +1,38 @@
 """What is written down about a training at its end."""
 
+import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import jax
+
+import affinage
 from affinage.hardware.devices import peak_bytes
 from affinage.model.analysis import parameters
 from affinage.model.parameter import parameters_in
 from affinage.secrets import masked
-from affinage.training.checkpointing import versions
-from affinage.training.goodput import ACCOUNTS, GoodputTimer
+from affinage.training.goodput import GoodputTimer
 from affinage.training.health import HealthMonitor
 from affinage.training.metrics import read_rows
 from affinage.training.trainer import Trainer
 
+Ended = Literal["", "monitor"]  # at the last step; before it, by the job's monitor
+
 
 def summarize(
-    trainer: Trainer, goodput: GoodputTimer, monitor: HealthMonitor, resumed_at: Sequence[int], steps: int, ended: str
+    trainer: Trainer, goodput: GoodputTimer, monitor: HealthMonitor, resumed_at: Sequence[int], steps: int, ended: Ended
 ) -> dict[str, Any]:
-    """The JSON-able summary of a run that ended after a number of steps, for the reason `ended` if that is not "".
+    """The JSON-able summary of a run that ended after a number of steps.
 
-    `seconds` and `percent` split the time since the first start into the accounts of `affinage.training.goodput`;
-    `saves` counts them, and has for how many seconds one stalled the loop, in the mean and at most. The speed and `mfu`
-    are over the whole run, from the seconds of its steps alone; `data_time` are those of them in which the loop waited
-    for the next batch, most of it while the devices computed.
+    `seconds` splits the time since the first start into the accounts of `affinage.training.goodput`. The speed and
+    `mfu` are over the whole run, from the seconds of its steps alone.
     """
     rows = read_rows(trainer.job.folder)
     lines = [row for row in rows if "loss" in row]
-    validation: dict[str, Any] = next((row["validation"] for row in reversed(rows) if "validation" in row), {})
-    seconds, seen, stalls = goodput.rounded(), steps * trainer.tokens, goodput.stalls
-    training, total = seconds["compute"] + seconds["data"], seconds["total"]
-    peak, flops, count = trainer.peak_flops, trainer.flops_per_step, parameters(trainer.job.graph)
+    seconds, tokens = goodput.seconds(), steps * trainer.tokens
+    training, peak, flops = seconds["compute"] + seconds["data"], trainer.peak_flops, trainer.flops_per_step * steps
+    count = parameters(trainer.job.graph)
     return {
         "name": trainer.job.name,
         "parameters": {
@@ -39,31 +41,23 @@ def summarize(
             "non_embedding": count.non_embedding,
             "trained": sum(parameter.size for parameter in parameters_in(trainer.split.trainable.parameters)),
         },
-        "flops_per_step": flops,
+        "flops_per_step": trainer.flops_per_step,
         "steps": steps,
-        "tokens": seen,
-        "seconds": seconds,
-        "percent": {name: round(100 * seconds[name] / total, 3) for name in ACCOUNTS} if total else {},
-        "saves": {
-            "count": len(stalls),
-            "stall_mean": round(sum(stalls) / max(len(stalls), 1), 6),
-            "stall_most": max(stalls, default=0.0),
-        },
-        "tokens_per_second": seen / training if training else None,
-        "data_time": round(_data_time(lines), 3),
-        "mfu": flops * steps / training / peak if peak and training else None,
+        "tokens": tokens,
+        "seconds": seconds | {"total": round(sum(seconds.values()), 3)},
+        "tokens_per_second": tokens / training if training else None,
+        "mfu": flops / training / peak if peak and training else None,
         "first_loss": lines[0]["loss"] if lines else None,
         "final_loss": lines[-1]["loss"] if lines else None,
         "skipped_updates": sum(bool(line["skipped"]) for line in lines),
         "health": monitor.facts(),
-        "validation": validation,
-        "predicted": {"parameters": count.total, "flops": flops * steps},
+        "validation": next((row["validation"] for row in reversed(rows) if "validation" in row), {}),
+        "predicted": {"parameters": count.total, "flops": flops},
         "memory": {"peak_bytes": peak_bytes(trainer.mesh.local_devices)},
         "devices": _devices(trainer),
-        "remat": trainer.remat,
         "resumed_at": list(resumed_at),
         "versions": versions(),
-        **({"ended": ended} if ended else {}),
+        "ended": ended,
     }
 
 
@@ -80,12 +74,13 @@ def facts_for_trackers(trainer: Trainer) -> dict[str, Any]:
     return dict(json.loads(masked(json.dumps(facts))))
 
 
+def versions() -> dict[str, str]:
+    """Versions of the software that decides about numbers."""
+    names = ("jaxlib", "flax", "optax", "orbax-checkpoint")
+    by_name = {name: importlib.metadata.version(name) for name in names}
+    return {"affinage": affinage.__version__, "jax": jax.__version__, **by_name}
+
+
 def _devices(trainer: Trainer) -> dict[str, Any]:
     kind = trainer.mesh.devices.flat[0].device_kind
     return {"kind": kind, "count": trainer.mesh.size, "mesh": dict(trainer.mesh.shape)}
-
-
-def _data_time(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds: every line has the mean of the steps since the line before."""
-    steps = [0, *(line["step"] for line in lines)]
-    return sum(line.get("data_time", 0.0) * (step - before) for line, before, step in zip(lines, steps, steps[1:]))

@@ -39,9 +39,9 @@ class Trainer:
     batch: HostBatch  # any batch of the feed, for its shapes
 
     def __post_init__(self) -> None:
-        rows, wanted = self.rows, rows_per_step(self.job.settings, self.mesh.size)
-        if rows != wanted:
-            raise ValueError(f"the feed yields {rows} rows a step, the settings say {wanted}")
+        rows, expected = self.rows, rows_per_step(self.job.settings, self.mesh.size)
+        if rows != expected:
+            raise ValueError(f"the feed yields {rows} rows a step, the settings say {expected}")
         parts = self.job.settings.gradient_accumulation_steps
         check_axes_used(self.job.graph, self.mesh.shape, self.layout.table)
         check_rows_divide(rows, parts, self.mesh, self.layout.table)
@@ -78,23 +78,13 @@ class Trainer:
         return None if per_device is None else per_device * self.mesh.size
 
     @property
-    def slowest_step(self) -> float:
-        """Seconds that a step may take where all is well: at a hundredth of the peak, on processors at 1 GFLOP/s.
-
-        Of an unknown accelerator at 1 TFLOP/s for each; never more than six hours.
-        """
-        unknown = 1e9 if self.platform == "cpu" else 1e12 * self.mesh.size
-        return min(self.flops_per_step / (0.01 * self.peak_flops if self.peak_flops else unknown), 6 * 3600)
-
-    @property
-    def platform(self) -> str:
-        """What JAX calls the kind of device: tpu, gpu or cpu."""
-        return str(self.mesh.devices.flat[0].platform)
-
-    @property
     def is_simulated(self) -> bool:
         """Whether a CPU plays several devices."""
-        return self.mesh.size > 1 and self.platform == "cpu"
+        return self.mesh.size > 1 and self._platform == "cpu"
+
+    @property
+    def _platform(self) -> str:
+        return str(self.mesh.devices.flat[0].platform)
 
     @cached_property
     def chip(self) -> Chip:
@@ -102,11 +92,6 @@ class Trainer:
         return chip(self.mesh.devices.flat[0].device_kind)
 
     # ---- the state and the compiled functions ----
-
-    @property
-    def remat(self) -> Any:
-        """What is computed again in the backward pass, as a recipe says it."""
-        return self.job.parallel.model_dump(mode="json")["remat"]
 
     @cached_property
     def layout(self) -> MeshLayout:
@@ -124,7 +109,7 @@ class Trainer:
         return split_params(self.job.graph, self.job.settings)
 
     @cached_property
-    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+    def optimizer(self) -> optax.GradientTransformation:
         """The job's optimizer."""
         return optimizer_of(self.split, self.job.settings)
 
@@ -135,26 +120,22 @@ class Trainer:
 
     def begin(self) -> TrainState:
         """The state before the first step."""
-        frozen = self._first_weights(self.abstract.frozen) if self.split.has_frozen else None
+
+        def draw(declared: Declared, abstract: PyTree) -> PyTree:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+            dtype = jnp.dtype(self.job.settings.precision.params)
+            drawn = jax.jit(lambda key: init_params(declared, key, dtype), out_shardings=shardings)
+            return drawn(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
+
+        initial = self.job.initial_params or (lambda abstract: draw(self.job.graph, abstract))
+        frozen = initial(self.abstract.frozen) if self.split.has_frozen else None
         if self.split.adapters is not None:
-            params = self._draw(self.split.adapters, self.abstract.params)
+            params = draw(self.split.adapters, self.abstract.params)
         elif frozen is not None:
             params = jax.tree.map(jnp.copy, frozen)
         else:
-            params = self._first_weights(self.abstract.params)
+            params = initial(self.abstract.params)
         return begin(self.abstract, params, self.optimizer, frozen)
-
-    def _first_weights(self, abstract: PyTree) -> PyTree:
-        """The weights that the job begins with, or random ones."""
-        if self.job.initial_params is not None:
-            return self.job.initial_params(abstract)
-        return self._draw(self.job.graph, abstract)
-
-    def _draw(self, declared: Declared, abstract: PyTree) -> PyTree:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        dtype = jnp.dtype(self.job.settings.precision.params)
-        draw = jax.jit(lambda key: init_params(declared, key, dtype), out_shardings=shardings)
-        return draw(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
@@ -186,7 +167,7 @@ class Trainer:
         return dataclasses.replace(
             apply_config_on(self.layout, self.job.settings.attention, self.job.parallel),
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
-            platform=self.platform,
+            platform=self._platform,
             capability=capability_of(self.mesh.devices.flat[0]),
         )
 
@@ -213,14 +194,13 @@ class Trainer:
 
         A single CPU has nothing to wait for: compiled programs take the host's arrays in a fifth of the time.
         """
-        if self.mesh.size == 1 and self.platform == "cpu":
+        if self.mesh.size == 1 and self._platform == "cpu":
             return batch
+        sharding = self._batch_sharding
         if jax.process_count() == 1:
-            return jax.device_put(dict(batch), self._batch_sharding)
+            return jax.device_put(dict(batch), sharding)
         return {
-            name: jax.make_array_from_process_local_data(
-                self._batch_sharding, array, (rows or len(array), *array.shape[1:])
-            )
+            name: jax.make_array_from_process_local_data(sharding, array, (rows or len(array), *array.shape[1:]))
             for name, array in batch.items()
         }
 
@@ -242,7 +222,7 @@ class Trainer:
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
 
 
-def optimizer_of(split: ParamSplit, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
+def optimizer_of(split: ParamSplit, settings: TrainSettings) -> optax.GradientTransformation:
     """The optimizer whose state a training with these settings holds."""
     if settings.optimizer_in_backward:
         return make_layerwise_optimizer(split.graph, settings)

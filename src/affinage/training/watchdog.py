@@ -42,21 +42,21 @@ class Watchdog:
         self._file = folder / ("hang.txt" if index == 0 else f"hang-{index}.txt")
         started_again = Processes.current.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
         self._leaves = started_again if settings.exit_on_hang is None else settings.exit_on_hang
-        self._what, self._since, self._limit = "the start", time.monotonic(), self._timeout
-        self._slowest, self._reported = 0.0, False
+        self._slowest = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.beat("the start")
 
-    def beat(self, what: str, *, at_most: float = 0.0) -> None:
+    def beat(self, phase: str, *, at_most: float = 0.0) -> None:
         """Something begins, and what was before has ended; `at_most`: seconds that it may take, if that is longer."""
-        self._what, self._since, self._reported = what, time.monotonic(), False
+        self._phase, self._since, self._reported = phase, time.monotonic(), False
         self._limit = max(self._timeout, at_most)
 
-    def step(self, step: int, *, at_most: float = 0.0) -> None:
-        """A step begins; it may take as long as `at_most`, and five times as long as the slowest one before."""
-        if self._what.startswith("step "):
+    def step(self, step: int) -> None:
+        """A step begins; it may take five times as long as the slowest one before."""
+        if self._phase.startswith("step "):
             self._slowest = max(self._slowest, time.monotonic() - self._since)
-        self.beat(f"step {step}", at_most=max(at_most, _TIMES_SLOWEST * self._slowest))
+        self.beat(f"step {step}", at_most=_TIMES_SLOWEST * self._slowest)
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
@@ -76,24 +76,22 @@ class Watchdog:
             now = time.monotonic()
             if now - looked > _EVERY + _STOPPED:
                 self._since += now - looked
-            looked = now
-            waited = now - self._since
-            if self._leaves and StopSignals.current is not None:  # unless this thread comes here again in time
-                with contextlib.suppress(OSError, ValueError, AttributeError):
+            looked, waited = now, now - self._since
+            leaves = self._leaves and StopSignals.current is not None
+            # There may be no standard error, and no folder any more.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                if leaves:  # unless this thread comes here again in time
                     seconds = max(_NO_THREAD, self._timeout, self._limit - waited)
                     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
             for call in self._each_second:
                 call()
             if waited > self._limit and not self._reported:
                 self._reported = True
-                self._report(f"{self._name}: {self._what} has not ended for {waited:.0f} s")
-
-    def _report(self, what: str) -> None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
-            print(f"{what}; all stacks are in {self._file}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
-            file.write(f"{what}\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
-        if self._leaves and StopSignals.current is not None and not self._ended.is_set():
-            leave(what)
+                what = f"{self._name}: {self._phase} has not ended for {waited:.0f} s"
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    print(f"{what}; all stacks are in {self._file}", file=sys.stderr, flush=True)
+                    with self._file.open("a", encoding="utf-8") as file:
+                        print(what, end="\n\n", file=file, flush=True)
+                        faulthandler.dump_traceback(file)
+                if leaves and not self._ended.is_set():
+                    leave(what)

@@ -1,7 +1,7 @@
 """Multi-head self-attention with grouped queries, rotary positions, packed documents and a KV cache."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -49,8 +49,6 @@ class AttentionSettings(Settings):
     """RMS norm of every query and key head before the rotation (Qwen 3)."""
     window: int | None = Field(default=None, ge=1)
     """A token sees itself and this many less one before it; null: all."""
-    softcap: float | None = Field(default=None, gt=0)
-    """Scores are bounded to ± this by a tanh (Gemma 2)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Of the attention probabilities."""
 
@@ -111,20 +109,15 @@ class AttentionSettings(Settings):
             cached=context.cache is not None,
             prefixes="prefix_segment_ids" in context.batch,
             dropout=self.dropout if context.key is not None else 0.0,
-            softcap=self.softcap,
         )
         impl = choose("ring" if config.rings else config.attention, workload)
-        masked = impl == "xla" or _few_query(x, context)
         return Prepared(
             impl=impl,
             positions=positions,
             segment_ids=context.batch.get("segment_ids"),
-            mask=self._mask(context, positions) if masked else None,
-            rotary=self._rotary(positions, head, context),
+            mask=self._mask(context, positions) if impl == "xla" else None,
+            rotary=self.rope.tables(positions, head, stored=config.platform == "cpu") if self.rope else None,
         )
-
-    def _rotary(self, positions: Array, head: int, context: LayerContext) -> Tables | None:
-        return self.rope.tables(positions, head, stored=context.config.platform == "cpu") if self.rope else None
 
     def _mask(self, context: LayerContext, positions: Int[Array, "B S"]) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
@@ -149,16 +142,9 @@ class AttentionSettings(Settings):
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
         prepared: Prepared = context.prepared
-        few, config = _few_query(x, context), context.config
-        query, key, value = (
-            checkpoint_name(heads, name)
-            for heads, name in zip(self._heads(params, x, few, context, eps), ("query", "key", "value"), strict=True)
-        )
-        impl, mask, cache = prepared.impl, prepared.mask, None
-        if few:  # the kernels know no rows of which few tokens query
-            assert mask is not None
-            impl, mask = "xla", context.narrowed(jnp.broadcast_to(mask, (len(x), *mask.shape[1:])))
-            context = replace(context, logit_positions=None)
+        config, cache = context.config, None
+        named = zip(self._heads(params, x, context, eps), ("query", "key", "value"), strict=True)
+        query, key, value = (checkpoint_name(heads, name) for heads, name in named)
         if context.cache is not None:
             cache = _write(_of(context.cache), *of_whole_rows(key, value, config.layout), context)
             key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
@@ -168,34 +154,24 @@ class AttentionSettings(Settings):
             key,
             value,
             prepared.segment_ids,
-            impl=impl,
+            impl=prepared.impl,
             layout=config.layout,
             window=self.window,
-            softcap=self.softcap,
             dropout=partial(drop, rate=self.dropout, context=context, site=1) if dropped else None,
-            mask=mask,
-            on_cpu=config.platform == "cpu" and cache is None and not few,
+            mask=prepared.mask,
+            on_cpu=config.platform == "cpu" and cache is None,
             capability=config.capability,
         )
-        out = context.narrowed(checkpoint_name(out, "attended"))
-        return dense(params["out"], out, context, contracted=2), cache
+        return dense(params["out"], checkpoint_name(out, "attended"), context, contracted=2), cache
 
-    def _heads(
-        self, params: PyTree, x: Array, few: bool, context: LayerContext, eps: float
-    ) -> tuple[Array, Array, Array]:
-        """Query [B, Q, H, Dh], of `few` tokens or all, key and value [B, S, K, Dh], positions already in them."""
-        tables = of_query = context.prepared.rotary
-        if few:
-            query = dense(params["query"], context.narrowed(x), context)
-            key, value = (dense(params[name], x, context) for name in ("key", "value"))
-            of_query = self._rotary(context.narrowed(context.prepared.positions), query.shape[-1], context)
-        else:
-            query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
+    def _heads(self, params: PyTree, x: Array, context: LayerContext, eps: float) -> tuple[Array, Array, Array]:
+        """Query [B, S, H, Dh], key and value [B, S, K, Dh], positions already in them."""
+        query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
         if self.qk_norm:
             norm = NormSettings(kind="rms", eps=eps)
             query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
-        if tables is not None and of_query is not None:
-            query, key = rotate(query, of_query), rotate(key, tables)
+        if (tables := context.prepared.rotary) is not None:
+            query, key = rotate(query, tables), rotate(key, tables)
         constrain, of_key = context.config.constrain, ("batch", "sequence", "kv_heads", "head_dim")
         query = constrain(query, ("batch", "sequence", "heads", "head_dim"))
         return query, constrain(key, of_key), constrain(value, of_key)
@@ -216,12 +192,6 @@ class AttentionSettings(Settings):
             return reach * (reach + 1) // 2 + (tokens - reach) * reach
 
         return of(length) - of(first)
-
-
-def _few_query(x: Float[Array, "B S D"], context: LayerContext) -> bool:
-    """Whether few enough tokens are wanted, row by row, to compute no other query: blocks spare half."""
-    at, rings = context.logit_positions, context.config.rings
-    return at is not None and not rings and len(at) == len(x) and 4 * at.shape[1] <= x.shape[1]
 
 
 def _of(cache: Any) -> Mapping[str, Array]:

@@ -42,7 +42,6 @@ class Workload:
     cached: bool = False  # keys come from a KV cache
     prefixes: bool = False  # documents that share a prefix, see `prefix_segment_ids`
     dropout: float = 0.0  # of the probabilities; 0 outside of training
-    softcap: float | None = None
 
 
 def choose(requested: str, workload: Workload) -> str:
@@ -113,7 +112,6 @@ def obstacles(name: str, workload: Workload) -> list[str]:
         ],
         "cudnn": [
             (workload.platform != "gpu" or workload.capability is None, f"a {workload.platform} without cuDNN"),
-            (workload.softcap is not None, f"a soft-cap of {workload.softcap} on the scores"),
             (dtype not in (jnp.float16, jnp.bfloat16), f"{dtype} (float16 and bfloat16 it can)"),
             (dim % 8 > 0 or dim > widest, f"heads of {dim} (multiples of 8 up to {widest})"),
             (workload.length % 2 > 0, f"rows of {workload.length} tokens (an odd number)"),
@@ -136,7 +134,6 @@ def attention(
     impl: str,
     layout: Layout,
     window: int | None = None,
-    softcap: float | None = None,
     dropout: Callable[[Array], Array] | None = None,
     mask: Bool[Array, "b S T"] | None = None,
     on_cpu: bool = False,
@@ -144,21 +141,21 @@ def attention(
 ) -> Queries:
     """Values weighted by the softmax of scaled scores, causal and within segments; float32 inside.
 
-    `impl` is as `choose` returns it, or "ring". With a `window` a token sees itself and this many less one before it;
-    `softcap` bounds scores to ± this by a tanh. `dropout` of the probabilities, the `mask` of what a query sees
-    (causality included) and blocks of queries `on_cpu` are for `xla` only.
+    `impl` is as `choose` returns it, or "ring". With a `window` a token sees itself and this many less one before it.
+    `dropout` of the probabilities, the `mask` of what a query sees (causality included) and blocks of queries `on_cpu`
+    are for `xla` only.
     """
     if impl == "ring":
-        return ring_attention(query, key, value, segment_ids, layout, window=window, softcap=softcap)
+        return ring_attention(query, key, value, segment_ids, layout, window=window)
     if impl == "splash" and queries_are_split(layout.whole(query.shape[1], "sequence"), layout.parts("sequence")):
-        return splash_on_parts(query, key, value, segment_ids, layout, window=window, softcap=softcap)
+        return splash_on_parts(query, key, value, segment_ids, layout, window=window)
     key, value = of_whole_rows(key, value, layout)
     if impl == "xla":
         assert mask is not None
         # Slices of a split sequence, and sums of heads whose queries are split again elsewhere, would have to be sent.
         blocks = on_cpu and layout.parts("sequence", "heads") == 1
-        return xla_attention(query, key, value, mask, softcap=softcap, dropout=dropout, in_blocks=blocks)
-    kernel: Callable[..., Array] = partial(splash_attention, window=window, softcap=softcap)
+        return xla_attention(query, key, value, mask, dropout=dropout, in_blocks=blocks)
+    kernel: Callable[..., Array] = partial(splash_attention, window=window)
     if impl == "cudnn":
         kernel = partial(cudnn_attention, window=window, by_offsets=(capability or (0, 0)) >= HOPPER)
     # Each device runs the kernel on its rows and heads, over whole rows.
@@ -185,7 +182,6 @@ def xla_attention(
     value: Keys,
     mask: Bool[Array, "b S T"],
     *,
-    softcap: float | None = None,
     dropout: Callable[[Array], Array] | None = None,
     in_blocks: bool = False,
 ) -> Queries:
@@ -201,7 +197,6 @@ def xla_attention(
     for start in range(0, length, size):
         queries, keys = slice(start, start + size), slice(0, start + size if size < length else None)
         scores = product32("bkgsd,bktd->bkgst", query[:, :, :, queries], key[:, :, keys]) * width**-0.5
-        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(mask[:, None, None, queries, keys], scores, MASKED)
         weights = _softmax(scores, value.dtype)
         weights = weights if dropout is None else dropout(weights)

@@ -1,7 +1,7 @@
 """The Transformer block."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from jax.ad_checkpoint import checkpoint_name
 from pydantic import Discriminator, Field, Tag
@@ -17,26 +17,23 @@ from affinage.model.parameter import PyTree
 
 
 def _ffn_or_moe(value: Any) -> str:
-    """The class of settings that a `kind` belongs to; any other kind than moe is an activation's name."""
+    """The tag of the class of settings that a `kind` belongs to; any other kind than moe is an activation's name."""
     kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
     return (MoeSettings if kind == "moe" else FfnSettings).__name__
 
 
 @register_layer("transformer_block")
 class TransformerBlock(Layer):
-    """Causal self-attention and a feed-forward layer, each added to the residual stream."""
+    """Causal self-attention and a feed-forward layer f, each added to the residual stream as x + f(norm(x))."""
 
-    joins = narrows = True
+    joins = True
 
     attention: AttentionSettings
     ffn: Annotated[
-        Annotated[FfnSettings, Tag(FfnSettings.__name__)] | Annotated[MoeSettings, Tag(MoeSettings.__name__)],
+        Annotated[FfnSettings, Tag("FfnSettings")] | Annotated[MoeSettings, Tag("MoeSettings")],
         Discriminator(_ffn_or_moe),
     ]
     norm: NormSettings = NormSettings()
-    placement: Literal["pre", "post", "parallel"] = "pre"
-    """Where the norms stand. pre: x + f(norm(x)) (GPT-2, Llama); post: norm(x + f(x)) (Vaswani et al., 2017); parallel:
-    both halves of one norm(x), added together (GPT-J, PaLM)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Of what each half adds to the residual stream."""
     init_std: float = Field(default=0.02, gt=0)
@@ -44,7 +41,7 @@ class TransformerBlock(Layer):
 
     @override
     def mixes_rows(self) -> bool:
-        return isinstance(self.ffn, MoeSettings)  # which expert is fullest, and a balance over the batch
+        return isinstance(self.ffn, MoeSettings)  # its metric of the fullest expert is over all rows
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -55,14 +52,12 @@ class TransformerBlock(Layer):
     @override
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         width = inputs[0].width
-        tree: PyTree = {
+        return {
             "attention_norm": self.norm.parameters(width),
             "attention": self.attention.parameters(width, self.init_std, self.norm.eps),
+            "ffn_norm": self.norm.parameters(width),
             "ffn": self.ffn.parameters(width, self.init_std),
         }
-        if self.placement != "parallel":
-            tree["ffn_norm"] = self.norm.parameters(width)
-        return tree
 
     @override
     def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:
@@ -74,24 +69,17 @@ class TransformerBlock(Layer):
 
     @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
-        pin, post = context.config.constrain, self.placement == "post"
+        pin = context.config.constrain
         # Where the table splits the residual stream further than what goes through the matrices (Korthikanti et al.,
         # 2022), the parts are gathered before each half and its sum is scattered.
         gathered, scattered = ("batch", "sequence", "width"), ("batch", "residual", "width")
         x = checkpoint_name(inputs[0], "block_input")
-        before = pin(x if post else self.norm.apply(params["attention_norm"], x), gathered)
+        before = pin(self.norm.apply(params["attention_norm"], x), gathered)
         attended, cache = self.attention.apply(params["attention"], before, context, self.norm.eps)
-        attended = drop(pin(attended, scattered), self.dropout, context, site=2)
-        x = checkpoint_name(context.narrowed(x) + attended, "residual")
-        if post:
-            x = self.norm.apply(params["attention_norm"], x)
-        if self.placement == "parallel":
-            before = context.narrowed(before)
-        else:
-            before = pin(x if post else self.norm.apply(params["ffn_norm"], x), gathered)
+        x = checkpoint_name(x + drop(pin(attended, scattered), self.dropout, context, site=2), "residual")
+        before = pin(self.norm.apply(params["ffn_norm"], x), gathered)
         fed = Result.of(self.ffn.apply(params["ffn"], before, context))
         y = x + drop(pin(fed.value, scattered), self.dropout, context, site=3)
-        y = self.norm.apply(params["ffn_norm"], y) if post else y
         return Result(pin(y, scattered), cache, fed.losses, fed.metrics)
 
     @override

@@ -39,8 +39,6 @@ class Embedding(Layer):
     """Number of token ids."""
     width: int = Field(ge=1)
     """Of the vectors, and so of the residual stream."""
-    scale: float = 1.0
-    """The vectors are multiplied by this; Gemma's is sqrt(width)."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the first values."""
 
@@ -60,7 +58,6 @@ class Embedding(Layer):
         x = jnp.take(params["embedding"], inputs[0], axis=0, mode="clip").astype(context.config.compute_dtype)
         # Beside a pipeline XLA would gather the gradient of all rows, to add it to a table that is split by width.
         x = layout.own_rows(layout.gather_rows(x))
-        x = x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
         return layout.constrain(x, ("batch", "residual", "width"))
 
 
@@ -106,14 +103,12 @@ def positions_of(context: LayerContext, batch: int, length: int) -> Array:
 class Unembed(Layer):
     """A logit for every token id, by its own kernel or, tied, by the embedding's (Press and Wolf, 2017)."""
 
-    joins = by_token = narrows = True
+    joins = True
 
     tied: bool | str = False
     """The name of the embedding node; true: the only one there is."""
     vocab: int | None = Field(default=None, ge=2)
     """Number of token ids; default: the embedding's."""
-    softcap: float | None = Field(default=None, gt=0)
-    """Logits are bounded to ± this by a tanh."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the first kernel."""
 
@@ -152,8 +147,11 @@ class Unembed(Layer):
     @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Logits:
         kernel = context.shared["embedding"] if context.shared is not None else params["kernel"]
-        hidden = context.config.constrain(context.narrowed(inputs[0]), ("batch", "sequence", "width"))
-        return Logits(hidden, kernel.astype(context.config.compute_dtype), self.softcap)
+        hidden, at = inputs[0], context.config.logit_positions
+        if at is not None:
+            hidden = jnp.take_along_axis(hidden.reshape(len(at), -1, hidden.shape[-1]), at[..., None], axis=1)
+        hidden = context.config.constrain(hidden, ("batch", "sequence", "width"))
+        return Logits(hidden, kernel.astype(context.config.compute_dtype))
 
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:

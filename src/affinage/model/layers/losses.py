@@ -13,63 +13,47 @@ from typing_extensions import override
 from affinage.model.apply_config import ApplyConfig, Layout
 from affinage.model.layer import BATCH, TOKENS, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
 from affinage.model.parameter import PyTree
-from affinage.model.products import Logits, cap, multiply_out
+from affinage.model.products import Logits, multiply_out, without_padding
 
 WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 on a device ...
 CHUNK_TOKENS = 8192  # ... and beyond it for this many tokens of a device at a time
-LOGITS = ("batch", "sequence", "vocab")
 REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
 _LANES = 128  # a vocabulary's size is rounded up to a multiple of it
-
-
-class Objective(NamedTuple):
-    """How logits become a loss; hashable, so that it can be static."""
-
-    z_loss: float = 0.0  # times the squared log of the softmax's denominator (PaLM, section 5)
-    label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
-    softcap: float | None = None  # logits are bounded to ± this by a tanh
-    vocabulary: int | None = None  # logits from this one on are padding; None: there is no padding
-    on_cpu: bool = False
 
 
 class Sums(NamedTuple):
     """Weighted sums over tokens, float32. Only the first has a gradient."""
 
-    objective: Float[Array, ""]
-    cross_entropy: Float[Array, ""]  # in nats, without what the objective adds
+    cross_entropy: Float[Array, ""]  # in nats
     correct: Float[Array, ""]  # targets that have the largest logit
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(
-    logits: Float[Array, "*N V"], targets: Int[Array, "*N"], weights: Float[Array, "*N"], objective: Objective
+    logits: Float[Array, "*N V"], targets: Int[Array, "*N"], weights: Float[Array, "*N"], on_cpu: bool = False
 ) -> Sums:
-    """Sums over all tokens, each times its weight; logits are float32, capped already and -1e30 where padded.
+    """Sums over all tokens, each times its weight, of float32 logits.
 
     The gradient is written by hand, because autodiff keeps three arrays of the size of the logits where two do.
     """
-    return _forward(logits, targets, weights, objective)[0]
+    return _forward(logits, targets, weights, on_cpu)[0]
 
 
-def _forward(logits: Array, targets: Array, weights: Array, objective: Objective) -> tuple[Sums, tuple[Array, ...]]:
-    if objective.on_cpu:
-        largest = jnp.max(logits, axis=-1)
-        log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
-    else:
-        largest, log_z = _largest_and_log_z(logits)
+def _forward(logits: Array, targets: Array, weights: Array, on_cpu: bool) -> tuple[Sums, tuple[Array, ...]]:
+    largest, log_z = _read_twice(logits) if on_cpu else _read_once(logits)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    losses = plain = log_z - chosen
-    if objective.label_smoothing:
-        number = objective.vocabulary or logits.shape[-1]
-        losses += objective.label_smoothing * (chosen - jnp.mean(logits[..., :number], axis=-1))
-    if objective.z_loss:
-        losses += objective.z_loss * jnp.square(log_z)
-    sums = (jnp.sum(values * weights) for values in (losses, plain, chosen >= largest))
-    return Sums(*sums), (logits, targets, weights, log_z)
+    sums = Sums(jnp.sum((log_z - chosen) * weights), jnp.sum((chosen >= largest) * weights))
+    return sums, (logits, targets, weights, log_z)
 
 
-def _largest_and_log_z(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
-    """The largest logit and the log of the softmax's denominator, read once (Milakov and Gimelshein, 2018)."""
+def _read_twice(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
+    """The largest logit and the log of the softmax's denominator."""
+    largest = jnp.max(logits, axis=-1)
+    return largest, largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
+
+
+def _read_once(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
+    """The same in one reduction (Milakov and Gimelshein, 2018), which XLA:CPU does not vectorize."""
 
     def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         largest = jnp.maximum(left[0], right[0])
@@ -80,34 +64,34 @@ def _largest_and_log_z(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"]
     return largest, largest + jnp.log(total)
 
 
-def _backward(objective: Objective, saved: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
+def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
     logits, targets, weights, log_z = saved
-    scale = (gradient.objective * weights)[..., None]
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    probabilities = jnp.exp(logits - log_z[..., None])
-    if objective.z_loss:
-        probabilities *= (1.0 + 2.0 * objective.z_loss * log_z)[..., None]
-    desired = (1.0 - objective.label_smoothing) * (targets[..., None] == column)
-    if objective.label_smoothing:
-        number = objective.vocabulary or logits.shape[-1]
-        desired += jnp.where(column < number, objective.label_smoothing / number, 0.0)
-    d_logits = (probabilities - desired) * scale
+    d_logits = jnp.exp(logits - log_z[..., None]) - (targets[..., None] == column)
+    d_logits = d_logits * (gradient.cross_entropy * weights)[..., None]
     # XLA:CPU would compute the exponentials once for each of the two products that follow.
-    return jax.lax.optimization_barrier(d_logits) if objective.on_cpu else d_logits, None, None
+    return jax.lax.optimization_barrier(d_logits) if on_cpu else d_logits, None, None
 
 
 cross_entropy.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+class _Parts(NamedTuple):
+    """How logits are computed in parts; hashable, so that it can be static."""
+
+    chunk: int  # positions of all rows at once
+    layout: Layout
+    vocabulary: int | None  # logits from this one on are padding; None: there is no padding
+    on_cpu: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def chunked_cross_entropy(
     hidden: Float[Array, "B S D"],
     kernel: Float[Array, "V D"],
     targets: Int[Array, "B S"],
     weights: Float[Array, "B S"],
-    objective: Objective,
-    chunk: int,
-    layout: Layout,
+    parts: _Parts,
 ) -> Sums:
     """The same from hidden vectors, `chunk` positions at a time: [B, S, V] is never stored.
 
@@ -117,15 +101,16 @@ def chunked_cross_entropy(
 
     def one(total: Sums, part: tuple[Array, ...]) -> tuple[Sums, None]:
         h, t, w = part
-        logits = multiply_out(h, kernel, objective.softcap, objective.vocabulary)
-        return jax.tree.map(jnp.add, total, cross_entropy(logits, t, w, objective)), None
+        sums = cross_entropy(multiply_out(h, kernel, parts.vocabulary), t, w, parts.on_cpu)
+        return jax.tree.map(jnp.add, total, sums), None
 
-    return jax.lax.scan(one, _no_sums(), chunks(chunk, hidden, targets, weights))[0]
+    return jax.lax.scan(one, _no_sums(), chunks(parts.chunk, hidden, targets, weights))[0]
 
 
 def _chunked_forward(
-    hidden: Array, kernel: Array, targets: Array, weights: Array, objective: Objective, chunk: int, layout: Layout
+    hidden: Array, kernel: Array, targets: Array, weights: Array, parts: _Parts
 ) -> tuple[Sums, tuple[Array, Array]]:
+    layout = parts.layout
     copies = layout.parts("batch")  # each device adds up the kernel's gradient of its rows; they are summed once
 
     def apart(x: Array) -> Array:
@@ -133,29 +118,21 @@ def _chunked_forward(
 
     def one(carry: tuple[Sums, Array], part: tuple[Array, ...]) -> tuple[tuple[Sums, Array], Array]:
         (total, d_kernel), (h, t, w) = carry, part
-
-        def of_logits(logits: Array) -> tuple[Array, Sums]:
-            sums = cross_entropy(cap(logits, objective.softcap, objective.vocabulary), t, w, objective)
-            return sums.objective, sums
-
         logits = jnp.einsum("bcd,vd->bcv", h, kernel, preferred_element_type=jnp.float32)
-        d_logits, sums = jax.grad(of_logits, has_aux=True)(logits)
-        d_logits = d_logits.astype(h.dtype)
+        sums, saved = _forward(without_padding(logits, parts.vocabulary), t, w, parts.on_cpu)
+        d_logits = _backward(parts.on_cpu, saved, Sums(jnp.float32(1.0), jnp.float32(0.0)))[0].astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, kernel)
         more = jnp.einsum("pbcv,pbcd->pvd", apart(d_logits), apart(h), preferred_element_type=jnp.float32)
         return (jax.tree.map(jnp.add, total, sums), d_kernel + more), d_hidden
 
     start = layout.constrain(jnp.zeros((copies, *kernel.shape), jnp.float32), ("batch", "vocab", None))
-    (sums, d_kernel), d_hidden = jax.lax.scan(one, (_no_sums(), start), chunks(chunk, hidden, targets, weights))
-    batch, length, width = hidden.shape
-    d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(batch, -1, width)[:, :length]
+    (sums, d_kernel), d_hidden = jax.lax.scan(one, (_no_sums(), start), chunks(parts.chunk, hidden, targets, weights))
+    d_hidden = _joined(d_hidden, hidden.shape[1])
     return sums, (d_hidden, jnp.sum(d_kernel, axis=0).astype(kernel.dtype))
 
 
-def _chunked_backward(
-    objective: Objective, chunk: int, layout: Layout, saved: tuple[Array, Array], gradient: Sums
-) -> tuple[Array, Array, None, None]:
-    d_hidden, d_kernel = (part * gradient.objective.astype(part.dtype) for part in saved)
+def _chunked_backward(parts: _Parts, saved: tuple[Array, Array], gradient: Sums) -> tuple[Array, Array, None, None]:
+    d_hidden, d_kernel = (part * gradient.cross_entropy.astype(part.dtype) for part in saved)
     return d_hidden, d_kernel, None, None
 
 
@@ -163,7 +140,7 @@ chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _no_sums() -> Sums:
-    return Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields))
+    return Sums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
 
 def chunks(chunk: int, *arrays: Array) -> tuple[Array, ...]:
@@ -175,6 +152,12 @@ def chunks(chunk: int, *arrays: Array) -> tuple[Array, ...]:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
     return tuple(split(array) for array in arrays)
+
+
+def _joined(x: Float[Array, "C B c ..."], length: int) -> Float[Array, "B S ..."]:
+    """The reverse of `chunks`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(len(x), -1, *x.shape[3:])[:, :length]
 
 
 def padded(kernel: Float[Array, "V D"], config: ApplyConfig) -> tuple[Float[Array, "W D"], int | None]:
@@ -203,10 +186,8 @@ class _OfLogits(Layer):
 
     def _check(self, inputs: tuple[Shape, ...]) -> None:
         logits, tokens = inputs
-        if tokens != TOKENS:
-            raise ShapeMismatch(f"expected token ids [B, S] int as second input, got {tokens}")
-        if len(logits.dims) != 3:
-            raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
+        if tokens != TOKENS or len(logits.dims) != 3:
+            raise ShapeMismatch(f"expected logits [B, S, vocabulary] and token ids [B, S] int, got {logits}, {tokens}")
 
     def _targets(self, tokens: Array, context: LayerContext) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
         """Targets and weights of whole rows: where sequences are split, a target may lie on the next device."""
@@ -218,10 +199,11 @@ class _OfLogits(Layer):
         """Positions of all rows whose logits exist at once; 0: all of them."""
         rows, length = targets.shape
         tokens = CHUNK_TOKENS if isinstance(self.chunk, str) else self.chunk
-        if self.chunk == "auto" and rows * length * vocabulary * 4 <= WHOLE_BYTES * layout.parts(*LOGITS):
+        bytes_at_once = rows * length * vocabulary * 4 / layout.parts("batch", "sequence", "vocab")
+        if tokens == 0 or (self.chunk == "auto" and bytes_at_once <= WHOLE_BYTES):
             return 0
         positions = max(1, tokens // -(-rows // layout.parts("batch")))
-        return positions if tokens > 0 and positions < length else 0
+        return positions if positions < length else 0
 
 
 @register_layer("next_token_loss")
@@ -229,10 +211,6 @@ class NextTokenLoss(_OfLogits):
     """Cross-entropy of the next token in nats, summed over the counted targets."""
 
     is_loss = True
-    z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the squared log-denominator of the softmax; PaLM has 1e-4."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a target spread over the vocabulary."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -245,22 +223,21 @@ class NextTokenLoss(_OfLogits):
         targets, weights = self._targets(tokens, context)
         count = jnp.sum(weights)
         sums = self._sums(logits, targets, weights, context.config)
-        plain, correct = jax.lax.stop_gradient((sums.cross_entropy, sums.correct))
+        plain, correct = jax.lax.stop_gradient(sums)
         metrics = {"cross_entropy": (plain, count), "accuracy": (correct, count)}
-        return Result(Loss(sums.objective, count), metrics=metrics)
+        return Result(Loss(sums.cross_entropy, count), metrics=metrics)
 
     def _sums(self, logits: Any, targets: Array, weights: Array, config: ApplyConfig) -> Sums:
-        objective = Objective(self.z_loss, self.label_smoothing, on_cpu=config.platform == "cpu")
+        on_cpu = config.platform == "cpu"
         if not isinstance(logits, Logits):
-            return cross_entropy(logits.astype(jnp.float32), targets, weights, objective)
-        hidden, softcap = logits.hidden, logits.softcap
-        kernel, vocabulary = padded(logits.kernel, config)
-        objective = objective._replace(softcap=softcap, vocabulary=vocabulary)
+            return cross_entropy(logits.astype(jnp.float32), targets, weights, on_cpu)
+        hidden, (kernel, vocabulary) = logits.hidden, padded(logits.kernel, config)
         if chunk := self._chunk(targets, len(kernel), config.layout):
-            return chunked_cross_entropy(hidden, kernel, targets, weights, objective, chunk, config.layout)
+            parts = _Parts(chunk, config.layout, vocabulary, on_cpu)
+            return chunked_cross_entropy(hidden, kernel, targets, weights, parts)
         if config.flattens:
             hidden, targets, weights = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)
-        return cross_entropy(multiply_out(hidden, kernel, softcap, vocabulary), targets, weights, objective)
+        return cross_entropy(multiply_out(hidden, kernel, vocabulary), targets, weights, on_cpu)
 
 
 # ---- preference pairs ----
@@ -286,47 +263,37 @@ class DocumentLogProbabilities(_OfLogits):
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B N 3"]:
         logits, tokens = inputs
         targets, weights = self._targets(tokens, context)
-        if isinstance(logits, Logits):
-            chunk = self._chunk(targets, len(logits.kernel), context.config.layout)
-            found, means = _readings(logits, targets, chunk, context.config)
-        else:
-            whole = logits.astype(jnp.float32)
-            found = jnp.take_along_axis(jax.nn.log_softmax(whole, axis=-1), targets[..., None], axis=-1)[..., 0]
-            means = jnp.mean(jax.lax.stop_gradient(whole), axis=-1)
+        chunk = self._chunk(targets, len(logits.kernel), context.config.layout)
+        log_probabilities, means = _of_targets(logits, targets, chunk, context.config)
         segments = context.batch.get("segment_ids")
         ids = jnp.zeros_like(tokens) if segments is None else segments - segments[:, :1]
         belongs = ids[..., None] == jnp.arange(self.documents, dtype=ids.dtype)[None, None]
-        summed = jnp.stack([found * weights, weights, means * weights], axis=-1)
+        summed = jnp.stack([log_probabilities * weights, weights, means * weights], axis=-1)
         return jnp.einsum("bsk,bsn->bnk", summed, belongs.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def _readings(
+def _of_targets(
     logits: Logits, targets: Int[Array, "B S"], chunk: int, config: ApplyConfig
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """The log-probability of every target, and the mean of the logits there (which has no gradient).
 
     `chunk` positions have their logits at once (0: all); the backward pass makes them again instead of keeping them,
-    so that [B, S, V] is never stored. Where nothing caps the logits, their mean is that of the kernel's rows times the
-    hidden vector, and no logit is read for it.
+    so that [B, S, V] is never stored. The mean is that of the kernel's rows times the hidden vector.
     """
-    fixed, softcap, number = jax.lax.stop_gradient, logits.softcap, len(logits.kernel)
     kernel, vocabulary = padded(logits.kernel, config)
-    row = None if softcap is not None else jnp.sum(fixed(kernel).astype(jnp.float32), axis=0) / number
 
     @jax.checkpoint
-    def one(h: Array, t: Array) -> tuple[Array, Array]:
-        values = multiply_out(h, kernel, softcap, vocabulary)
-        found = jnp.take_along_axis(values, t[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(values, axis=-1)
-        if row is None:
-            return found, jnp.mean(fixed(values[..., :number]), axis=-1)
-        return found, jnp.dot(fixed(h).astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
+    def log_probabilities(part: tuple[Array, Array]) -> Array:
+        hidden, target = part
+        values = multiply_out(hidden, kernel, vocabulary)
+        return jnp.take_along_axis(values, target[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(values, axis=-1)
 
-    batch, length = targets.shape
+    hidden, row = jax.lax.stop_gradient((logits.hidden, jnp.mean(logits.kernel.astype(jnp.float32), axis=0)))
+    means = jnp.dot(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
     if not chunk:
-        return one(logits.hidden, targets)
-    found = jax.lax.map(lambda part: one(*part), chunks(chunk, logits.hidden, targets))
-    log_probabilities, means = (jnp.moveaxis(parts, 0, 1).reshape(batch, -1)[:, :length] for parts in found)
-    return log_probabilities, means
+        return log_probabilities((logits.hidden, targets)), means
+    found = jax.lax.map(log_probabilities, chunks(chunk, logits.hidden, targets))
+    return _joined(found, targets.shape[1]), means
 
 
 @register_layer("preference_loss")

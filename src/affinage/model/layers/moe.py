@@ -12,9 +12,8 @@ from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
 from affinage.model.layer import LayerContext, Result
-from affinage.model.layers.dense import GATED, Activation, FfnSettings, activate, dense_flops
+from affinage.model.layers.dense import GATED, Activation, activate, dense_flops
 from affinage.model.layers.losses import next_tokens
-from affinage.model.lora import LORA_A, LORA_B
 from affinage.model.parameter import ParamSpec, PyTree
 
 Pair = tuple[Array, Array]  # sum, count
@@ -56,15 +55,8 @@ class MoeSettings(Settings):
     """In training an expert takes at most this many times its even share of a row's choices, the first ones; later
     tokens go without it. null: dropless, as everything else than training always is. Buffers of equal size make a
     capacity the faster one on CPUs."""
-    shared_experts: int = Field(default=0, ge=0)
-    """Further experts that every token passes through (DeepSeekMoE)."""
-    normalise_gates: bool = True
-    """A token's gates add up to 1 (Mixtral); false: they are the probabilities (Switch)."""
     load_balance_weight: float = Field(default=0.01, ge=0)
     """Of the loss that is 1 where all experts have equal shares; Switch's value. Added up over the layers."""
-    balance_over: Literal["row", "batch"] = "row"
-    """Within what the shares are to be equal. row: every sequence, which does not depend on how a batch is cut into
-    micro-batches; batch: the micro-batch, as in Switch, which leaves experts freer to specialize."""
     z_loss_weight: float = Field(default=0.001, ge=0)
     """Of the squared log-denominator of the router; ST-MoE's value."""
 
@@ -74,19 +66,8 @@ class MoeSettings(Settings):
             raise ValueError(f"top_k {self.top_k} is more than the {self.experts} experts")
         return self
 
-    @property
-    def bias(self) -> bool:
-        """Experts have none."""
-        return False
-
-    @property
-    def shared(self) -> FfnSettings | None:
-        """The shared experts, side by side in one wider layer, which is the same function."""
-        number = self.shared_experts
-        return FfnSettings(kind=self.activation, width=number * self.width) if number else None
-
     def parameters(self, width: int, std: float) -> PyTree:
-        """Router [D, E], kernels [E, D, F] and [E, F, D], and those of the shared experts."""
+        """Router [D, E] and kernels [E, D, F] and [E, F, D]."""
 
         def kernel(shape: tuple[int, int], axes: tuple[str, str], *, residual: bool = False) -> PyTree:
             shapes, names = (self.experts, *shape), ("experts", *axes)
@@ -100,7 +81,7 @@ class MoeSettings(Settings):
         }
         if self.activation in GATED:
             tree["gate"] = inward
-        return tree | ({"shared": self.shared.parameters(width, std)} if self.shared else {})
+        return tree
 
     def apply(self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The experts' answers weighted by their gates, with the losses and metrics of the router."""
@@ -118,18 +99,19 @@ class MoeSettings(Settings):
             chosen, taken = self._buffered(params, x, slots, context), slots.of_choice < self.experts * capacity
         chosen = checkpoint_name(chosen, "experts_out")
         y = jnp.sum(routing.gates[..., None] * chosen, axis=2).astype(x.dtype)
-        if self.shared:
-            y = y + self.shared.apply(params["shared"], x, context)
         losses, metrics = self._by_products(routing, taken, context)
         return Result(y, losses=losses, metrics=metrics)
 
     def _route(self, params: PyTree, x: Float[Array, "B S D"]) -> Routing:
-        """The most probable experts of each token, all in float32 (Fedus et al., 2022, section 2.4)."""
+        """The most probable experts of each token, all in float32 (Fedus et al., 2022, section 2.4).
+
+        The gates of several add up to 1 (Mixtral); of one the gate is its probability (Switch).
+        """
         kernel = params["kernel"].astype(jnp.float32)
         logits = jnp.dot(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
         probabilities = jax.nn.softmax(logits, axis=-1)
         gates, experts = jax.lax.top_k(probabilities, self.top_k)
-        if self.normalise_gates:
+        if self.top_k > 1:
             gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
         return Routing(logits, probabilities, experts, gates)
 
@@ -150,12 +132,12 @@ class MoeSettings(Settings):
         buffers = layout.resplit(buffers, of_rows, of_experts)
 
         def times(values: Array, matrices: Array) -> Array:
-            return jnp.einsum("becd,edf->becf", values, matrices.astype(x.dtype))
+            return jnp.einsum("becd,edf->becf", values, matrices)
 
-        def hidden_axes(hidden: Array) -> Array:
+        def pin(hidden: Array) -> Array:
             return layout.constrain(hidden, ("expert_rows", "experts", None, "ffn"))
 
-        answers = layout.resplit(self._experts(params, buffers, times, hidden_axes), of_experts, of_rows)
+        answers = layout.resplit(self._experts(self._kernels(params, x), buffers, times, pin), of_experts, of_rows)
         return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
 
     def _sorted(
@@ -173,32 +155,29 @@ class MoeSettings(Settings):
             answers = at_owners(tokens, sizes, answer, layout.mesh_axes("experts"), layout.parts("experts"))
             return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
 
-        names = [name for name in ("up", "gate", "down") if name in params]
-        kernels = jax.tree.map(lambda matrices: matrices.astype(x.dtype), {name: params[name] for name in names})
+        kernels = self._kernels(params, x)
         rows = ("batch", "sequence", None)
-        of_kernels = {name: dict.fromkeys(parts, ("experts", None, None)) for name, parts in kernels.items()}
+        of_kernels = dict.fromkeys(kernels, ("experts", None, None))
         over = ("batch", "sequence", "experts")
         split = layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)
         chosen: Array = split(x, routing.experts, kernels)
         return chosen
 
+    def _kernels(self, params: PyTree, x: Array) -> PyTree:
+        return {name: params[name]["kernel"].astype(x.dtype) for name in ("up", "gate", "down") if name in params}
+
     def _experts(
         self,
-        params: PyTree,
+        kernels: PyTree,
         values: Array,
         times: Callable[[Array, Array], Array],
         pin: Callable[[Array], Array] = lambda hidden: hidden,
     ) -> Array:
         """Every expert's answers to the values that lie with it, by `times`, which multiplies by each one's matrix."""
 
-        def product(name: str, values: Array) -> Array:
-            own = params[name]
-            y = times(values, own["kernel"])
-            return y + times(times(values, own[LORA_A]), own[LORA_B]) if LORA_A in own else y
-
-        up = checkpoint_name(product("up", values), "ffn_up")
-        gate = checkpoint_name(product("gate", values), "ffn_gate") if self.activation in GATED else None
-        return product("down", pin(activate(self.activation, up, gate)))
+        up = checkpoint_name(times(values, kernels["up"]), "ffn_up")
+        gate = checkpoint_name(times(values, kernels["gate"]), "ffn_gate") if "gate" in kernels else None
+        return times(pin(activate(self.activation, up, gate)), kernels["down"])
 
     def _by_products(
         self, routing: Routing, taken: Array, context: LayerContext
@@ -207,11 +186,13 @@ class MoeSettings(Settings):
         weights = jnp.ones(taken.shape[:2], jnp.float32)
         if "tokens" in context.batch:
             _, weights = next_tokens(context.batch["tokens"], context.batch)
-        weights = context.narrowed(weights)
         chosen = jnp.sum(jax.nn.one_hot(routing.experts, self.experts), axis=2)
         choices, probability = (jnp.sum(weights[..., None] * v, axis=1) for v in (chosen, routing.probabilities))
         positions, count = jnp.sum(weights, axis=1), jnp.sum(weights)
-        balance = self._load_balance(choices, probability, positions)
+        # E times the sum over experts of (share of the choices) x (mean probability): 1 where every share is 1 / E
+        # (Fedus et al., 2022, equations 4 to 6). The shares are of a row, so that micro-batches add up to the batch.
+        products = jnp.sum(choices * probability, axis=1) / jnp.maximum(positions, 1.0)
+        balance = self.experts * jnp.sum(products) / (self.top_k * jnp.maximum(count, 1.0))
         # The mean squared log-denominator of the router's softmax (ST-MoE: Zoph et al., 2022, equation 5).
         z = jnp.sum(weights * jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))) / jnp.maximum(count, 1.0)
         fullest = jnp.max(jnp.sum(choices, axis=0)) * self.experts / self.top_k
@@ -227,27 +208,12 @@ class MoeSettings(Settings):
         }
         return losses, jax.lax.stop_gradient(metrics)
 
-    def _load_balance(
-        self, choices: Float[Array, "B E"], probability: Float[Array, "B E"], positions: Float[Array, "B"]
-    ) -> Float[Array, ""]:
-        """E times the sum over experts of (share of the choices) x (mean probability): 1 where every share is 1 / E.
-
-        Switch Transformers (Fedus et al., 2022), equations 4 to 6; with several choices a token as in ST-MoE (Zoph et
-        al., 2022). Rows are weighted by their positions.
-        """
-        total = jnp.maximum(jnp.sum(positions), 1.0)
-        if self.balance_over == "batch":
-            choices, probability, positions = (jnp.sum(a, axis=0)[None] for a in (choices, probability, positions))
-        products = jnp.sum(choices * probability, axis=1) / jnp.maximum(positions, 1.0)
-        return self.experts * jnp.sum(products) / (self.top_k * total)
-
     def flops(self, width: int, rows: int, length: int) -> int:
-        """Router, experts and shared experts; the slots of a capacity whether filled or not, as they are computed."""
+        """Router and experts; the slots of a capacity whether filled or not, as they are computed."""
         choices = self.top_k * length if self.capacity_factor is None else self.experts * self.capacity(length)
         products = 3 if self.activation in GATED else 2
         router = dense_flops(width, self.experts, rows * length)
-        experts = products * dense_flops(width, self.width, rows * choices)
-        return router + experts + (self.shared.flops(width, rows, length) if self.shared else 0)
+        return router + products * dense_flops(width, self.width, rows * choices)
 
 
 # ---- moves of tokens to their experts' slots and back ----

@@ -74,7 +74,7 @@ class NormSettings(Settings):
 class RmsNorm(Layer):
     """Root mean square normalization over the last axis."""
 
-    joins = by_token = True
+    joins = True
 
     eps: float = Field(default=1e-6, gt=0)
     """Added to the mean square or variance."""

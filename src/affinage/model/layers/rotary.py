@@ -13,7 +13,7 @@ from pydantic import Field
 
 from affinage.config.settings import Settings
 
-Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]
+Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]  # cosines and sines
 
 
 class RopeScaling(Settings):
@@ -44,38 +44,33 @@ class RopeSettings(Settings):
 
     theta: float = Field(default=10_000.0, gt=0)
     """Base of the wavelengths; frequency i is theta ** (-2i / d), i from 0."""
-    fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of a head, its first elements, that is turned."""
     scaling: RopeScaling | None = None
     """For rows longer than those of the first training."""
 
     def tables(self, positions: Int[Array, "B S"], head_dim: int, *, stored: bool = False) -> Tables:
-        """Cosines and sines [B, S, turned / 2] in float32 of the angles at these positions.
+        """Cosines and sines in float32 of the angles at these positions.
 
         `stored` has them computed once: XLA:CPU would otherwise fuse them into every rotation, where they are most of
         the arithmetic, for every head and layer.
         """
-        turned = 2 * int(head_dim * self.fraction / 2)
-        frequencies = self.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
+        frequencies = self.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
         if self.scaling:
             frequencies = self.scaling.scaled(frequencies)
         angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         # A product is never fused into what uses it, as a barrier does not prevent; with 0 and 1 it is exact.
-        same = jnp.eye(turned // 2)
+        same = jnp.eye(head_dim // 2)
         return (cos @ same, sin @ same) if stored else (cos, sin)
 
 
 def rotate(x: Float[Array, "B S H D"], tables: Tables) -> Float[Array, "B S H D"]:
-    """Turns the pairs (i, i + d) of every head by the angle of its position; elements from 2 d on stay."""
+    """Turns the pairs (i, i + D / 2) of every head by the angle of its position."""
     cos, sin = (table[:, :, None] for table in tables)
-    turned = 2 * cos.shape[-1]
-    y = _turn(x[..., :turned].astype(jnp.float32), cos, sin).astype(x.dtype)
-    return y if turned == x.shape[-1] else jnp.concatenate([y, x[..., turned:]], axis=-1)
+    return _turn(x.astype(jnp.float32), cos, sin).astype(x.dtype)
 
 
 @jax.custom_vjp
-def _turn(x: Float[Array, "B S H e"], cos: Float[Array, "B S 1 d"], sin: Float[Array, "B S 1 d"]) -> Array:
+def _turn(x: Float[Array, "B S H D"], cos: Float[Array, "B S 1 d"], sin: Float[Array, "B S 1 d"]) -> Array:
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 

@@ -22,7 +22,6 @@ def splash_attention(
     segment_ids: Segments,
     *,
     window: int | None,
-    softcap: float | None,
     interpret: bool = False,
 ) -> Queries:
     """Causal attention within segments, with the kernel's own backward pass; softmax in float32.
@@ -35,7 +34,7 @@ def splash_attention(
     fill = ((0, 0), (0, whole - length), (0, 0), (0, 0))
     query, key, value = (jnp.pad(array, fill) for array in (query, key, value))
     ids = () if segment_ids is None else (jnp.pad(segment_ids, fill[:2]),) * 2
-    return _run(_kernel(heads, whole, window, softcap, interpret), query, key, value, *ids)[:, :length]
+    return _run(_kernel(heads, whole, window, interpret), query, key, value, *ids)[:, :length]
 
 
 def splash_on_parts(
@@ -46,7 +45,6 @@ def splash_on_parts(
     layout: Layout,
     *,
     window: int | None,
-    softcap: float | None,
     interpret: bool = False,
 ) -> Queries:
     """Splash where the tokens of a row lie on several devices: each has its queries, and gathers all keys.
@@ -56,7 +54,7 @@ def splash_on_parts(
     """
     shards: dict[str, Any] = {"head_shards": layout.parts("heads"), "q_seq_shards": layout.parts("sequence")}
     length = layout.whole(query.shape[1], "sequence")
-    kernel = _kernel(query.shape[2], length, window, softcap, interpret, **shards)
+    kernel = _kernel(query.shape[2], length, window, interpret, **shards)
     of_query, of_key = (("batch", "sequence", heads, "head_dim") for heads in ("heads", "kv_heads"))
     of_segments = () if segment_ids is None else (("batch", "sequence"), ("batch", "keys"))
     segments = () if segment_ids is None else (segment_ids, layout.resplit(segment_ids, *of_segments))
@@ -81,7 +79,7 @@ def queries_are_split(length: int, parts: int) -> bool:
     return parts > 1 and length % (parts * LANES) == 0
 
 
-def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool, **shards: Any) -> Any:
+def _kernel(heads: int, length: int, window: int | None, interpret: bool, **shards: Any) -> Any:
     """The kernel for rows of `length` tokens, a pytree of arrays that say which blocks to visit.
 
     Its results and the log-sum-exp of its scores are named `attended` for policies of `jax.checkpoint`.
@@ -93,7 +91,6 @@ def _kernel(heads: int, length: int, window: int | None, softcap: float | None, 
     return splash.make_splash_mha(
         splash.MultiHeadMask([_causal_mask(length, window)] * heads),
         block_sizes=splash.BlockSizes(*(size,) * 8),
-        attn_logits_soft_cap=softcap,
         residual_checkpoint_name="attended",
         interpret=interpret,
         **({"head_shards": 1, "q_seq_shards": 1} | shards),
