@@ -67,7 +67,7 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
     (here / "metrics.jsonl").write_text("{}\n")
     (here / "frozen" / "0").mkdir(parents=True)
     (here / "frozen" / "0" / COMMIT).write_text("of something\n")
-    (here / "alive").write_text("of this machine\n")
+    (here / "request.json").write_text("of this machine\n")
     uploader = Uploader(any_url, here)
     uploader.start()
     assert uploader.settle() == ""
@@ -78,7 +78,7 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
     assert_brings(any_url, there, 3)
     assert (there / "metrics.jsonl").read_text() == "{}\n{}\n"
     assert (there / "frozen" / "0" / COMMIT).read_text() == "of something\n"
-    assert not (there / "alive").exists()
+    assert not (there / "request.json").exists()
     assert download_newest(any_url, there, print) == []  # it has it
     saved(there, 4)
     assert download_newest(any_url, there, print) == []  # what is newer here stays

@@ -78,11 +78,6 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis
     assert_same(got, state(1, where))
 
 
-def test_looking_at_a_folder_does_not_make_it(store: CheckpointStore):
-    assert store.steps() == [] and store.restore_newest(abstract(ONE)) is None
-    assert not Path(store.folder).exists()
-
-
 def test_parameters_come_back_alone_in_any_dtype_and_never_those_of_an_older_step(store: CheckpointStore):
     with pytest.raises(UserError, match="no checkpoint"):
         store.restore_params(None, {})

@@ -104,7 +104,7 @@ def test_what_chooses_the_next_token_can_be_said(affinage, monkeypatch):
     for verb in ("generate", "chat"):
         affinage(verb, "theirs", "Where?", *words.split(), "--stop", "\n\n", "--stop", "Où")
         affinage(verb, "theirs", "Where?", "--max-new-tokens", "9")
-    every = SamplingParams(9, 0.7, 5, 0.9, 0.02, 1.3, 4, stop=("\n\n", "Où"))
+    every = SamplingParams(9, 0.7, 5, 0.9, 0.02, 4, stop=("\n\n", "Où"))
     assert asked == [every, SamplingParams(9), every, SamplingParams(9)]
 
 

@@ -81,7 +81,7 @@ def program(
 def compiled(one: Trainer) -> Any:
     """The training step, compiled quickly."""
     quick = one.job.parallel.model_copy(update={"xla_flags": QUICKLY | one.job.parallel.xla_flags})
-    return dataclasses.replace(one, job=dataclasses.replace(one.job, parallel=quick)).compile_training()
+    return Trainer(dataclasses.replace(one.job, parallel=quick), one.mesh, one.batch).compile_training()
 
 
 def run(one: Trainer, steps: int, step: Any = None) -> dict[str, list[float]]:

@@ -107,7 +107,8 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
     def in_bfloat16(sizes: dict[str, int]) -> Trainer:
         program = meshes.program(SMALL["dense"], sizes, parallel={})
         changed = {"precision": PrecisionSettings(compute="bfloat16")}
-        return replace(program, job=replace(program.job, settings=program.job.settings.model_copy(update=changed)))
+        job = replace(program.job, settings=program.job.settings.model_copy(update=changed))
+        return Trainer(job, program.mesh, program.batch)
 
     meshes.assert_same(meshes.run(in_bfloat16({"pipeline": 2}), 5), meshes.run(in_bfloat16({"data": 1}), 5), rtol=2e-2)
 

@@ -96,7 +96,7 @@ ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.bloc
             "no mesh of v4-8",
         ),
         rarer("v5e-1", ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"], "weights and moments"),
-        rarer("v4-8", ["pretrain.optimizer_in_backward=true", "pretrain.optimizer={name: adafactor}"], "adafactor"),
+        rarer("v4-8", ["pretrain.optimizer_in_backward=true", "pretrain.optimizer={name: muon}"], "muon"),
     ],
     ids=["nothing divides", "nothing fits", "settings that forbid all"],
 )

@@ -2,29 +2,29 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from waiting import PATIENCE, until
 
 _PLACES = [str(folder) for folder in Path(__file__).parents[:2]]
 _PROGRAM = f"import sys; sys.path[:0] = {_PLACES!r}; import runs; runs.be_run(sys.argv[1])"
+_BEFORE_STEPS = ("start", "first batch", "compilation", "restore")  # there is nothing to save
 
 
 class Run:
-    """A run that was started. `log` is what it says."""
+    """A run that was started. `log` is what it prints."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
-        environment = os.environ | {
-            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
-            "PYTHONUNBUFFERED": "1",
-        }
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+        environment = os.environ | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
@@ -40,9 +40,8 @@ class Run:
         return self.log.read_text()
 
     def steps(self) -> list[int]:
-        """Those made; `step done` is a phase's line."""
-        words = (line.split() for line in self.said().splitlines() if line.startswith("step "))
-        return [int(number) for _, number, *_ in words if number.isdigit()]
+        """Those made."""
+        return [int(line.split()[1]) for line in self.said().splitlines() if line.startswith("step ")]
 
     def wait(self) -> int:
         """Its exit status, negative if a signal ended it."""
@@ -55,13 +54,10 @@ class Runs:
     def __init__(self, python: list[str]) -> None:
         self._python = python
 
-    def start(self, folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM, **more: Any) -> Run:
-        """Start a run in a folder; in the phase `when` it sends itself a signal.
-
-        `more`: `then`, a phase and the signal that comes in it as well.
-        """
+    def start(self, folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM) -> Run:
+        """Start a run in a folder; in the phase `when` it sends itself a signal."""
         folder.mkdir(parents=True, exist_ok=True)
-        job = {"folder": str(folder), "steps": steps, "when": when, "number": int(number)} | more
+        job = {"folder": str(folder), "steps": steps, "when": when, "number": int(number)}
         return Run([*self._python, "-c", _PROGRAM, json.dumps(job)], folder.with_suffix(".log"))
 
     def finish(self, folder: Path, steps: int) -> None:
@@ -88,8 +84,8 @@ def be_run(order: str) -> None:
 
     print("pid", os.getpid(), flush=True)
     job, status = json.loads(order), 0
-    for phase, number in [(job["when"], job["number"]), *filter(None, [job.get("then")])]:
-        _signal_in(phase, number)
+    if job["when"]:
+        _signal_in(job["when"], job["number"])
     try:
         with StopSignals():
             train(
@@ -116,11 +112,43 @@ def be_run(order: str) -> None:
 
 
 def _signal_in(phase: str, number: int) -> None:
-    from phases import BEFORE_STEPS, in_phase
+    """Have the first call of a phase's function send this process a signal, up to 20 ms later.
+
+    The phase is not over before the signal came; where there is nothing to save, the process waits to be left.
+    """
+    from tiny import RandomFeed
+
+    from affinage.checkpoint import CheckpointStore
+    from affinage.hardware.devices import LocalDevices
+    from affinage.training.evaluator import Evaluator
+    from affinage.training.metrics import MetricLogger
+    from affinage.training.trainer import Trainer
+
+    place, name = {
+        "start": (LocalDevices, "acquire"),
+        "first batch": (RandomFeed, "batch"),
+        "compilation": (Trainer, "compile_training"),
+        "restore": (CheckpointStore, "restore_newest"),
+        "step": (MetricLogger, "log"),
+        "evaluation": (Evaluator, "validate"),
+        "save": (CheckpointStore, "save"),
+    }[phase]
+    function, begun = getattr(place, name), threading.Event()
 
     def signal_now() -> None:
         print(f"signal in {phase}", flush=True)
         os.kill(os.getpid(), number)
 
-    if phase:
-        in_phase(phase, signal_now, lasts=phase in BEFORE_STEPS)  # where nothing is saved, it is not waited for
+    def with_signal(*args: object, **kwargs: object) -> object:
+        if begun.is_set():
+            return function(*args, **kwargs)
+        begun.set()
+        thread = threading.Timer(random.uniform(0.0, 0.02), signal_now)
+        thread.start()
+        result = function(*args, **kwargs)
+        thread.join()
+        if phase in _BEFORE_STEPS:
+            time.sleep(3600)
+        return result
+
+    setattr(place, name, with_signal)

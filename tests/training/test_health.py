@@ -62,13 +62,6 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_skipped_update_is_written_down_with_its_documents(tmp_path: Path):
-    train(job(tmp_path, SickFeed(not_finite=(8,))))
-    (event,) = events(tmp_path)
-    assert event["step"] == 8 and event["cause"] == "nonfinite" and event["action"] == "skipped"
-    assert event["documents"] == ["document 8"] and event["learning_rate"] > 0
-
-
 @pytest.mark.parametrize(
     "fails", [pytest.param(False, id="at once"), pytest.param(True, id="and started again", marks=pytest.mark.full)]
 )
@@ -97,7 +90,7 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
     assert "document 7" in str(stopped.value) and stopped.value.fix
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     assert found["step"] == 7 and found["first"] == "the value of loss"
-    assert found["learning_rate"] > 0 and set(found["gradient_norms"]) >= {"embed", "blocks"}
+    assert set(found["gradient_norms"]) >= {"embed", "blocks"}
 
 
 @pytest.mark.full
@@ -142,14 +135,12 @@ def test_a_run_that_only_notes_spikes_is_stopped_by_what_is_not_finite(tmp_path:
         health.update(12, metrics)
 
 
-def test_after_ten_ways_back_it_goes_back_no_more(tmp_path: Path):
+def test_after_ten_rollbacks_the_run_stops(tmp_path: Path):
     settings = HealthSettings(on_nonfinite="rollback", max_consecutive_skips=99, max_skips=99)
     ten = {"rollbacks": [[step, step - 1] for step in range(1, 11)]}
     health = HealthMonitor(settings, tmp_path, 0, ten)
-    health.update(30, {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
-    assert health.rollback_from is None and events(tmp_path)[0]["action"] == "skipped"
-    with pytest.raises(TrainingDiverged):  # layers were updated already, and cannot be left out
-        health.update(40, {"skipped": 1.0, "torn": 1.0, "loss": 2.0, "grad_norm": NAN})
+    with pytest.raises(TrainingDiverged):
+        health.update(30, {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
 
 
 @pytest.fixture(scope="module")

@@ -78,19 +78,6 @@ def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     assert kinds == {"bfloat16", "float32", "int32"}  # moments; Muon's coefficients and counts are left alone
 
 
-def test_adafactor_keeps_a_row_and_a_column_for_a_matrix():
-    settings = OptimizerSettings(name="adafactor", weight_decay=0.0, settings={"smallest_factored": 8})
-    optimizer = make_optimizer(settings, WEIGHTS)
-    params = {k: jnp.ones(v) for k, v in SHAPES.items()}
-    state = optimizer.init(params)
-    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 2 * (16 + 8) + 8 + 8
-    # With one gradient, the second moment of a matrix of rank 1 is exact: every update has size 1.
-    grads = {"weight": jnp.outer(jnp.arange(1.0, 17), jnp.arange(1.0, 9)), "norm": jnp.arange(1.0, 9)}
-    direction, _ = optimizer.update(grads, state, params)
-    for name in SHAPES:
-        np.testing.assert_allclose(direction[name], 1.0, rtol=1e-4)
-
-
 def test_muon_orthogonalises_each_layer_of_a_hidden_matrix_and_gives_the_rest_to_adam():
     draw = np.random.default_rng(2)
     shapes = {"hidden": (3, 8, 2, 6), "embedding": (10, 8)}  # layers, input, heads, features
@@ -159,8 +146,3 @@ def test_a_share_of_the_steps_warms_up_as_so_many_steps_do():
     np.testing.assert_array_equal(by_share, by_steps)
     with pytest.raises(ValueError, match="give either"):
         ScheduleSettings(peak_lr=1.0, min_lr=0.1, warmup_ratio=0.1, warmup_steps=10)
-
-
-def test_a_run_of_one_step_takes_it_at_the_peak():
-    for name in ("cosine", "linear", "wsd", "constant"):
-        assert _rates(1, name=name, peak_lr=1e-2, min_lr=1e-3) == pytest.approx(1e-2)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -12,10 +11,9 @@ import psutil
 import pytest
 import tiny
 
-from affinage.config.runtime import RuntimeSettings
 from affinage.errors import UserError
 from affinage.training import train
-from affinage.training.metrics import ConsoleWriter, finite, step_line
+from affinage.training.metrics import ConsoleWriter, step_line
 
 TRACED = """
 import sys
@@ -48,18 +46,6 @@ def test_lines_have_the_fields_names_and_the_memory_of_the_process(tmp_path: Pat
     assert set(named.split()) | {"memory_gigabytes"} <= set(line)
     assert line["memory_gigabytes"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
     assert line["step_time"] > 0 and 0 < line["goodput"] < 1 and line["tokens"] == 4 * 8 * tiny.CONTEXT
-
-
-def test_which_steps_are_traced_is_a_step_or_a_range():
-    for wrong in ("5 to 6", "25-20"):
-        with pytest.raises(ValueError, match=r"pattern|before"):
-            RuntimeSettings(profile=wrong)
-    assert RuntimeSettings(profile=20).profiled == (20, 20) and RuntimeSettings(profile="20-25").profiled == (20, 25)
-
-
-def test_what_is_not_finite_is_written_as_null():
-    line = finite({"step": 1, "validation": {"en": {"loss": math.nan, "bits_per_byte": math.inf}}})
-    assert line == {"step": 1, "validation": {"en": {"loss": None, "bits_per_byte": None}}}
 
 
 def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):

@@ -131,13 +131,6 @@ def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
         assert len(CheckpointStore(folder / "checkpoints").steps()) == count
 
 
-def test_fine_tuning_begins_with_the_weights_it_is_given(tmp_path: Path):
-    train(tiny.job(tmp_path))
-    base = CheckpointStore(tmp_path / "checkpoints")
-    tuned = tiny.uncompiled(tiny.job(tmp_path, initial_params=lambda abstract: base.restore_params(None, abstract)))
-    assert tiny.bits(tuned.begin().params) == tiny.saved_bits(tmp_path, 10, "params")
-
-
 def test_the_summary_says_what_the_run_was(tmp_path: Path):
     summary = train(tiny.job(tmp_path, validation={"x": tiny.HeldOut()}))
     assert summary == json.loads((tmp_path / "summary.json").read_text())

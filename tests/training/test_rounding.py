@@ -35,10 +35,3 @@ def test_a_thousand_updates_that_are_each_too_small_add_up():
         random, nearest = moved(random, jax.random.key(step)), moved(nearest, None)
     np.testing.assert_array_equal(np.asarray(nearest, np.float32), 1.0)
     assert abs(float(random.astype(jnp.float32).mean()) - (1 + 1000 * update)) < 0.01
-
-
-def test_float32_weights_are_not_touched():
-    weights = {"a": jnp.float32(jnp.pi), "b": jnp.ones(3, jnp.bfloat16)}
-    stored = stored_like(weights, jax.tree.map(lambda w: w.astype(jnp.float32), weights), jax.random.key(0))
-    assert stored["a"].dtype == jnp.float32 and stored["a"] == weights["a"]
-    assert stored["b"].dtype == jnp.bfloat16

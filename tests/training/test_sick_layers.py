@@ -13,7 +13,6 @@ import tiny
 from affinage.model import Graph, parse
 from affinage.model.layer import LAYERS, Layer, LayerContext, register_layer
 from affinage.training import TrainJob, train
-from affinage.training.state import LossWindow
 
 SITES = {"below": ("drop", "blocks"), "above": ("blocks", "norm")}  # the layers, and the nodes between which it is
 INJECTIONS = [*itertools.product(SITES, ("value", "gradient"), (np.nan, np.inf, -np.inf))]
@@ -104,21 +103,6 @@ def test_a_sick_batch_leaves_nothing_behind_wherever_it_is_sick(room):
         else:
             well, _ = step(well, program.put(feed.batch(number)))
     assert bits(well) == bits(state)
-
-
-@pytest.mark.parametrize(("deviations", "skipped"), [(5.95, False), (6.05, True)])
-def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(room, deviations: float, skipped: bool):
-    program, step, feed = room
-    batch, spread = program.put(feed.batch(0)), 0.02
-    # A window whose median lies so many deviations below: the median absolute deviation of -2, -1, 0, 1, 2 is 1.
-    median = float(step(program.begin(), batch)[1]["loss"]) - deviations * 1.4826 * spread
-    losses = median + spread * np.resize(np.arange(-2.0, 3.0), 15)
-    window = LossWindow(np.append(losses, median).astype(np.float32), np.int32(16))
-    state = program.begin()._replace(window=tiny.placed(window, program.abstract.window))
-    before = bits(state)
-    state, seen = step(state, batch)
-    assert float(seen["spike_score"]) == pytest.approx(deviations, rel=1e-3)
-    assert bool(seen["skipped"]) == skipped == (bits(state) == before)
 
 
 @pytest.mark.full

@@ -92,10 +92,9 @@ def test_accumulation_over_uneven_masks_changes_nothing():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
+@pytest.mark.parametrize("name", ["muon", "lion"])
 def test_any_optimizer_moves_the_same_on_a_mesh(name: str):
-    settings = {"adafactor": {"smallest_factored": 8}}.get(name, {})
-    changes = {"optimizer": {"name": name, "settings": settings}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
+    changes = {"optimizer": {"name": name}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
     changes["schedule"]["min_lr"] = 0.0
     (_, one), (_, split) = (tiny.steps_of(job(mesh, **changes), 6) for mesh in (ONE, {"fsdp": 2, "tensor": 2}))
     losses = [[step["loss"] for step in run] for run in (one, split)]
@@ -108,11 +107,6 @@ def test_a_batch_without_targets_has_a_loss_of_zero_and_does_no_harm():
     state, metrics = alone()[1](begin(), empty)
     assert float(metrics["loss"]) == 0 and float(metrics["skipped"]) == 0
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
-
-
-def test_weights_move_down_the_gradient(expected):
-    """Over batches whose tokens have a skewed distribution, which is learned."""
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.1
 
 
 @pytest.mark.full
@@ -134,4 +128,4 @@ def test_dropout_depends_on_the_step_alone(expected):
 def test_the_feed_must_yield_the_batch_that_the_settings_say():
     program = alone()[0]
     with pytest.raises(ValueError, match="8 rows"):
-        dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)))
+        Trainer(dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)), program.mesh, program.batch)

@@ -81,19 +81,6 @@ def test_told_to_stop_in_any_phase_it_loses_no_step(tmp_path: Path, starter, und
     assert_ends_as(undisturbed, folder, starter)
 
 
-@pytest.mark.full
-def test_a_second_signal_while_the_last_save_is_written_changes_nothing(tmp_path: Path, starter, undisturbed: Path):
-    folder = tmp_path / "run"
-    for first, second in ((signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)):
-        begun = newest(folder)
-        run = starter.start(folder, STEPS, when="step", number=first, then=("writing", second))
-        assert run.wait() == EXIT_PREEMPTED, run.said()
-        assert run.said().index("signal in step") < run.said().index("signal in writing")
-        assert newest(folder) == run.steps()[-1] > begun
-        assert not CheckpointStore(folder / "checkpoints").verify(newest(folder))
-    assert_ends_as(undisturbed, folder, starter)
-
-
 IN_NATIVE_CODE = """
 import hashlib, os, pathlib
 from affinage.config.runtime import RuntimeSettings
@@ -136,17 +123,6 @@ def test_native_code_that_does_not_end_is_left(
     _, said = process.communicate(timeout=300)
     assert process.returncode == status
     assert ('File "<string>", line 12 in <module>' in said) == stacks
-
-
-@pytest.mark.parametrize(("number", "limited"), [(signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGINT, False)])
-def test_a_person_waits_without_a_limit(number: signal.Signals, limited: bool):
-    with StopSignals(), PreemptionGuard("run", grace=600.0) as stop:
-        stop.steps_to_lose()
-        signal.raise_signal(number)
-        until(lambda: stop.signal_name)
-        left = stop.seconds_left()
-        assert (300 < left <= 600) if limited and left is not None else (left is None and not limited)
-    StopSignals.pending = ""
 
 
 def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow():

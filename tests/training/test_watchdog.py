@@ -24,7 +24,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
 
 
 def watched(folder: Path, leave: bool | None = True) -> Watchdog:
-    return Watchdog("train", folder, RuntimeSettings(hang_timeout=0.2, exit_on_hang=leave))
+    return Watchdog("train", folder, RuntimeSettings(hang_timeout=0.2, exit_on_hang=leave), lambda: None)
 
 
 def reported(folder: Path) -> str:

@@ -92,14 +92,8 @@ def check_compatible(
 ) -> dict[str, str]:
     """Compare the identity in a checkpoint's facts with that of the run that is to resume from it.
 
-    Args:
-        facts: of the checkpoint; without an identity, such as those of an import, they fit any run.
-        now: the identity of the run.
-        allowed: names of facts that may differ; `schedule` includes `schedule.peak_lr` and all others below it.
-        where: of the checkpoints, for the message.
-
-    Returns:
-        {name: "saved -> now"} of the differences that are allowed.
+    Facts without an identity, such as those of an import, fit any run. Of `allowed` names, `schedule` includes
+    `schedule.peak_lr` and all others below it. Returns {name: "saved -> now"} of the differences that are allowed.
 
     Raises:
         UserError: with all differences that are not allowed.

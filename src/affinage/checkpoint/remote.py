@@ -24,7 +24,7 @@ _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, s
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
 _PROBE = ".affinage"
 # What belongs to this machine, or to this start.
-_NOT_COPIED = frozenset({"profile", "alive", "request.json", "manifest.json"})
+_NOT_COPIED = frozenset({"profile", "request.json", "manifest.json"})
 
 
 class RemoteError(UserError):
@@ -96,16 +96,10 @@ class RemoteFolder:
 
 
 class Uploader:
-    """Copies checkpoints, and what else a training writes, to a URL in a thread of its own.
+    """Copies checkpoints, and what else a training writes into its folder, to a URL in a thread of its own.
 
     Steps that no rule keeps are removed there as they are here. While the place does not answer, the training
     continues, and the copy is tried again after the next save.
-
-    Args:
-        url: of the training.
-        folder: of the training.
-        keep_last: how many of the newest steps stay there.
-        keep_every: steps at multiples of this stay forever; None for none.
     """
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
@@ -131,13 +125,9 @@ class Uploader:
                 threading.Thread(target=self._run, name="uploader", daemon=True).start()
 
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
-        """Wait until everything is there, or an attempt has failed.
+        """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
 
-        Args:
-            seconds_left: returns how long to wait, called several times a second; None: as long as it takes.
-
-        Returns:
-            "" if everything is there, otherwise why not.
+        `seconds_left` is called several times a second and returns how long to wait; None: as long as it takes.
         """
         self.saved()
         while self._runs:
@@ -188,10 +178,12 @@ class Uploader:
         metadata = (folder / METADATA).read_bytes()
         if self._sent.get(there) == metadata:
             return
-        self._remote.remove([f"{there}/{COMMIT}"])  # of another state of this step, before a rollback
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        for path in sorted(files, key=lambda path: path.name == COMMIT):
-            self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
+        # An earlier start may have copied it, or, before a rollback, another state of this step.
+        if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
+            self._remote.remove([f"{there}/{COMMIT}"])
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: path.name == COMMIT):
+                self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
         self._sent[there] = metadata
         steps = _steps_in(self._remote.sizes())
         complete = [step for step, files in steps.items() if _is_complete(step, files)]
@@ -217,16 +209,7 @@ def _is_complete(step: int, files: Iterable[str]) -> bool:
 def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[int]:
     """Copy a training from a URL into a folder: its newest checkpoints, as far as they are newer than those here.
 
-    Args:
-        url: that an `Uploader` of the training has written to.
-        folder: of the training.
-        say: prints a line.
-
-    Returns:
-        The steps that were copied, newest first.
-
-    Raises:
-        RemoteError: the place cannot be reached.
+    Returns the steps that were copied, newest first. Raises RemoteError if the place cannot be reached.
     """
     remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
     names = [name for name in remote.sizes() if is_inside(name)]

@@ -42,11 +42,8 @@ class CheckpointStore:
     computed on the devices before a save and after a restore: what is corrupted is never restored silently. All
     processes of a run call the same methods in the same order, with the same folder.
 
-    Args:
-        folder: made by the first save.
-        keep_last: how many of the newest steps stay.
-        keep_every: steps at multiples of this stay forever; None for none.
-        uploader: is notified of every save, and names a step that must not be removed yet.
+    The newest `keep_last` steps stay, and those at multiples of `keep_every`. The uploader is notified of every save,
+    and names a step that must not be removed yet.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self._live.close()
 
-    def on_begin(self, planned: "PlannedStep", folder: Path) -> None:
+    def on_begin(self, planned: "PlannedStep") -> None:
         """A step begins. A training shows its own progress, and only one line can be live on a terminal."""
         if planned.reason != "never ran":
             _print(planned.name, planned.reason)

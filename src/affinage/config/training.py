@@ -16,7 +16,7 @@ class OptimizerSettings(Settings):
     """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
     name: str = "adamw"
-    """adamw, lion, adafactor, muon, or one of a plug-in."""
+    """adamw, lion, muon, or one of a plug-in."""
     b1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the mean of gradients."""
     b2: float = Field(default=0.95, ge=0, lt=1)
@@ -93,12 +93,8 @@ class HealthSettings(Settings):
     """For NaN or Inf."""
     on_spike: Literal["log", "skip", "rollback"] = "log"
     """For spikes."""
-    spike_deviations: float = Field(default=6.0, gt=0)
-    """A spike is this many robust standard deviations above the median of the window."""
     spike_window: int = Field(default=128, ge=8)
-    """Number of earlier losses that a loss is compared with."""
-    rollback_batches: int = Field(default=1, ge=1)
-    """Minimum number of batches before the detected one that are left out by a rollback."""
+    """A spike is six robust standard deviations above the median of as many earlier losses."""
     max_consecutive_skips: int = Field(default=3, ge=1)
     """Skipped updates in a row at which a run stops with a diagnosis."""
     max_skips: int = Field(default=5, ge=1)
@@ -404,8 +400,6 @@ class DpoSettings(TuningSettings):
     """DPO's own, or IPO (Azar et al., 2023)."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to its reference."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs that may be labeled the wrong way round."""
     precompute_ref_log_probs: bool = True
     """Compute the reference's log-probabilities once, in a step of their own; false: keep its weights in memory (with
     `lora` they are there anyhow) and compute them in every step."""

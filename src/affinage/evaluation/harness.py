@@ -50,7 +50,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         self.filters |= lm_eval.utils.env.filters
-        self.from_string = lru_cache(maxsize=None)(self.from_string)  # type: ignore[method-assign]
+        self.from_string = lru_cache(maxsize=None)(self.from_string)  # type: ignore[assignment, method-assign]
 
 
 lm_eval.utils.env = _Sandbox()

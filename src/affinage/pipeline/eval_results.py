@@ -119,9 +119,10 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         index, counts = ItemIndex(items, chosen), []
         if split is not None:
             counts.append(_counted(index, [split], partial(texts_of_documents, split / "train")))
-        for chat in chats if tokenizer is not None else ():
-            texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
-            counts.append(_counted(index, [chat, tokenizer], texts))
+        if tokenizer is not None:
+            for chat in chats:
+                texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
+                counts.append(_counted(index, [chat, tokenizer], texts))
         return contamination(index, counts, chosen)
 
     return search

@@ -37,11 +37,7 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the state of a training, in all processes alike.
-
-    Attributes:
-        resumed_at: the steps at which the starts of this run began, except the first.
-    """
+    """Saves and restores the state of a training, in all processes alike."""
 
     def __init__(self, trainer: Trainer, goodput: GoodputTimer) -> None:
         self._trainer, self._job, self._goodput = trainer, trainer.job, goodput
@@ -52,7 +48,7 @@ class Checkpointer:
             keep_every=self._settings.keep_every,
             uploader=self._job.uploader if Processes.current.first else None,
         )
-        self.resumed_at: list[int] = []
+        self.resumed_at: list[int] = []  # the steps at which the starts of this run began, except the first
         self._saved_at = time.monotonic()
 
     @property
@@ -63,8 +59,7 @@ class Checkpointer:
     def restore(self, at_most: int | None = None) -> Restored:
         """The newest checkpoint that is intact; without any, the one that the job extends, or the first weights.
 
-        Args:
-            at_most: the newest up to this step; if there is none, the first one after it.
+        With `at_most` the newest up to this step; if there is none, the first one after it.
         """
         job, abstract = self._job, self._trainer.abstract
         resumes = bool(self._store.steps()) or job.extends is not None

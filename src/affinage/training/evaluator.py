@@ -37,16 +37,9 @@ class Evaluator:
         return self._validates(step) or (monitor is not None and monitor.due(step))
 
     def __call__(self, step: int, state: TrainState, logger: MetricLogger, *, resumed: bool = False) -> str:
-        """Evaluate the state and write the scores.
+        """Evaluate the state after a step, write the scores, and return why the training should end here, or "".
 
-        Args:
-            step: that was made.
-            state: after it.
-            logger: gets the scores.
-            resumed: the run begins or resumes here: what metrics.jsonl has of this step is not repeated.
-
-        Returns:
-            Why the training should end here; "" if it should not.
+        `resumed`: the run begins or resumes here, so what metrics.jsonl has of this step is not repeated.
         """
         written: list[str] = []
         if resumed:

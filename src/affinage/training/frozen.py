@@ -24,17 +24,11 @@ Batch = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ParamSplit:
-    """The trainable and the frozen parameters of a training.
+    """The trainable and the frozen parameters of a training."""
 
-    Attributes:
-        graph: with the loss.
-        adapters: trained in place of the weights, which are frozen; None: the weights are trained.
-        reference: whether the frozen weights are a reference model, see `with_reference`.
-    """
-
-    graph: Graph
-    adapters: Adapters | None = None
-    reference: bool = False
+    graph: Graph  # with the loss
+    adapters: Adapters | None = None  # trained in place of the weights, which are frozen
+    reference: bool = False  # whether the frozen weights are a reference model, see `with_reference`
 
     @property
     def trainable(self) -> Declared:
@@ -81,8 +75,8 @@ class ParamSplit:
         if not self.reference:
             return batch
         (answers,) = self.graph[self.graph.loss].inputs
-        found = apply(self.graph, frozen, batch, replace(config, key=None, until=answers)).values[answers]
-        return {**batch, REFERENCE: jax.lax.stop_gradient(found[..., 0].astype(jnp.float32))}
+        scores = apply(self.graph, frozen, batch, replace(config, key=None, until=answers)).values[answers]
+        return {**batch, REFERENCE: jax.lax.stop_gradient(scores[..., 0].astype(jnp.float32))}
 
 
 def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
@@ -91,11 +85,7 @@ def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
 
 
 def split_params(graph: Graph, settings: TrainSettings) -> ParamSplit:
-    """Split the parameters of a graph as the settings of a training require.
-
-    Raises:
-        UserError: adapters of matrices that the graph does not have.
-    """
+    """Split the parameters of a graph as the settings require. Raises UserError for matrices that it does not have."""
     lora = settings.lora if isinstance(settings, TuningSettings) else None
     reference = isinstance(settings, DpoSettings) and not settings.precompute_ref_log_probs
     return ParamSplit(graph, None if lora is None else Adapters(graph, lora), reference)

@@ -1,7 +1,6 @@
 """Where the seconds of a run went: every one of them is in one account."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,43 +15,24 @@ class GoodputTimer:
     """Seconds by account, over all starts of a run. The clock never stops: at any moment one account is running.
 
     Args:
-        heartbeat: a file that is touched every second, so that the next start knows when this one ended; None: no file,
-            as in all processes but the first.
+        written: a file that the training writes to; its time of change says when the start before this one ended.
     """
 
-    def __init__(self, heartbeat: Path | None = None) -> None:
+    def __init__(self, written: Path | None = None) -> None:
         self._seconds = dict.fromkeys(ACCOUNTS, 0.0)
-        self._running, self._since = "idle", time.perf_counter()
-        self._heartbeat, self._started = heartbeat, time.time()
-        self._first = self._started  # when the first start began, in seconds since 1970
-        self._last: float | None = None  # when the start before this one was last alive
-        if heartbeat is not None:
-            try:
-                self._last = heartbeat.stat().st_mtime
-                self._first = float(heartbeat.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                self._last = None
-                heartbeat.write_text(f"{self._started:.3f}\n", encoding="utf-8")
-            self.beat()
-
-    def beat(self) -> None:
-        """Touch the heartbeat file."""
-        if self._heartbeat is not None:
-            with contextlib.suppress(OSError):
-                os.utime(self._heartbeat)
+        self._running, self._since, self._started = "idle", time.perf_counter(), time.time()
+        self._last = written.stat().st_mtime if written is not None and written.exists() else 0.0
 
     def resume(self, meta: Mapping[str, Any]) -> None:
         """Add the accounts of the starts before this one, as the checkpoint that was restored has them.
 
-        What was done after it is `lost`; if it comes from another machine, nobody here knows how long that was.
+        What was done after it is `lost`.
         """
         for account, seconds in meta.get("seconds", {}).items():
             self._seconds[account] += seconds
-        saved = meta.get("clock")
-        before = saved if self._last is None else self._last
-        if self._heartbeat is not None and before is not None:
-            last = min(before, self._started)
-            self._seconds["lost"] += max(0.0, last - (self._first if saved is None else saved))
+        if (saved := meta.get("clock")) is not None:
+            last = max(saved, min(self._last, self._started))
+            self._seconds["lost"] += last - saved
             self._seconds["paused"] += self._started - last
 
     @contextlib.contextmanager

@@ -22,14 +22,14 @@ from affinage.training.trainer import Trainer
 
 PyTree = Any
 FILE = "health.jsonl"
-_ROLLBACKS = 10  # of a run, after which another one will not help
+_ROLLBACKS = 10  # of a run, after which another one does not help
 
 
 class TrainingDiverged(Exception):
     """Too many updates were skipped; the run stops at `step`."""
 
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(message)
         self.step = step
 
 
@@ -37,19 +37,8 @@ class HealthMonitor:
     """Decides about every unhealthy step, in order. Its `facts` are part of every checkpoint.
 
     Every unhealthy step has a line in health.jsonl: step, cause, action, loss, spike_score, grad_norm, learning_rate,
-    and what `documents` knows of its batch.
-
-    Attributes:
-        rollback_from: the step from which the run must roll back; while it is set, later steps are ignored.
-        data_offset: batches that were left out so far: step N is trained on batch N + data_offset.
-
-    Args:
-        settings: policies and limits.
-        folder: of the run; None: nothing is written, as in all processes but the first.
-        start: the step that it resumes from; later lines of the file are dropped, except those of rollbacks.
-        facts: of the checkpoint that it resumes from; {} at the beginning.
-        documents: what a batch was made of, by its number from 1.
-        say: prints a line.
+    and what `documents` knows of its batch, by its number from 1. A run that resumes drops the lines after `start`,
+    except those of rollbacks. Without a folder nothing is written, as in all processes but the first.
     """
 
     def __init__(
@@ -65,9 +54,9 @@ class HealthMonitor:
         self._path = None if folder is None else folder / FILE
         self.skipped: list[int] = list(facts.get("skipped", ()))  # steps within the window
         self.rollbacks: list[list[int]] = [list(pair) for pair in facts.get("rollbacks", ())]  # [seen at, back to]
-        self.data_offset: int = facts.get("data_offset", 0)
+        self.data_offset: int = facts.get("data_offset", 0)  # step N is trained on batch N + data_offset
         self.spikes: int = facts.get("spikes", 0)
-        self.rollback_from: int | None = None
+        self.rollback_from: int | None = None  # the run must roll back; until then later steps are ignored
         self._event: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
             # A rollback was seen after the step that it went back to.
@@ -83,7 +72,7 @@ class HealthMonitor:
     def last_healthy(self) -> int:
         """The newest step to roll back to."""
         assert self.rollback_from is not None
-        return max(0, self.rollback_from - self._settings.rollback_batches)
+        return max(0, self.rollback_from - 1)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Decide about a step whose update was skipped, or whose loss is a spike.
@@ -105,13 +94,11 @@ class HealthMonitor:
             self._write("logged")
             return
         self.skipped = sorted({*(s for s in self.skipped if s > step - self._settings.window), step})
-        # After an update that was applied to some layers only, a rollback is the only way.
-        if (torn or policy == "rollback") and len(self.rollbacks) < _ROLLBACKS:
+        if torn or policy == "rollback":  # an update that was applied to some layers only cannot be skipped
             self.rollback_from = step
-        if why := self._exceeded(step, torn):
+        if why := self._exceeded(step):
             self._write("stopped", documents=self._batch(step))
-            what = ", ".join(f"{name} {self._event[name]}" for name in ("loss", "grad_norm", "spike_score"))
-            raise TrainingDiverged(step, f"{why}, the last at step {step}: {what}")
+            raise TrainingDiverged(step, f"{why}, the last at step {step}, whose loss was {self._event['loss']}")
         if self.rollback_from is None:
             self._write("skipped", documents=self._batch(step))
 
@@ -127,13 +114,13 @@ class HealthMonitor:
         self.skipped = [step for step in self.skipped if step <= to]
         self.rollback_from = None
 
-    def _exceeded(self, step: int, torn: bool) -> str:
+    def _exceeded(self, step: int) -> str:
         """Why the run must stop, "" if it need not."""
         in_a_row, limits = 0, self._settings
         while step - in_a_row in self.skipped:
             in_a_row += 1
-        if torn and self.rollback_from is None:
-            return f"after {_ROLLBACKS} rollbacks an update was skipped in some layers, not in others"
+        if self.rollback_from is not None and len(self.rollbacks) >= _ROLLBACKS:
+            return f"the run has rolled back {_ROLLBACKS} times"
         if in_a_row >= limits.max_consecutive_skips:
             return f"{in_a_row} updates in a row had to be skipped"
         if len(self.skipped) >= limits.max_skips:
@@ -155,7 +142,7 @@ def data_offset_at(training: Path, step: int) -> int:
     for event in read_lines(training / FILE):
         if "left_out" in event:
             total += event["left_out"]
-            offset = total if event["back_to"] < step else offset
+            offset = total if event["step"] - event["left_out"] < step else offset
     return offset
 
 
@@ -171,7 +158,6 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_o
     facts = {
         "step": error.step,
         **diagnose(job.graph, config, split.full_params(state.params, state.frozen), state.ema_params, batch),
-        "learning_rate": trainer.learning_rate(error.step),
         "documents": None if job.documents is None else job.documents(batch_number),
     }
     path = job.folder / "diagnosis.json"
@@ -216,9 +202,10 @@ def diagnose(
 
 def _all_finite(trees: Mapping[str, PyTree]) -> dict[str, Bool[Array, ""]]:
     """Whether all floating-point numbers of each tree are finite, by its name."""
-    found = {}
-    for name, tree in trees.items():
+
+    def all_finite(tree: PyTree) -> Bool[Array, ""]:
         leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
         floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        found[name] = jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
-    return found
+        return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
+
+    return {name: all_finite(tree) for name, tree in trees.items()}

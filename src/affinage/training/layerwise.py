@@ -149,11 +149,7 @@ def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.Gra
 
 
 def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool) -> None:
-    """Refuse `optimizer_in_backward` where it does not go with the model, the settings, or the stages of a pipeline.
-
-    Raises:
-        UserError: with what it goes with.
-    """
+    """Refuse `optimizer_in_backward` where it does not go with the model, the settings, or the stages of a pipeline."""
     if not settings.optimizer_in_backward:
         return
     reasons = {

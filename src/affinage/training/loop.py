@@ -16,7 +16,7 @@ from affinage.training.evaluator import Evaluator
 from affinage.training.goodput import GoodputTimer
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain
 from affinage.training.job import TrainJob
-from affinage.training.metrics import ConsoleWriter, MetricLogger
+from affinage.training.metrics import METRICS, ConsoleWriter, MetricLogger
 from affinage.training.preemption import PreemptionGuard
 from affinage.training.profiler import Profiler
 from affinage.training.summary import facts_for_trackers, summarize
@@ -43,11 +43,11 @@ def train(job: TrainJob) -> dict[str, Any]:
     job.folder.mkdir(parents=True, exist_ok=True)
     steps, processes = job.settings.steps, Processes.current
     own_folder = job.folder if processes.first else None
-    goodput = GoodputTimer(own_folder and own_folder / "alive")
+    goodput = GoodputTimer(job.folder / METRICS)
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.all_at_work())
         preemption = stack.enter_context(PreemptionGuard(job.name, grace=job.runtime.preemption_grace))
-        watchdog = Watchdog(job.name, job.folder, job.runtime, goodput.beat, preemption.leave_if_too_late)
+        watchdog = Watchdog(job.name, job.folder, job.runtime, preemption.leave_if_too_late)
         stack.enter_context(watchdog)
 
         # ---- devices and compiled functions ----
@@ -152,8 +152,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             console.say(f"ends at step {step:,}: {why_ended}")
         watchdog.beat("the last save", at_most=IO_TIMEOUT)
         checkpointer.wait()
-        ended = "monitor" if why_ended else ""
-        summary = summarize(trainer, goodput, monitor, checkpointer.resumed_at, step, ended)
+        summary = summarize(trainer, goodput, monitor, checkpointer.resumed_at, step, "monitor" if why_ended else "")
         if own_folder is not None:
             logger.check_folder()
             part_file = own_folder / "summary.json.part"

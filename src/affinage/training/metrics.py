@@ -48,14 +48,7 @@ class MetricLogger:
     - `memory_gigabytes`: the most that a device has held; of a CPU, this process.
 
     Other lines have `step` and `validation: {name: {loss, bits_per_byte}}`, or `evaluation` with scores of benchmarks.
-    No step appears twice: lines after the step that a run resumes from are dropped. What is not finite is null.
-
-    Args:
-        trainer: of the run.
-        goodput: its timer.
-        start: the step that it resumes from.
-        trackers: get every line.
-        console: shows them to people.
+    No step appears twice: lines after the step `start` that a run resumes from are dropped. What is not finite is null.
     """
 
     def __init__(
@@ -79,15 +72,9 @@ class MetricLogger:
     def log(
         self, step: int, metrics: Mapping[str, jax.Array], data_time: float
     ) -> Iterator[tuple[int, dict[str, float]]]:
-        """Take the metrics of a step that was just dispatched.
+        """Take the metrics of a step that was just dispatched; since then the loop has waited for the next batch.
 
-        Args:
-            step: its number, from 1.
-            metrics: as the step returns them.
-            data_time: seconds for which the loop has waited for the next batch since.
-
-        Yields:
-            (step, metrics) of earlier steps that skipped an update, or whose loss is a spike.
+        Yields (step, metrics) of earlier steps that skipped an update, or whose loss is a spike.
         """
         if data_time > 0 and next(iter(metrics.values())).is_ready():  # type: ignore[attr-defined]
             self._goodput.move(data_time, "compute", "data")  # the devices had nothing left to do

@@ -20,15 +20,10 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
 class Weights(NamedTuple):
-    """What an optimizer may know of the parameters, besides their shapes.
+    """What an optimizer may know of the parameters, besides their shapes, as trees like theirs."""
 
-    Attributes:
-        decayed: tree of the parameters with True where weight decay applies; see `affinage.model.decayed`.
-        matrices: the same tree with (input dimensions, output dimensions) of the matrices of hidden layers, None
-            elsewhere; see `affinage.model.matrices`.
-    """
-
-    decayed: PyTree
+    decayed: PyTree  # True where weight decay applies; see `affinage.model.decayed`
+    # (input dimensions, output dimensions) of the matrices of hidden layers, None elsewhere
     matrices: PyTree
 
 
@@ -61,28 +56,6 @@ class Lion(Optimizer):
     def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
         """See `Optimizer.direction`."""
         return optax.scale_by_lion(b1=settings.b1, b2=settings.b2)
-
-
-@optimizer("adafactor")
-class Adafactor(Optimizer):
-    """Second moments kept as a row and a column (Shazeer and Stern, 2018), without momentum.
-
-    Updates are clipped to a root mean square of `clip_rms`; the learning rate is the recipe's, not relative to the
-    weights' size.
-    """
-
-    decay_rate: float = 0.8
-    """Exponent of the second moments' schedule: 1 - step^-decay_rate."""
-    clip_rms: float = 1.0
-    smallest_factored: int = 128
-    """Matrices with a smaller second-largest side keep their second moments whole."""
-
-    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
-        """See `Optimizer.direction`."""
-        factored = optax.scale_by_factored_rms(
-            decay_rate=self.decay_rate, min_dim_size_to_factor=self.smallest_factored
-        )
-        return optax.chain(factored, optax.clip_by_block_rms(self.clip_rms))
 
 
 @optimizer("muon")
@@ -148,13 +121,9 @@ def clipped(grads: PyTree, norm: Float[Array, ""], max_norm: float | None) -> Py
 def map_like_params(
     function: Callable[[Any, Any], Any], state: PyTree, params: PyTree, others: Callable[[Any], Any]
 ) -> PyTree:
-    """Maps the arrays of an optimizer's state that stand for a parameter: same path at the end, same shape.
+    """Map the arrays of an optimizer's state that stand for a parameter, by the same path at the end and shape.
 
-    Args:
-        function: (array of the state, parameter) -> new leaf.
-        state: the optimizer's.
-        params: the parameters, or their shapes.
-        others: applied to every other array of the state: counts, factored moments.
+    `function` takes the array and the parameter, or its shape; `others` takes every other array, such as counts.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
@@ -182,7 +151,6 @@ def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.G
         return cast(inner.init(optax.tree.cast(params, jnp.float32)), params, dtype)
 
     def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        # Optax's Adafactor rounds its moments, the factored ones too, to the dtype of the weights that it is given.
         grads, params = (optax.tree.cast(tree, jnp.float32) for tree in (grads, params))
         updates, state = inner.update(grads, cast(state, grads, jnp.float32), params)
         return updates, cast(state, grads, dtype)
@@ -199,9 +167,7 @@ class Shape(Settings):
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """The learning rate from the end of the warm-up on.
 
-        Args:
-            settings: of the recipe.
-            steps: updates after the one at the peak, at least 1; the last of them is the run's last.
+        `steps` counts the updates after the one at the peak, at least 1; the last of them is the run's last.
         """
         raise NotImplementedError
 
@@ -282,14 +248,9 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
 
 
 def check_choices(settings: TrainSettings, locate: Locate) -> None:
-    """Check that the optimizer and the schedule, and their own settings, are known.
+    """Raise UserError unless the optimizer and the schedule, and their own settings, are known.
 
-    Args:
-        settings: of the training.
-        locate: from keys of the training's section, such as ("optimizer", "name"), to where they were written.
-
-    Raises:
-        UserError: for unknown names, and values that do not fit.
+    `locate` maps keys of the training's section, such as ("optimizer", "name"), to where they were written.
     """
     optimizer, schedule = settings.optimizer, settings.schedule
     build(OPTIMIZERS, optimizer.name, optimizer.settings, lambda path: locate(("optimizer", *path)))

@@ -12,12 +12,7 @@ FOLDER = "profile"  # in the folder of the training
 
 
 class Profiler:
-    """Traces the steps of `runtime.profile` into a folder that TensorBoard and Perfetto open.
-
-    Args:
-        steps: first and last, counted from 1; None: no trace.
-        folder: of the training; each of several processes has a folder of its own in it.
-    """
+    """Traces `steps`, first and last, into a folder that TensorBoard and Perfetto open; of each process one."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
         self._first, self._last = steps or (0, 0)

@@ -23,15 +23,10 @@ _SMALLEST_SPREAD = 0.002  # of the median: below it a loss is as good as constan
 
 
 class LossWindow(NamedTuple):
-    """The last finite losses, in a ring; a spike stands out from them.
+    """The last finite losses, in a ring; a spike stands out from them."""
 
-    Attributes:
-        losses: as many as the window holds; those not yet seen are NaN.
-        seen: finite losses since the beginning.
-    """
-
-    losses: Float[Array, " W"]
-    seen: Int[Array, ""]
+    losses: Float[Array, " W"]  # those not yet seen are NaN
+    seen: Int[Array, ""]  # finite losses since the beginning
 
     @staticmethod
     def empty(size: int) -> "LossWindow":
@@ -58,23 +53,14 @@ class LossWindow(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. With the seed and the settings it determines the rest of the run.
+    """Everything that a step changes. With the seed and the settings it determines the rest of the run."""
 
-    Attributes:
-        step: int32 scalar, updates made so far, skipped ones included.
-        params: nested dict of the trainable weights.
-        opt_state: the optimizer's, a tree of Optax.
-        ema_params: float32 moving average of `params`, see the setting `ema`; None without it.
-        window: the losses that a spike stands out from; None if nobody looks for spikes.
-        frozen: weights that no step changes, see `affinage.training.frozen`; None without any.
-    """
-
-    step: Int[Array, ""]
-    params: PyTree
-    opt_state: PyTree
-    ema_params: PyTree = None
-    window: LossWindow | None = None
-    frozen: PyTree = None
+    step: Int[Array, ""]  # int32, updates made so far, skipped ones included
+    params: PyTree  # nested dict of the trainable weights
+    opt_state: PyTree  # a tree of Optax
+    ema_params: PyTree = None  # float32 moving average of `params`, see the setting `ema`
+    window: LossWindow | None = None  # None if nobody looks for spikes
+    frozen: PyTree = None  # weights that no step changes, see `affinage.training.frozen`
 
     def named(self) -> dict[str, PyTree]:
         """The trees by name, as checkpoints hold them: those that a step changes and that are not None."""
@@ -107,31 +93,29 @@ def abstract_state(
     The optimizer's arrays and the average are split like the parameter they belong to. `with_window`: with the losses
     that a spike stands out from.
     """
-    mesh, table, graph = layout.mesh, layout.table, split.graph
-    dtype, whole = jnp.dtype(settings.precision.params), replicated(mesh)
+    mesh, graph, dtype, whole = layout.mesh, split.graph, jnp.dtype(settings.precision.params), replicated(layout.mesh)
+
+    def on(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def placed(tree: PyTree, axes: PyTree) -> PyTree:
-        return jax.tree.map(_with_sharding, tree, param_shardings(mesh, axes, tree, table))
+        return jax.tree.map(on, param_shardings(mesh, axes, tree, layout.table), tree)
 
     bare = abstract_params(split.trainable, dtype)
     params = placed(bare, logical_axes(split.trainable))
     opt_state = map_like_params(
-        lambda leaf, like: _with_sharding(leaf, like.sharding),
+        lambda leaf, param: on(param.sharding, leaf),
         jax.eval_shape(optimizer.init, bare),
         params,
-        others=lambda leaf: _with_sharding(leaf, whole),
+        others=lambda leaf: on(whole, leaf),
     )
-    window = None
-    if with_window:
-        empty = jax.eval_shape(lambda: LossWindow.empty(settings.health.spike_window))
-        window = jax.tree.map(lambda leaf: _with_sharding(leaf, whole), empty)
-    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    empty = jax.eval_shape(lambda: LossWindow.empty(settings.health.spike_window)) if with_window else None
     return TrainState(
-        step,
+        on(whole, jax.ShapeDtypeStruct((), jnp.int32)),  # type: ignore[arg-type]
         params,
         opt_state,
         None if settings.ema is None else jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params),
-        window,
+        jax.tree.map(lambda leaf: on(whole, leaf), empty),
         placed(abstract_params(graph, dtype), logical_axes(graph)) if split.has_frozen else None,
     )
 
@@ -148,7 +132,3 @@ def begin(
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None, frozen=None))
     return jax.jit(others, out_shardings=shardings)(params)._replace(params=params, frozen=frozen)
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -25,6 +25,8 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
 EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
+_SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
+
 
 def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step of a graph.
@@ -34,16 +36,15 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
     weights, their moving average and optimizer state stay bit for bit, only the step is counted. So is one whose loss
     is a spike, if `settings.health` requires it.
 
+    Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per example), grad_norm
+    (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0 or 1), with a window in
+    the state spike_score and spike (0 or 1), and what the graph itself reports.
+
     Args:
         split: the graph with its loss, and what of it is trained.
         settings: of the training.
         config: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout, augmentation and rounding.
-
-    Returns:
-        The step. Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per
-        example), grad_norm (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0
-        or 1), with a window in the state spike_score and spike (0 or 1), and what the graph itself reports.
     """
     graph, config, parts = split.graph, split.apply_config(config), settings.gradient_accumulation_steps
     replicas = replicas_of(graph, config) if parts > 1 else 1
@@ -91,16 +92,10 @@ def accumulate(
 ) -> tuple[PyTree, Sums]:
     """Sum `gradient` over `parts` micro-batches of equal size, one after the other.
 
-    Micro-batch m has the rows m, m + parts, m + 2 parts, ...: each device finds its share of every micro-batch among
-    the rows it already has.
-
-    Args:
-        gradient: of some rows.
-        batch: arrays [B, ...].
-        parts: divides B.
-        replicas: equal parts of the rows, one after the other, that stand side by side along the mesh axis REPLICAS.
-            Each has sums of its own until the last micro-batch, which are then summed once. Left to itself, XLA sums
-            over the devices in every micro-batch, layer by layer.
+    Micro-batch m of a batch of arrays [B, ...] has the rows m, m + parts, m + 2 parts, ...: each device finds its share
+    of every micro-batch among the rows it already has. `replicas` are equal parts of the rows, one after the other,
+    that stand side by side along the mesh axis REPLICAS. Each has sums of its own until the last micro-batch, which are
+    then summed once. Left to itself, XLA sums over the devices in every micro-batch, layer by layer.
     """
     if parts == 1:
         return gradient(batch)
@@ -151,7 +146,8 @@ def make_update(optimizer: optax.GradientTransformation, settings: TrainSettings
         params, opt_state = apply_gradient(optimizer, settings, old[:2], grads, grad_norm, rate, key)
         new = (params, opt_state, moved_ema(state.ema_params, params, settings))
         metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": 1.0 - healthy.astype(jnp.float32), **spike}
-        return TrainState(state.step + 1, *where(healthy, new, old), window, state.frozen), metrics
+        params, opt_state, ema_params = where(healthy, new, old)
+        return TrainState(state.step + 1, params, opt_state, ema_params, window, state.frozen), metrics
 
     return update
 
@@ -197,7 +193,7 @@ def detect_spike(
     if window is None:
         return window, finite, {}
     score = jnp.where(finite, window.score(loss), 0.0)
-    spike = finite & (score > health.spike_deviations)
+    spike = finite & (score > _SPIKE_DEVIATIONS)
     metrics = {"spike_score": score, "spike": spike.astype(jnp.float32)}
     return window.with_loss(loss), finite if health.on_spike == "log" else finite & ~spike, metrics
 
@@ -225,13 +221,7 @@ def rounding_key(settings: TrainSettings, seed: int, state: TrainState) -> PRNGK
 
 
 def stored_like(old: PyTree, new: PyTree, key: PRNGKeyArray | None) -> PyTree:
-    """`new` in the dtypes of `old`; what becomes bfloat16 is rounded stochastically if there is a key.
-
-    Args:
-        old: tree of arrays, for their dtypes.
-        new: the same tree in float32.
-        key: of this step; each array has draws of its own. None: to the nearest, ties to even.
-    """
+    """`new`, a tree in float32, in the dtypes of `old`; with a key, bfloat16 is rounded stochastically."""
     leaves, structure = jax.tree.flatten(old)
     rounded = []
     for index, (before, after) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True)):

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +21,6 @@ from affinage.parallel.sharding import check_axes_used, check_positions_divide, 
 from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import check_remat, make_layerwise_optimizer, make_layerwise_step
-from affinage.training.optimizer import learning_rate
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
 from affinage.training.step import Step, make_full_optimizer, make_train_step, make_validation_step
 
@@ -30,93 +28,35 @@ PyTree = Any
 DeviceBatch = Mapping[str, Any]  # of jax.Array, or of numpy's where a CPU takes these
 
 
-@dataclass(frozen=True)
 class Trainer:
     """Everything about a run that does not change while it runs."""
 
-    job: TrainJob
-    mesh: Mesh
-    batch: HostBatch  # any batch of the feed, for its shapes
-
-    def __post_init__(self) -> None:
-        rows, expected = self.rows, rows_per_step(self.job.settings, self.mesh.size)
-        if rows != expected:
-            raise ValueError(f"the feed yields {rows} rows a step, the settings say {expected}")
-        parts = self.job.settings.gradient_accumulation_steps
-        check_axes_used(self.job.graph, self.mesh.shape, self.layout.table)
-        check_rows_divide(rows, parts, self.mesh, self.layout.table)
-        if SEQUENCE in self._sizes:
-            check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
-        check_remat(self.job.settings, self.job.parallel.remat)
-        self.strategy.check(self.job.graph, rows // parts, self.apply_config)
-
-    # ---- sizes and speeds ----
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return self.job.graph.sizes(self.batch)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a batch."""
-        return self._sizes[BATCH]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a batch, those that do not count included; of a model without tokens its rows."""
-        return math.prod(self._sizes.values())
-
-    @cached_property
-    def flops_per_step(self) -> int:
-        """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
-        return self.split.step_flops(self.rows, self._sizes.get(SEQUENCE, 1))
-
-    @property
-    def peak_flops(self) -> float | None:
-        """bfloat16 FLOP/s of the whole mesh by the datasheet; None where it is not known."""
-        per_device = self.chip.flops_per_device
-        return None if per_device is None else per_device * self.mesh.size
-
-    @property
-    def is_simulated(self) -> bool:
-        """Whether a CPU plays several devices."""
-        return self.mesh.size > 1 and self._platform == "cpu"
-
-    @property
-    def _platform(self) -> str:
-        return str(self.mesh.devices.flat[0].platform)
-
-    @cached_property
-    def chip(self) -> Chip:
-        """The kind of chip that the mesh is made of."""
-        return chip(self.mesh.devices.flat[0].device_kind)
-
-    # ---- the state and the compiled functions ----
-
-    @cached_property
-    def layout(self) -> MeshLayout:
-        """The mesh with the job's sharding table."""
-        return MeshLayout(self.mesh, table_with(self.job.parallel.sharding))
-
-    @cached_property
-    def strategy(self) -> Strategy:
-        """How the steps become programs."""
-        return self.job.strategy or strategy_for(self.mesh, self.job.parallel)
-
-    @cached_property
-    def split(self) -> ParamSplit:
-        """The trainable and the frozen parameters."""
-        return split_params(self.job.graph, self.job.settings)
-
-    @cached_property
-    def optimizer(self) -> optax.GradientTransformation:
-        """The job's optimizer."""
-        return optimizer_of(self.split, self.job.settings)
-
-    @cached_property
-    def abstract(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state."""
-        return abstract_state(self.split, self.job.settings, self.optimizer, self.layout, with_window=True)
+    def __init__(self, job: TrainJob, mesh: Mesh, batch: HostBatch) -> None:
+        """`batch` is any batch of the feed, for its shapes."""
+        device, sizes, settings = mesh.devices.flat[0], job.graph.sizes(batch), job.settings
+        self.job, self.mesh, self.batch = job, mesh, batch
+        self.chip, self.platform = chip(device.device_kind), str(device.platform)
+        self.is_simulated = mesh.size > 1 and self.platform == "cpu"  # a CPU plays several devices
+        self.layout = MeshLayout(mesh, table_with(job.parallel.sharding))
+        self.strategy: Strategy = job.strategy or strategy_for(mesh, job.parallel)
+        self.split = split_params(job.graph, settings)
+        self.optimizer = optimizer_of(self.split, settings)
+        self.rows = sizes[BATCH]
+        self.tokens = math.prod(sizes.values())  # of a batch, those that do not count included
+        # FLOPs of a step by the convention of `affinage.model.analysis`, and a second of the mesh by the datasheet.
+        self.flops_per_step = self.split.step_flops(self.rows, sizes.get(SEQUENCE, 1))
+        self.peak_flops = None if self.chip.flops_per_device is None else self.chip.flops_per_device * mesh.size
+        self._batch_sharding = batch_sharding(mesh, self.layout.table)
+        if self.rows != (expected := rows_per_step(settings, mesh.size)):
+            raise ValueError(f"the feed yields {self.rows} rows a step, the settings say {expected}")
+        check_axes_used(job.graph, mesh.shape, self.layout.table)
+        check_rows_divide(self.rows, settings.gradient_accumulation_steps, mesh, self.layout.table)
+        if SEQUENCE in sizes:
+            check_positions_divide(sizes[SEQUENCE], mesh, self.layout.table)
+        check_remat(settings, job.parallel.remat)
+        self.strategy.check(job.graph, self.rows // settings.gradient_accumulation_steps, self.apply_config)
+        # Shapes, dtypes and shardings of the state.
+        self.abstract = abstract_state(self.split, settings, self.optimizer, self.layout, with_window=True)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
@@ -157,17 +97,13 @@ class Trainer:
 
         return self.strategy.compile_evaluation(value, self.abstract.params, self._like(batch))
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of the update that makes step number `step`, counted from 1."""
-        return float(learning_rate(self.job.settings.schedule, self.job.settings.steps)(jnp.asarray(step - 1)))
-
     @property
     def apply_config(self) -> ApplyConfig:
         """How the graph is applied, without what the strategy makes of it."""
         return dataclasses.replace(
             apply_config_on(self.layout, self.job.settings.attention, self.job.parallel),
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
-            platform=self._platform,
+            platform=self.platform,
             capability=capability_of(self.mesh.devices.flat[0]),
         )
 
@@ -194,7 +130,7 @@ class Trainer:
 
         A single CPU has nothing to wait for: compiled programs take the host's arrays in a fifth of the time.
         """
-        if self.mesh.size == 1 and self._platform == "cpu":
+        if self.mesh.size == 1 and self.platform == "cpu":
             return batch
         sharding = self._batch_sharding
         if jax.process_count() == 1:
@@ -212,10 +148,6 @@ class Trainer:
         first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
         size = last - first
         return (0, 1) if self.rows % size or first % size else (first // size, self.rows // size)
-
-    @cached_property
-    def _batch_sharding(self) -> jax.sharding.NamedSharding:
-        return batch_sharding(self.mesh, self.layout.table)
 
     def _like(self, batch: HostBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
         sharding = self._batch_sharding

@@ -27,16 +27,10 @@ class Watchdog:
     threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
     somebody starts it again: `affinage launch`, or whoever starts several processes. `exit_on_hang` overrides that.
     If native code keeps every thread of Python from running, or the disk keeps this one, `faulthandler` writes the
-    stacks to standard error and leaves with status 1.
-
-    Args:
-        name: of the training, for messages.
-        folder: of the training.
-        settings: `hang_timeout` and `exit_on_hang`.
-        each_second: called in the thread while the training is alive.
+    stacks to standard error and leaves with status 1. `each_second` is called in the thread.
     """
 
-    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, *each_second: Callable[[], None]) -> None:
+    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, each_second: Callable[[], None]) -> None:
         self._name, self._timeout, self._each_second = name, settings.hang_timeout, each_second
         index = Processes.current.index
         self._file = folder / ("hang.txt" if index == 0 else f"hang-{index}.txt")
@@ -83,15 +77,14 @@ class Watchdog:
                 if leaves:  # unless this thread comes here again in time
                     seconds = max(_NO_THREAD, self._timeout, self._limit - waited)
                     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
-            for call in self._each_second:
-                call()
+            self._each_second()
             if waited > self._limit and not self._reported:
                 self._reported = True
-                what = f"{self._name}: {self._phase} has not ended for {waited:.0f} s"
+                message = f"{self._name}: {self._phase} has not ended for {waited:.0f} s"
                 with contextlib.suppress(OSError, ValueError, AttributeError):
-                    print(f"{what}; all stacks are in {self._file}", file=sys.stderr, flush=True)
+                    print(f"{message}; all stacks are in {self._file}", file=sys.stderr, flush=True)
                     with self._file.open("a", encoding="utf-8") as file:
-                        print(what, end="\n\n", file=file, flush=True)
+                        print(message, end="\n\n", file=file, flush=True)
                         faulthandler.dump_traceback(file)
                 if leaves and not self._ended.is_set():
-                    leave(what)
+                    leave(message)
