@@ -158,14 +158,8 @@ def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., 
 
 
 def _update(program: Trainer) -> Callable[..., Any]:
-    job, settings = program.job, program.job.settings
-    update = make_update(
-        job.graph,
-        program.optimizer,
-        settings,
-        seed=job.seed,
-    )
-    loss = math.log(job.graph.vocabulary)  # one that no judge of losses minds
+    update = make_update(program.optimizer, program.job.settings, seed=program.job.seed)
+    loss = math.log(program.job.graph.vocabulary)  # one that is no spike
 
     def apply_gradient(state: Any, grads: PyTree) -> Any:
         return update(state, grads, jnp.float32(loss), optax.tree.norm(grads))[0]

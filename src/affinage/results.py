@@ -57,24 +57,34 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 class Size(Result):
-    """How much there is of something: documents, conversations, sequences of tokens."""
+    """How much there is of something; None for what a step does not count."""
 
     documents: int | None = None
     bytes: int | None = None
-    parts: int | None = None
     conversations: int | None = None
     rows: int | None = None
     tokens: int | None = None
     trained_tokens: int | None = None
+    exact: int | None = None  # documents that a tokenizer's round trip leaves unchanged
+    total: int | None = None  # parameters
+    items: int | None = None  # of a benchmark, and those too short to be found, found, and in too many documents
+    too_short: int | None = None
+    found: int | None = None
+    common: int | None = None
+    in_items: int | None = None  # runs of words that are in too many items or documents to count as a match
+    in_documents: int | None = None
 
 
-class RemovedDocument(Result):
-    """A document that a step removed, or its beginning."""
+class Excerpt(Result):
+    """A text in a document that a step removed: its beginning, or the words that it has in common with a benchmark."""
 
     id: str = ""
     source: str = ""
     text: str = ""
     detail: str = ""
+    document: str = ""
+    benchmark: str = ""
+    item: str = ""
 
 
 class SynthesizeResult(Result):
@@ -92,7 +102,7 @@ class DocumentsResult(Result):
     bytes_in: int | None = None
     bytes_out: int | None = None
     removed: dict[str, int] = {}
-    samples: dict[str, list[RemovedDocument]] = {}
+    samples: dict[str, list[Excerpt]] = {}
     by_language: dict[str, Size] = {}
     by_source: dict[str, Size] = {}
 
@@ -107,49 +117,14 @@ class IngestResult(DocumentsResult):
     """Documents of all sources."""
 
     not_sampled: int = 0  # left out by `data.sample`
-    lone_surrogates: int = 0  # documents in which they were replaced
-
-
-class FilterResult(DocumentsResult):
-    """Documents that pass the filters of the recipe."""
-
-    formatted: int = 0  # texts that a formatter changed, such as one that replaces personal data
-    split: Size = Size()  # documents that were too long, and their parts
-
-
-class BenchmarkMatches(Result):
-    """How much of one benchmark is in the text."""
-
-    items: int = 0
-    too_short: int = 0
-    found: int = 0
-    documents: int = 0
-    common: int = 0  # items that are in too many documents to be removed for them
-
-
-class Match(Result):
-    """A document and an item of a benchmark that have words in common."""
-
-    document: str = ""
-    source: str = ""
-    benchmark: str = ""
-    item: str = ""
-    text: str = ""
-
-
-class Boilerplate(Result):
-    """Runs of words that are in too many items or documents to count as a match."""
-
-    in_items: int = 0
-    in_documents: int = 0
 
 
 class DecontaminateResult(DocumentsResult):
     """Documents without items of benchmarks."""
 
-    benchmarks: dict[str, BenchmarkMatches] = {}
-    matches: list[Match] = []
-    boilerplate: Boilerplate = Boilerplate()
+    benchmarks: dict[str, Size] = {}
+    matches: list[Excerpt] = []
+    boilerplate: Size = Size()
 
 
 class SplitResult(DocumentsResult):
@@ -170,13 +145,6 @@ class Fertility(Result):
     words: int | None = None
 
 
-class RoundTrip(Result):
-    """Documents that were encoded and decoded, and how many of them came back unchanged."""
-
-    documents: int | None = None
-    exact: int | None = None
-
-
 class TokenizerResult(Result):
     """A tokenizer: the size of its vocabulary and its fertility."""
 
@@ -185,7 +153,7 @@ class TokenizerResult(Result):
     measured_on: str = ""  # "validation" or "train"
     languages: dict[str, Fertility] = {}
     sources: dict[str, Fertility] = {}
-    round_trip: RoundTrip = RoundTrip()
+    round_trip: Size = Size()
 
 
 class _SequencesResult(Result):
@@ -202,7 +170,6 @@ class TokenizeResult(_SequencesResult):
     groups: dict[str, Size] = {}  # of training, by `<source>.<language>`
     by_source: dict[str, Size] = {}
     by_language: dict[str, Size] = {}
-    unspelled: int = 0  # characters that the tokenizer cannot spell
 
 
 class ChatDataResult(_SequencesResult):
@@ -214,17 +181,9 @@ class ChatDataResult(_SequencesResult):
     unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
     not_sampled: int = 0
-    unspelled: int = 0  # characters that the tokenizer cannot spell
 
 
 # ---- training ----
-
-
-class ParameterCount(Result):
-    """Parameters of a model."""
-
-    total: int | None = None
-    trained: int | None = None
 
 
 class Devices(Result):
@@ -255,7 +214,7 @@ class Validated(Result):
 class TrainingResult(Result):
     """A complete training."""
 
-    parameters: ParameterCount = ParameterCount()
+    parameters: Size = Size()
     flops_per_step: float | None = None
     steps: int | None = None
     tokens: int | None = None
@@ -331,24 +290,15 @@ class ContaminationResult(Result):
     tasks: dict[str, TaskContamination] = {}
 
 
-class TrainingKey(Result):
-    """The training that made a model, and the step of its checkpoint."""
-
-    key: str = ""
-    step: int | None = None
-
-
 class EvaluationResult(Result):
     """Scores of one model, also as `results.json` of `affinage eval` has them."""
 
     model: str = ""
-    training: TrainingKey = TrainingKey()
     tasks: dict[str, TaskResult] = {}
     bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}
     contamination: ContaminationResult = ContaminationResult()
     seconds: float | None = None
-    items_per_second: float | None = None
 
 
 class Verified(Result):
@@ -376,7 +326,7 @@ class ReportResult(Result):
 
 DOCUMENT_STEPS: dict[str, type[DocumentsResult]] = {  # the steps from documents to documents, in their order
     "ingest": IngestResult,
-    "filter": FilterResult,
+    "filter": DocumentsResult,
     "dedup": DocumentsResult,
     "decontaminate": DecontaminateResult,
     "split": SplitResult,

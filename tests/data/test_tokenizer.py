@@ -75,13 +75,12 @@ def split_of(folder: Path, *texts: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("split_digits", [True, False])
-def test_digits_are_split_only_if_asked_and_long_lines_are_learned_from(tmp_path: Path, split_digits: bool):
+def test_digits_are_split_and_long_lines_are_learned_from(tmp_path: Path):
     split_of(tmp_path, "In 1999 it was 1999. " * 50, "xylophone quartz " * 1000)  # 17,000 bytes on one line
-    settings = TokenizerSettings(vocab_size=310, split_digits=split_digits)
+    settings = TokenizerSettings(vocab_size=310)
     train_tokenizer(tmp_path, tmp_path / "out", settings, ("en",), seed=0)
     tokenizer = Tokenizer(tmp_path / "out")
-    assert (len(tokenizer.encode("1999")) == 4) == split_digits
+    assert len(tokenizer.encode("1999")) == 4
     assert len(tokenizer.encode(" xylophone")) == 1
 
 

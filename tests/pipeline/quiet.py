@@ -7,7 +7,7 @@ class Quiet:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def on_begin(self, step, folder):
+    def on_begin(self, step):
         self.events.append(f"began {step.name}")
 
     def on_progress(self, what): ...

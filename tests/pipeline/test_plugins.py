@@ -64,14 +64,6 @@ def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
     np.testing.assert_allclose(rates, [5e-4 * 2 / 110, 2.5e-4, 1.25e-4], rtol=1e-5)
 
 
-def test_a_mistake_in_an_optimizers_setting_has_its_line(written):
-    recipe = written / "own_optimizer.yaml"
-    recipe.write_text(recipe.read_text().replace("momentum: 0.95", "momentun: 0.95"))
-    with pytest.raises(UserError, match="`momentum`") as caught:
-        check(load_recipe(recipe), "pretrain")
-    assert caught.value.where.endswith("own_optimizer.yaml:5")
-
-
 def test_an_activation_and_a_norm_are_one_function_each(written):
     loaded = load_recipe(written / "my_blocks.yaml")
     model = with_vocabulary(loaded.recipe.model, 300)

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cli.program import main
-from affinage.data import atomic
-from affinage.pipeline.store import Request, Store, link, read_manifest, read_request, write_json
+from affinage.pipeline.store import Request, Store, link, read_manifest, read_request
 from affinage.results import RESULT, read_json
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -118,10 +117,3 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, mon
     with pytest.raises(SystemExit) as ended:
         main(command)
     assert ended.value.code == 0
-
-
-@pytest.mark.parametrize("write", [write_json, atomic.write_json])
-def test_half_a_character_in_a_summary_does_not_undo_a_stage(tmp_path, write):
-    told = {"samples": ["half a character: \ud83d", "a name: caf\udce9", "whole: 🧀 é"]}
-    write(tmp_path / "manifest.json", told)
-    assert json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8")) == told

@@ -1,7 +1,6 @@
 """Whatever changes outside is seen: files by their content, URLs by what their servers say of them."""
 
 import http.server
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -54,18 +53,6 @@ def test_a_copy_of_a_small_file_is_the_same_and_a_large_one_is_known_by_its_time
         os.utime(files[1], (0, 0))
         here, there = fingerprints(map(str, files)).values()
         assert (here == there) is same
-
-
-def test_what_was_read_once_is_remembered_until_somebody_touches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file, memory = tmp_path / "text.txt", tmp_path / "cache" / "fingerprints.json"
-    file.write_text("abc")
-    monkeypatch.setattr("time.time", lambda: file.stat().st_ctime + 10)
-    first = fingerprints([str(file)])
-    [(name, entry)] = json.loads(memory.read_text()).items()
-    memory.write_text(json.dumps({name: [*entry[:-1], "known"]}))
-    assert fingerprints([str(file)]) == {str(file): "known"}, "it was not read again"
-    os.utime(file)
-    assert fingerprints([str(file)]) == first
 
 
 class Server(http.server.ThreadingHTTPServer):

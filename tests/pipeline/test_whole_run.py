@@ -10,11 +10,10 @@ import pytest
 
 import tiny_run
 from affinage.cli.program import main
-from affinage.data.dataloader import DataLoader, make_batch, read_reference
+from affinage.data.dataloader import make_batch
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
 from affinage.model import ApplyConfig, apply
-from affinage.model.layers.losses import REFERENCE
 from affinage.pipeline.models import is_chat, open_model
 from affinage.pipeline.store import Store, read_request
 from affinage.results import RESULTS, Result, read_json
@@ -122,12 +121,6 @@ def test_each_model_is_judged_on_the_same_tasks(tiny_runs: Path):
     assert all(task["items"] == 4 for task in (base | chats[0]).values())
 
 
-def test_json_on_stdout_is_one_document_and_what_is_shown_goes_to_stderr(own_runs: Path, capsys):
-    affinage("dpo", *tiny_run.WORDS, "--show", "1", "--runs", str(own_runs), "--json")
-    told = capsys.readouterr()
-    assert json.loads(told.out) and "⟦" in told.err
-
-
 def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
     """Log-probability of the trained tokens of one document, in a row of its own."""
     outputs = apply(model.graph, model.params, {"tokens": tokens[None]}, ApplyConfig(until=model.graph.logits))
@@ -146,15 +139,6 @@ def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Pa
         inside = (batch["segment_ids"][0] == 1 + number) & (tokens[-1] != 0)
         expected = alone(model, tokens[-1][inside].astype(np.int32), mask[-1][inside])
         assert told[-1, number] == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_batch_of_preferences_depends_on_its_step_alone(tiny_runs: Path):
-    feed = DataLoader(tiny_runs / "tiny/preference-data/train", seed=0, batch=8)
-    feed.reference = read_reference(tiny_runs / "tiny/ref-logprobs/train")
-    third, again = next(itertools.islice(feed.iterate(0), 3, None)), next(feed.iterate(3))
-    assert third.keys() == again.keys() >= {REFERENCE}
-    for name in third:
-        np.testing.assert_array_equal(third[name], again[name])
 
 
 @pytest.mark.full

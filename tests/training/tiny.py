@@ -115,7 +115,7 @@ class Kept:
     def __init__(self, job: TrainJob) -> None:
         of_settings = job.settings.model_dump(mode="json", exclude=_NOT_IN_STEPS)
         health = job.settings.health
-        of_settings["health"] = [health.spike_window, health.spike_deviations, health.on_spike == "log"]
+        of_settings["health"] = [health.spike_window, health.on_spike == "log"]
         self.key = [job.graph.to_dict(), of_settings, dict(job.mesh), job.seed, job.parallel.model_dump(mode="json")]
 
     def check(self, graph: Graph, rows: int, call: ApplyConfig) -> None: ...

@@ -85,7 +85,7 @@ def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce:
     """
     target, state = model_of(name, options.runs, announce=announce)  # before JAX is imported
     from affinage.cluster.processes import is_first
-    from affinage.pipeline.models import is_chat, is_from_elsewhere, open_target
+    from affinage.pipeline.models import is_chat, open_target
 
     with working(f"opening {name}"):
         model = open_target(target, options.runs, mesh=options.mesh)
@@ -93,7 +93,7 @@ def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce:
     if length is not None and length > longest:
         what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"
         raise UserError(what, where="--max-model-len", fix=f"Write {longest} at most, or leave it out.")
-    if length is None and reserves and longest > MAX_RESERVED and is_from_elsewhere(target.path):
+    if length is None and reserves and longest > MAX_RESERVED and state is None:
         length = MAX_RESERVED
         if is_first():
             limited = f"`{name}` can read {longest:,} tokens at once; {length:,} are used"

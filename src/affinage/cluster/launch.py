@@ -118,21 +118,11 @@ def supervise(
 ) -> int:
     """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the workers, and nothing is started again. Nothing that was started runs
-    afterwards.
-
-    Args:
-        start: starts the workers.
-        command: arguments of `affinage`.
-        failures: how often it is started again.
-        grace: seconds for the workers to save when this process is stopped.
-        say: takes lines for the user.
+    SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save, and nothing is started
+    again. Nothing that was started runs afterwards. An error of the first start is raised, a later one is a failure.
 
     Returns:
         The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
-
-    Raises:
-        Exception: of the first start. Once workers have been started, an error of a start counts as a failure.
     """
     used, quick, started_once = {"preemptions": 0, "failures": 0}, 0, False
     allowed = {"preemptions": failures.max_preemptions, "failures": failures.max_failures}

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from affinage.errors import TransientError, UserError, first_line
 from affinage.stopping import leave, skip_exit_handlers
@@ -34,8 +34,7 @@ class ProcessLost(TransientError):
     """Another process did not answer in time, or is gone."""
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Which of how many processes this one is, and where they find each other; `auto` leaves both to JAX."""
 
     coordinator: str  # ADDRESS:PORT, on which the first process listens
@@ -82,13 +81,7 @@ class Processes:
     def broadcast(self, name: str, value: Any, *, seconds: float | None = _TO_AGREE) -> Any:
         """Return the first process's value, as JSON represents it. All processes must call this equally often.
 
-        Args:
-            name: of what is decided.
-            value: what the first process decides; the values of others are ignored.
-            seconds: how long to wait for the first process; None: as long as it lives.
-
-        Raises:
-            ProcessLost: the first process has not called this in time.
+        Raises ProcessLost where the first process does not call this within `seconds`; None: as long as it lives.
         """
         if self.count == 1:
             return value
@@ -104,11 +97,7 @@ class Processes:
         return json.loads(text)
 
     def all_min(self, name: str, value: int, *, seconds: float = _TO_AGREE) -> int:
-        """Return the smallest of the values of all processes. All processes must call this equally often.
-
-        Raises:
-            ProcessLost: one of them has not called this in time.
-        """
+        """Return the smallest of the values of all processes. All processes must call this equally often."""
         if self.count == 1:
             return value
         key, _ = self._key("gather", name)
@@ -118,11 +107,7 @@ class Processes:
         return min(int(text) for _, text in self._client.key_value_dir_get(key))
 
     def barrier(self, name: str, *, seconds: float = _TO_AGREE) -> None:
-        """Wait until all processes have called this.
-
-        Raises:
-            ProcessLost: naming those that have not.
-        """
+        """Wait until all processes have called this; ProcessLost names those that have not in time."""
         if self.count == 1:
             return
         from jax.errors import JaxRuntimeError
@@ -131,9 +116,8 @@ class Processes:
         try:
             self._client.wait_at_barrier(key, int(1000 * seconds))
         except JaxRuntimeError as error:
-            raise ProcessLost(
-                f"not all processes came to `{name}` within {seconds:g} s: {first_line(error)}"
-            ) from error
+            what = f"not all processes came to `{name}` within {seconds:g} s: {first_line(error)}"
+            raise ProcessLost(what) from error
         if self.first:  # all have read what was announced before
             for stale in self._stale:
                 self._client.key_value_delete(stale)

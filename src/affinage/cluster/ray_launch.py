@@ -36,9 +36,6 @@ class RayLauncher:
             such a path become the path there.
         say: takes the lines that the workers print, each with the number of its worker before it.
         program: words that run the command on a machine; default: its Python's affinage, with the code shipped by Ray.
-
-    Raises:
-        UserError: Ray is not installed, or the cluster does not answer.
     """
 
     def __init__(

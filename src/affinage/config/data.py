@@ -59,8 +59,7 @@ class SourceSettings(PlaceSettings):
     preset: str = ""
     """In place of both: a well-known corpus, fineweb-edu, oscar-2301, the-stack, wikipedia or gutenberg."""
     kind: Literal["text", "code", "gutenberg"] = "text"
-    """code skips language id and is wrapped in <|code|> <|endcode|>; gutenberg is a book of Project Gutenberg, cut into
-    chapters without its header and license."""
+    """code skips language id and is wrapped in <|code|> <|endcode|>; gutenberg is a book, cut into chapters."""
     language: Language = ""
     """ISO 639-1 code: documents in another language are removed; by default all of the recipe's languages stay."""
     trust_language: bool = False
@@ -205,8 +204,7 @@ class DataSettings(Settings):
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the documents of each source, chosen by their ids."""
     on_error: Literal["skip", "raise"] | None = None
-    """For records that cannot be read and damaged files: skip and count them, or end with an error. By default records
-    are skipped and a damaged file is an error."""
+    """For unreadable records and damaged files; by default records are skipped and a damaged file is an error."""
     root: str = ""
     """Folder or URL that relative paths of sources start from; by default the working directory."""
     mirror: str = ""
@@ -238,8 +236,6 @@ class TokenizerSettings(Settings):
     """Share of the corpus's characters with a piece of their own."""
     sample_bytes: Bytes = ByteSize(100_000_000)
     """Text to train on, balanced over languages; training takes about ten times this memory."""
-    split_digits: bool = True
-    """Every digit is a token, so that numbers have one spelling."""
 
 
 class PackingSettings(Settings):

@@ -32,14 +32,10 @@ class LoadedRecipe:
 
     recipe: Recipe
     path: Path
-    raw: dict[str, Any]
-    """What was written, after bases and overrides, before defaults."""
-    locate: Callable[[Sequence[str | int]], str]
-    """("pretrain", "steps") -> "recipes/quickstart.yaml:31"."""
-    command: str = ""
-    """The command that runs it again."""
-    base: Path | None = None
-    """The recipe that its file starts from."""
+    raw: dict[str, Any]  # what was written, after bases and overrides, before defaults
+    locate: Callable[[Sequence[str | int]], str]  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
+    command: str = ""  # runs it again
+    base: Path | None = None  # the recipe that its file starts from
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
         """Resolve a path that stands under `key`: relative to the file it was written in, which may be a base.
@@ -57,10 +53,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
 
     `base: other.yaml` in a file starts from another recipe (beside it, or a packaged one): mappings merge, lists and
     single values replace. Null switches off what can be off, such as a section or a limit; in a mapping with keys of
-    the user's, such as `mesh` or the nodes of the model, it removes what the base has.
-
-    Raises:
-        UserError: with one line for each mistake and where it was written.
+    the user's, such as `mesh` or the nodes of the model, it removes what the base has. UserError lists all mistakes.
     """
     return _load(path_or_name, overrides, None)
 
@@ -69,9 +62,6 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe,
     """Load the recipe.json of a run of any version, and return the names of the settings that were left out.
 
     Those are the settings that this version does not have, and the sections that are not complete without them.
-
-    Raises:
-        UserError: the file cannot be used even so.
     """
     left_out: list[str] = []
     return _load(path, overrides, left_out), left_out
@@ -92,7 +82,9 @@ def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str
             )
             raise UserError(what, where=layers.locate(keys), fix=fix)
     # The command is printed in reports and model cards, which do not show this machine's folders.
-    name = Path(path_or_name).name if Path(path_or_name).is_absolute() else str(path_or_name)
+    name, here = str(path_or_name), Path.cwd()
+    if Path(name).is_absolute():
+        name = str(Path(name).relative_to(here)) if Path(name).is_relative_to(here) else Path(name).name
     command = shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
     while True:
         try:
@@ -117,8 +109,7 @@ class Layers:
 
     value: dict[str, Any] = field(default_factory=dict)
     origins: dict[Keys, str] = field(default_factory=dict)
-    base: Path | None = None
-    """The recipe that the file itself starts from."""
+    base: Path | None = None  # the recipe that the file itself starts from
 
     def locate(self, path: Sequence[str | int]) -> str:
         """Return the origin of `path`, or of the nearest thing around it that was written."""
@@ -234,11 +225,7 @@ def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
-    """Return the recipe file: an existing path, or the packaged recipe of that name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the recipe file: an existing path, or the packaged recipe of that name; UserError if there is none."""
     path, name, packaged = beside / path_or_name, str(path_or_name), packaged_recipes()
     if os.path.isfile(path):  # of a name that is too long for a file, Path's raises
         return path

@@ -106,8 +106,6 @@ class Claims(Settings):
     """Cloud's name of the slice that it was trained on."""
     days: Positive | None = None
     """Days of the whole pretraining."""
-    device_hours: Positive | None = None
-    """Chips times hours."""
     compute_optimal: tuple[Literal["under", "over"], ...] = ()
     """Sides of 20 tokens per parameter that it claims to be on."""
     checkpoints: tuple[CheckpointClaim, ...] = ()

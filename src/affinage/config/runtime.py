@@ -36,24 +36,19 @@ class RuntimeSettings(Settings):
 
     checkpoint: CheckpointSettings = CheckpointSettings()
     preemption_grace: float = Field(default=25, gt=0)
-    """Seconds from SIGTERM or SIGHUP until the process must have left; clouds give 30. After Ctrl-C a save has no
-    limit."""
+    """Seconds from SIGTERM or SIGHUP until the process must have left; clouds give 30. Ctrl-C sets no limit."""
     hang_timeout: float = Field(default=300, gt=0)
-    """Seconds after which a step counts as hung, or 5 times the slowest step before if that is longer. A compilation
-    has an hour."""
+    """Seconds after which a step counts as hung, or 5 times the slowest step before if that is longer."""
     exit_on_hang: bool | None = None
-    """Leave a hung training with status 75, so that it is started again; false: only report it. Null: leave where there
-    are several processes, or below `affinage launch`."""
+    """Leave a hung training with status 75; false: only report it. Null: leave where something starts it again."""
     heartbeat_timeout: float = Field(default=30, ge=5)
     """Seconds without a heartbeat after which one of several processes counts as lost, and the others end."""
     trackers: Annotated[
         dict[str, dict[str, Any]], BeforeValidator(_trackers_by_name, json_schema_input_type=list[str] | dict[str, Any])
     ] = {}
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, mlflow, or one of a plug-in, each with its
-    options. A list of names takes the defaults. Keys and passwords are read from the environment."""
+    """tensorboard, wandb, trackio, mlflow, or one of a plug-in, each with its options; a list takes the defaults."""
     remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
-    """URL of a folder (s3://, gs://, whatever fsspec writes to) that results and checkpoints are copied to, and that a
-    machine without them resumes from."""
+    """URL of a folder (s3://, gs://) that results and checkpoints are copied to, and resumed from on other machines."""
     profile: Annotated[str, Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$"), BeforeValidator(lambda v: str(v))] | None = None
     """Steps of which a trace for TensorBoard and Perfetto is written: `20`, or `20-25`."""
 

@@ -93,12 +93,8 @@ class HealthSettings(Settings):
     """For NaN or Inf."""
     on_spike: Literal["log", "skip", "rollback"] = "log"
     """For spikes."""
-    spike_deviations: float = Field(default=6.0, gt=0)
-    """A spike is this many robust standard deviations above the median of the window."""
     spike_window: int = Field(default=128, ge=8)
-    """Number of earlier losses that a loss is compared with."""
-    rollback_batches: int = Field(default=1, ge=1)
-    """Minimum number of batches before the detected one that are left out by a rollback."""
+    """A spike is six robust standard deviations above the median of as many earlier losses."""
     max_consecutive_skips: int = Field(default=3, ge=1)
     """Skipped updates in a row at which a run stops with a diagnosis."""
     max_skips: int = Field(default=5, ge=1)
@@ -113,8 +109,7 @@ class MixtureSettings(Settings):
     from_step: int = Field(default=0, ge=0)
     """First step with these weights."""
     weights: dict[str, Annotated[float, Field(ge=0)]]
-    """Weights of sources, languages or `source.language`, others get none; or of `all` alone: everything as it comes.
-    """
+    """Weights of sources, languages or `source.language`; others get none. `all` alone: everything as it comes."""
 
     @model_validator(mode="after")
     def _some_weight(self) -> "MixtureSettings":
@@ -159,8 +154,7 @@ class MonitorSettings(Settings):
     limit: int = Field(default=200, ge=2)
     """Items of each task, drawn by the recipe's seed, always the same ones."""
     on_regression: Literal["log", "stop", "keep_best"] = "log"
-    """log: record it; stop: end the training; keep_best: train on. With stop and keep_best the result is the model of
-    the last score before the regression. Pretraining only logs."""
+    """stop ends the training, keep_best trains on; the result of both is the model before the regression."""
     alpha: float = Field(default=0.01, gt=0, lt=0.5)
     """Maximum false-positive rate of a stop, over the whole training."""
     data_dir: str | None = None
@@ -180,10 +174,7 @@ OF_THE_ROWS = frozenset(
 
 
 class TrainSettings(Settings):
-    """What all trainings have in common; one step is one update of the weights.
-
-    The section `training` of a recipe gives these for all its trainings, and `pretrain`, `sft` and `dpo` override it.
-    """
+    """What all trainings have in common; `training` gives it for all, and `pretrain`, `sft` and `dpo` override it."""
 
     steps: int = Field(ge=1)
     """Updates of the weights."""
@@ -195,14 +186,12 @@ class TrainSettings(Settings):
     """Parts of the batch that are computed one after another."""
     optimizer: OptimizerSettings = OptimizerSettings()
     optimizer_in_backward: bool = False
-    """Update each layer in the backward pass, so that gradients take no memory. `max_grad_norm` then holds for each
-    layer, and a gradient that is not finite leads to a rollback. Needs `parallel.remat` none, block or auto."""
+    """Update each layer in the backward pass, so that gradients take no memory; `max_grad_norm` then holds for each."""
     schedule: ScheduleSettings
     ema: EmaSettings | None = None
     precision: PrecisionSettings = PrecisionSettings()
     attention: AttentionImplementation = "auto"
-    """What computes attention: splash (TPUs), cudnn (NVIDIA GPUs) or xla (anything). auto: the platform's kernel where
-    it can do what the model needs, otherwise xla, with a warning."""
+    """splash (TPUs), cudnn (NVIDIA GPUs) or xla. auto: the platform's kernel where it can do what the model needs."""
     mixture: Mixture | None = None
     """{name: weight}, or a list of {from_step, weights}; by default all data as they come."""
     eval_every: int = Field(default=500, ge=1)
@@ -214,8 +203,7 @@ class TrainSettings(Settings):
     """Steps between two lines of the log."""
     health: HealthSettings = HealthSettings()
     resume_from: str | None = None
-    """Checkpoint of another run to continue, with optimizer and place in the data: runs/NAME/STEP or runs/NAME/STEP@N.
-    """
+    """Checkpoint of another run to continue, with optimizer and place in the data: runs/NAME/STEP@N."""
 
     def deciding(self) -> dict[str, Any]:
         """Return the settings that decide the result of a training, as JSON, without those of its data."""
@@ -286,8 +274,8 @@ class ConversationSettings(PlaceSettings):
     """One source of conversations, or of pairs of answers. A plain string in a recipe is short for `path`."""
 
     format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = "auto"
-    """Keys of a line. messages: {role, content}; sharegpt: {from, value}; prompt: prompt and completion (or response);
-    alpaca: instruction, input and output (or context and response); auto: recognized by its keys."""
+    """messages: {role, content}; sharegpt: {from, value}; prompt: prompt and completion; alpaca: instruction, input and
+    output; auto: recognized by its keys."""
     max_examples: int | None = Field(default=None, ge=1)
     """Maximum number of examples, drawn at random by the seed."""
 
@@ -309,8 +297,7 @@ class LoraSettings(Settings):
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's output is scaled by alpha / r."""
     target_modules: tuple[str, ...] | Literal["all"] = "all"
-    """Matrices with an adapter: query, key, value, out (of attention), gate, up, down (of feed-forward layers). all:
-    every one that each token passes. Experts have adapters where gate, up or down are named."""
+    """query, key, value, out (attention), gate, up, down (feed-forward); all: all that each token passes."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the adapter's input."""
 
@@ -364,10 +351,7 @@ _JULIAN_SCHEDULE = ScheduleSettings(peak_lr=2e-5, min_lr=2e-6, warmup_steps=_JUL
 
 
 class SftSettings(TuningSettings):
-    """Supervised fine-tuning on conversations, with the loss on the assistant's tokens only.
-
-    The defaults are Julian's: batch 32, a learning rate of 2e-5 after 1,000 steps, weight decay 0.01.
-    """
+    """Supervised fine-tuning on conversations, with the loss on the assistant's tokens. The defaults are Julian's."""
 
     optimizer: SftOptimizerSettings = SftOptimizerSettings()
     schedule: ScheduleSettings = _JULIAN_SCHEDULE
@@ -375,8 +359,7 @@ class SftSettings(TuningSettings):
     system_prompt: str = SYSTEM_PROMPT
     """For conversations without a system message; may be ""."""
     truncation: Literal["right", "drop_turns", "drop"] = "right"
-    """For conversations longer than `seq_len`. right: cut the end; drop_turns: leave out whole exchanges from the end,
-    and cut where even the first is too long; drop: leave the conversation out. All are counted."""
+    """For conversations longer than `seq_len`: cut the end, leave out whole exchanges from the end, or leave it out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -394,21 +377,14 @@ class SftSettings(TuningSettings):
 
 
 class DpoSettings(TuningSettings):
-    """Direct preference optimization on pairs of a better and a worse answer (Rafailov et al., 2023).
-
-    Sources hold prompt, chosen and rejected (texts or lists of messages; an instruction may stand for the prompt), or
-    chosen and rejected as whole conversations that begin alike.
-    """
+    """Direct preference optimization (Rafailov et al., 2023). Sources hold prompt, chosen and rejected."""
 
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """DPO's own, or IPO (Azar et al., 2023)."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to its reference."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs that may be labeled the wrong way round."""
     precompute_ref_log_probs: bool = True
-    """Compute the reference's log-probabilities once, in a step of their own; false: keep its weights in memory (with
-    `lora` they are there anyhow) and compute them in every step."""
+    """Compute the reference's log-probabilities once, in a step of their own; false: in every step of the training."""
     system_prompt: str | None = None
     """For pairs without a system message; by default as in fine-tuning."""
     truncation: Literal["right", "drop"] = "right"

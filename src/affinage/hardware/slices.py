@@ -86,8 +86,7 @@ def compared() -> list[Slice]:
 def find_slice(name: str) -> Slice:
     """Return the slice that a cloud calls `name`: v4-32, v5litepod-16, h100x8, l4 or cpu; 2xv4-32 are two of them.
 
-    Raises:
-        UserError: for a name or a size that does not exist, with the nearest that does.
+    UserError names the nearest one for a name or a size that does not exist.
     """
     word = name.strip().lower()
     if word == "cpu":
@@ -105,11 +104,7 @@ def find_slice(name: str) -> Slice:
 
 
 def chip_called(kind: str) -> Chip:
-    """Return the chip of the slices whose names begin with `kind`: v4, v5litepod, h100.
-
-    Raises:
-        UserError: for an unknown kind.
-    """
+    """Return the chip of the slices whose names begin with `kind`: v4, v5litepod, h100; UserError for others."""
     word = kind.strip().lower()
     if word not in _TPUS and word not in _GPUS:
         raise UserError(f"no chip is called `{kind}`", fix=f"The kinds are {', '.join([*_TPUS, *_GPUS])}.")

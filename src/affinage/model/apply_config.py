@@ -137,34 +137,26 @@ class ApplyConfig:
 
 
 def with_remat(config: ApplyConfig, remat: RematChoice) -> ApplyConfig:
-    """The config with layers, and for `full` also nodes, that keep no more than the setting says.
+    """The config with layers, and for `full` also nodes, that keep no more than the setting names.
 
     Raises:
         UserError: for activations to be offloaded where the device's memory is the host's, and for `auto`, which the
             planner replaces before.
     """
+    if remat == "auto":
+        fix = "A recipe's trainings and plans choose. Here name one: none, dots, block or full."
+        raise UserError("`auto` was not chosen for these devices", where="parallel.remat", fix=fix)
     if isinstance(remat, str):
-        if remat == "auto":
-            raise UserError(
-                "`auto` was not chosen for these devices",
-                where="parallel.remat",
-                fix="A recipe's trainings and plans choose. Here name one: none, dots, block or full.",
-            )
         attended = policies.save_only_these_names("attended", STATISTICS)
         dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
         policy = {"none": config.remat, "dots": dots}.get(remat, policies.nothing_saveable)
         return replace(config, remat=policy, remat_nodes=remat == "full")
-    keep = [*remat.keep, *([STATISTICS] if "attended" in (*remat.keep, *remat.offload) else [])]
-    if not remat.offload:
-        return replace(config, remat=policies.save_only_these_names(*keep))
-    if config.platform == "cpu":
-        raise UserError(
-            "a CPU has no other memory to offload activations to",
-            where="parallel.remat.offload",
-            fix="Move these names to `keep`, or leave them out: they are then computed again.",
-        )
+    if remat.offload and config.platform == "cpu":
+        fix = "Move these names to `keep`, or leave them out: they are then computed again."
+        where = "parallel.remat.offload"
+        raise UserError("a CPU has no other memory to offload activations to", where=where, fix=fix)
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=keep,
+        names_which_can_be_saved=[*remat.keep, *([STATISTICS] if "attended" in (*remat.keep, *remat.offload) else [])],
         names_which_can_be_offloaded=list(remat.offload),
         offload_src="device",
         offload_dst="pinned_host",

@@ -156,7 +156,6 @@ def preference_graph(graph: Graph, settings: DpoSettings, documents: int) -> Gra
             "in": ANSWERS,
             "form": settings.loss,
             "beta": settings.beta,
-            "label_smoothing": settings.label_smoothing,
         },
     }
     return parse(model)

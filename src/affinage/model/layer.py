@@ -51,7 +51,7 @@ TOKENS = Shape((BATCH, SEQUENCE), "int")
 
 
 def sequence_of(width: int) -> Shape:
-    """Shape of a vector of this width at every token: [B, S, width]."""
+    """Shape [B, S, width] of a vector at every token."""
     return Shape((BATCH, SEQUENCE, width))
 
 

@@ -27,10 +27,6 @@ class ParamSpec:
     inputs: tuple[int, ...] = ()  # of a hidden layer's matrix, the dimensions that its input is multiplied along
     used: int | None = None  # of the entries along the axis `experts`, how many multiply a token; None: all
 
-    def __post_init__(self) -> None:
-        if len(self.shape) != len(self.axes):
-            raise ValueError(f"a parameter of shape {self.shape} needs {len(self.shape)} logical axes, got {self.axes}")
-
     @property
     def size(self) -> int:
         """Number of elements."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from affinage.model import Graph
 
 RECIPE = "recipe.yaml"
-_ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"  # a tokenizer that has words has some of these
+_ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"
 _TEMPLATE = """\
-# Begins with the weights and the tokenizer of {name}, which lie beside this file. Its graph is what config.json says.
+# Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
 #   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
 #   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, once there are conversations
@@ -70,12 +70,11 @@ def import_model(
     from affinage.hub.vocabulary import with_ids
 
     model = read_hub_folder(source)
+    tokenizer, digest = fitting_tokenizer(source, model.graph.vocabulary), model.weights.digest()
+    added: tuple[int, ...] = ()
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
-    tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
-    digest = model.weights.digest()
-    added: tuple[int, ...] = ()
     tokenizer.write(partial / TOKENIZER)
     if chat_tokens and not tokenizer.fixed_ids:
         added = add_chat_tokens(partial / TOKENIZER)
@@ -83,10 +82,12 @@ def import_model(
         model = replace(model, graph=graph, params=params)
     system_prompt, template = chat_of_hub(source)
     context = model.architecture.context
-    imported = {
-        "sha256": {"weights": digest, "tokenizer": _digest(partial / TOKENIZER)},
-        "chat": system_prompt is not None or template is not None,
-    } | ({"from": origin} if origin and not added else {})
+    contents = [
+        (file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted((partial / TOKENIZER).iterdir())
+    ]
+    hashes = {"weights": digest, "tokenizer": hashlib.sha256(json.dumps(contents).encode()).hexdigest()}
+    imported: dict[str, Any] = {"sha256": hashes, "chat": system_prompt is not None or template is not None}
+    imported |= {"from": origin} if origin and not added else {}
     facts = {"graph": model.graph.to_dict(), "context": context, "system_prompt": system_prompt or ""}
     facts |= {"precision": {}, "imported": imported} | ({} if template is None else {"chat_template": template})
     write_json(partial / MODEL, facts)
@@ -118,17 +119,11 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
     from affinage.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(source)
-    mute = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2
-    if tokenizer.vocabulary > vocabulary or mute:
+    is_stub = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2  # it only has unknown words
+    if tokenizer.vocabulary > vocabulary or is_stub:
         what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"
-        what += ", and it cannot write text with them" if mute else ""
         raise UserError(what, where=str(source), fix="Put the tokenizer.json there that the model was trained with.")
     return tokenizer
-
-
-def _digest(folder: Path) -> str:
-    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(folder.iterdir())]
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 # ---- what a recipe begins with ----
@@ -163,16 +158,14 @@ def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
     from affinage.model.parameter import map_parameters
 
     def shapes(graph: "Graph") -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        map_parameters(lambda path, parameter: found.update({".".join(path): parameter.shape}), graph.parameters)
-        return found
+        result: dict[str, tuple[int, ...]] = {}
+        map_parameters(lambda path, parameter: result.update({".".join(path): parameter.shape}), graph.parameters)
+        return result
 
-    own, given = shapes(graph), shapes(parse(read_json(folder / MODEL)["graph"]))
-    for name in sorted(own.keys() | given.keys()):
-        if own.get(name) != given.get(name):
-            sizes = [found.get(name, "not at all") for found in (own, given)]
-            what = f"the recipe's model has {name} {sizes[0]}, the one it begins with {sizes[1]}"
-            raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")
+    differing = sorted(dict(shapes(graph).items() ^ shapes(parse(read_json(folder / MODEL)["graph"])).items()))
+    if differing:
+        what = f"the recipe's model and the one it begins with differ in {', '.join(differing[:3])}"
+        raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")
     store = CheckpointStore(folder / "checkpoints")
     return lambda abstract: store.restore_params(0, abstract)
 
@@ -186,8 +179,8 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
     if chosen == "tokenizer":
         from affinage.data.tokenizer import template_in
 
-        if found := None if tokenizer is None else template_in(tokenizer):
-            return found
+        if tokenizer is not None and (template := template_in(tokenizer)):
+            return template
         fix = "Name a Jinja file, or write `chat_template: chatml`."
         raise UserError("the tokenizer has no chat template of its own", where=where, fix=fix)
     path = loaded.beside(chosen, ("chat_template",))
@@ -215,17 +208,17 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
         raise UserError(f"`{settings.resume_from}` is this run itself", where=where, fix=fix)
     steps = complete_steps(folder / "checkpoints")
     if not steps or (step and step not in map(str, steps)):
-        there = f"of steps {', '.join(map(str, steps))}" if steps else "and none at all"
-        fix = "Name a training and, if it shall not be the last one kept, a step: runs/NAME/pretrain@STEP"
-        raise UserError(f"there is no checkpoint `{settings.resume_from}`, {there}", where=where, fix=fix)
+        fix = f"Name a training: runs/NAME/pretrain, or one of its steps: @{', @'.join(map(str, steps))}."
+        raise UserError(f"there is no checkpoint `{settings.resume_from}`", where=where, fix=fix)
     return folder.resolve(), int(step) if step else steps[-1]
 
 
 def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
     """What the key of the training holds of it: a hash of the checkpoint, wherever it is."""
-    found = extended(loaded, section)
-    if found is None:
+    extension = extended(loaded, section)
+    if extension is None:
         return {}
     from affinage.checkpoint.metadata import fingerprint
 
-    return {"resume_from": fingerprint(found[0] / "checkpoints" / str(found[1]))}
+    folder, step = extension
+    return {"resume_from": fingerprint(folder / "checkpoints" / str(step))}

@@ -10,15 +10,13 @@ import numpy as np
 
 from affinage.errors import UserError
 from affinage.pipeline.models import made_from, recorded
-from affinage.pipeline.steps_train import FEED
+from affinage.pipeline.steps_train import FEED, ROWS
 from affinage.pipeline.store import read_manifest
 from affinage.results import DOCUMENT_STEPS, DocumentsResult, read_json, read_result
 
 if TYPE_CHECKING:
     from affinage.data.dataloader import DataLoader
     from affinage.data.tokenizer import Tokenizer
-
-_ROWS = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the step that makes a training's rows
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class TrainingRows:
         """What the training wrote down of its feed, or will: rows (a folder's name), seed, batch, mixture, steps."""
         if written := read_json(self.run / self.training / FEED):
             return written
-        recipe, rows = recorded(self.run), self.run / _ROWS[self.training]
+        recipe, rows = recorded(self.run), self.run / ROWS[self.training]
         settings = recipe.get(self.training)
         if settings is None or read_manifest(rows) is None or settings["batch_size"] is None:
             fix = f"Its recipe needs `{self.training}` with a batch_size; run it: affinage run {self.run.name}"
@@ -45,7 +43,7 @@ class TrainingRows:
     @cached_property
     def folder(self) -> Path:
         """The result that holds the rows."""
-        folder = (self.run / _ROWS[self.training]).resolve().parent / str(self.facts["rows"])
+        folder = (self.run / ROWS[self.training]).resolve().parent / str(self.facts["rows"])
         return self._existing(folder if folder.is_dir() else None)
 
     def _existing(self, result: Path | None) -> Path:
@@ -140,7 +138,7 @@ def removed(run: Path, step: str, reason: str) -> list[dict[str, Any]]:
     if reason not in result.removed:
         listed = ", ".join(f"{name!r} ({count})" for name, count in result.removed.items()) or "none"
         raise UserError(f"`{step}` removed nothing for {reason!r}", fix=f"Its reasons: {listed}.")
-    return [sample.model_dump() for sample in result.samples.get(reason, ())]
+    return [sample.model_dump(exclude_unset=True) for sample in result.samples.get(reason, ())]
 
 
 def _result_of(run: Path, step: str) -> DocumentsResult:

@@ -22,7 +22,7 @@ from affinage.plugins import VARIABLE, load_named_plugins
 from affinage.results import read_json
 
 if TYPE_CHECKING:
-    from affinage.config.training import PrecisionSettings
+    from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
     from affinage.model import Adapters, Graph
 
@@ -303,11 +303,6 @@ def is_chat(training: Path) -> bool:
     return request[0].step in CHAT if request else bool(read_json(training / MODEL).get("imported", {}).get("chat"))
 
 
-def is_from_elsewhere(training: Path) -> bool:
-    """Whether no recipe trained it here: a Hugging Face folder, or one imported."""
-    return is_hub_folder(training) or "imported" in read_json(training / MODEL)
-
-
 def chat_of_hub(folder: Path) -> tuple[str | None, str | None]:
     """The default system prompt of a chat model that affinage exported, and the chat template of any other model."""
     from affinage.data.chat import system_prompt_in
@@ -398,22 +393,18 @@ def load_trained(
 
     `name` is what messages and reports call the model, `mesh` and `sharding` are how the weights are split.
     """
-    from affinage.config.training import PrecisionSettings
     from affinage.data.tokenizer import Tokenizer
 
     facts, graph = _facts_and_graph(folder)
     opened = Tokenizer(tokenizer)
     opened.use_template(facts.get("chat_template"))
-    fields = {"name": name, "tokenizer": opened, "context": facts["context"], "system_prompt": facts["system_prompt"]}
-    precision = PrecisionSettings(**facts["precision"])
-    return _open(graph, partial(trained_params, folder, graph, step), precision, mesh, sharding, **fields)
+    return _open(graph, partial(trained_params, folder, graph, step), facts, opened, name, mesh, sharding)
 
 
 def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedModel":
     """Read a Hugging Face folder as `affinage import` does, into the memory of the devices; nothing is written."""
     import jax
 
-    from affinage.config.training import PrecisionSettings
     from affinage.hub.read import read_hub_folder
     from affinage.pipeline.imports import fitting_tokenizer
 
@@ -425,21 +416,23 @@ def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedMo
     def params(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
         return jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
-    fields: dict[str, Any] = {"name": name, "tokenizer": tokenizer, "context": model.architecture.context}
-    return _open(model.graph, params, PrecisionSettings(), mesh, system_prompt=system_prompt or "", **fields)
+    facts = {"context": model.architecture.context, "system_prompt": system_prompt or "", "precision": {}}
+    return _open(model.graph, params, facts, tokenizer, name, mesh)
 
 
 def _open(
     graph: "Graph",
     params: Callable[[Any], Any],
-    precision: "PrecisionSettings",
+    facts: Mapping[str, Any],
+    tokenizer: "Tokenizer",
+    name: str,
     mesh: "Sizes | None",
     sharding: "Table | None" = None,
-    **fields: Any,
 ) -> "LoadedModel":
-    """A model with its `fields`; `params` returns the parameters, given abstract ones with shardings."""
+    """A model with the `facts` of its model.json; `params` loads parameters, given abstract ones with shardings."""
     import jax.numpy as jnp
 
+    from affinage.config.training import PrecisionSettings
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
@@ -447,6 +440,7 @@ def _open(
     from affinage.parallel import serving_layout
     from affinage.training.trainer import compute_dtype
 
+    precision = PrecisionSettings(**facts["precision"])
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
     return LoadedModel(
@@ -454,7 +448,10 @@ def _open(
         params=params(_sharded(abstract, shardings)),
         layout=layout if layout.mesh.size > 1 else None,
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
-        **fields,
+        tokenizer=tokenizer,
+        name=name,
+        context=facts["context"],
+        system_prompt=facts["system_prompt"],
     )
 
 
@@ -490,10 +487,10 @@ def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abst
     from affinage.parallel.sharding import replicated
     from affinage.training.frozen import kept_frozen
 
-    found = _trained_adapters(training, graph, step, replicated(jax.tree.leaves(abstract)[0].sharding.mesh))
-    if found is None:
+    whole = replicated(jax.tree.leaves(abstract)[0].sharding.mesh)
+    if (pair := _trained_adapters(training, graph, step, whole)) is None:
         return _restored(training, step, abstract)
-    adapters, trained = found
+    adapters, trained = pair
     frozen = kept_frozen(training, abstract)
     merge = jax.jit(adapters.merged, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract), donate_argnums=0)
     return merge(frozen, trained)
@@ -509,11 +506,11 @@ def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Any]":
 
     folder, step = locate(target, runs)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = None if is_hub_folder(folder) else _trained_adapters(folder, _facts_and_graph(folder)[1], step, here)
-    if found is None:
+    pair = None if is_hub_folder(folder) else _trained_adapters(folder, _facts_and_graph(folder)[1], step, here)
+    if pair is None:
         fix = "Adapters are trained with `sft.lora` or `dpo.lora`."
         raise UserError(f"`{target.name}` has no adapters: all its weights were trained", fix=fix)
-    return found
+    return pair
 
 
 def _trained_adapters(

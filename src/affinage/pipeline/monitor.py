@@ -1,6 +1,6 @@
 """Benchmarks during a training: scored for the log, and compared item by item so that a regression can end it.
 
-Loss goes on falling when benchmarks do not, and scores of small subsets wander by themselves. So points are compared
+Loss continues to fall when benchmarks do not, and scores of small subsets wander by themselves. So points are compared
 item by item, by McNemar's exact test, corrected for the number of comparisons.
 """
 
@@ -72,8 +72,8 @@ class BenchmarkMonitor:
                 return None, ""
             metrics, answers = scored
             right = {task: list(items) for task, items in answers.items()}
-            point = {"step": step, "scores": _scores(right), "worse": self.regressed(right), "right": right}
-            point |= {"tasks": metrics}
+            scores = {task: _share(items) for task, items in right.items()}
+            point = {"step": step, "scores": scores, "worse": self.regressed(right), "right": right, "tasks": metrics}
             self.points.append(point)
             if not point["worse"] and self.settings.on_regression != "log":
                 self._keep(step, state)
@@ -84,14 +84,13 @@ class BenchmarkMonitor:
 
     def regressed(self, answers: Answers) -> list[dict[str, Any]]:
         """The tasks that are worse than at an earlier point: {task, than: its step, p}."""
-        threshold = self.threshold(len(answers))
         compared = (
             {"task": task, "than": before["step"], "p": mcnemar(before["right"][task], right)}
             for task, right in answers.items()
             for before in self.points
             if len(before["right"].get(task, ())) == len(right)  # other items, of a training that was resumed with them
         )
-        return [one for one in compared if one["p"] < threshold]
+        return [test for test in compared if test["p"] < self.threshold(len(answers))]
 
     def threshold(self, tasks: int) -> float:
         """`alpha` divided by the number of tasks times pairs of points (Bonferroni)."""
@@ -102,8 +101,7 @@ class BenchmarkMonitor:
 def _shown(point: Mapping[str, Any]) -> list[str]:
     shown = []
     for task, metrics in point["tasks"].items():
-        if task in point["scores"]:
-            score = point["scores"][task]
+        if score := point["scores"].get(task):
             shown.append(f"{task} {100 * score['value']:.1f} ± {100 * score['stderr']:.1f} %")
         else:
             name = next(iter(metrics))
@@ -112,16 +110,13 @@ def _shown(point: Mapping[str, Any]) -> list[str]:
 
 
 def _worse(point: Mapping[str, Any]) -> list[str]:
-    return [f"{one['task']} is worse than at step {one['than']:,} (p = {one['p']:.1g})" for one in point["worse"]]
+    return [f"{test['task']} is worse than at step {test['than']:,} (p = {test['p']:.1g})" for test in point["worse"]]
 
 
-def _scores(answers: Answers) -> dict[str, dict[str, float]]:
-    """{task: {value, stderr}} of the share of right answers."""
-    shares = {task: (sum(right) / len(right), len(right)) for task, right in answers.items()}
-    return {
-        task: {"value": share, "stderr": math.sqrt(share * (1 - share) / max(1, count - 1))}
-        for task, (share, count) in shares.items()
-    }
+def _share(right: Sequence[int]) -> dict[str, float]:
+    """{value, stderr} of the share of right answers."""
+    share = sum(right) / len(right)
+    return {"value": share, "stderr": math.sqrt(share * (1 - share) / max(1, len(right) - 1))}
 
 
 def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
@@ -134,6 +129,18 @@ def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
     return sum(math.comb(changed, k) for k in range(lost, changed + 1)) / 2**changed
 
 
+def right_items(lines: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """1 for each item with a right answer, 0 for the others, by the task's first filter: one trial per answer.
+
+    None for a task that has no metric which is right or wrong for an item.
+    """
+    items: dict[Any, Mapping[str, Any]] = {}
+    for line in lines:
+        items.setdefault(line["id"], line)  # they come filter by filter
+    metric = next((name for name in _BINARY if name in next(iter(items.values()))), None)
+    return None if metric is None else [int(items[name][metric] >= 0.5) for name in sorted(items)]
+
+
 def monitor_of(
     context: StepContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str = ""
 ) -> BenchmarkMonitor | None:
@@ -141,7 +148,7 @@ def monitor_of(
     monitor, key = settings.monitor, f"{context.step}.monitor.tasks"
     if monitor is None:
         return None
-    inputs, model_of = context.inputs, _model_of(context, settings, graph, length, system_prompt)
+    inputs = context.inputs
     world = inputs.get("synthesize") or (made_from(inputs["tokenize"], "synthesize") if "tokenize" in inputs else None)
 
     def keep(step: int, state: "TrainState") -> None:
@@ -154,14 +161,19 @@ def monitor_of(
     def score(state: "TrainState", stop: Stop) -> tuple[Metrics, Answers] | None:
         # Answers are stored as they come, under a fingerprint of the weights: a training that was stopped or killed
         # comes to the same weights again, bit for bit, and computes none twice.
-        from affinage.evaluation.run import evaluate
+        import jax
 
-        def go_on(_: str) -> None:
+        from affinage.evaluation.run import evaluate
+        from affinage.evaluation.scoring import bytes_on_a_device, rows_that_fit
+
+        def raise_if_stopped(_: str) -> None:
             if stop():
                 raise _Stopped
 
         lines: dict[str, list[dict[str, Any]]] = {}
-        model = model_of(state)
+        model = _model_of(context, settings, graph, length, system_prompt, state)
+        weights = {id(leaf) for leaf in jax.tree.leaves(model.params)}
+        beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in weights)
         try:
             results = evaluate(
                 model,
@@ -171,10 +183,10 @@ def monitor_of(
                 data_dir=monitor.data_dir,
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
-                batch_size=free_batch_size(model, state) if monitor.batch_size == "auto" else monitor.batch_size,
+                batch_size=rows_that_fit(model, beside=beside) if monitor.batch_size == "auto" else monitor.batch_size,
                 samples=0,
                 answered=lambda task, line: lines.setdefault(task, []).append(line),
-                progress=go_on,
+                progress=raise_if_stopped,
             )
         except _Stopped:
             return None
@@ -190,64 +202,36 @@ def monitor_of(
     return BenchmarkMonitor(monitor, context.folder, settings.steps, score, keep)
 
 
-def right_items(lines: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """1 for each item with a right answer, 0 for the others, by the task's first filter: one trial per answer.
-
-    None for a task that has no metric which is right or wrong for an item.
-    """
-    items: dict[Any, Mapping[str, Any]] = {}
-    for line in lines:
-        items.setdefault(line["id"], line)  # they come filter by filter
-    metric = next((name for name in _BINARY if name in next(iter(items.values()))), None)
-    return None if metric is None else [int(items[name][metric] >= 0.5) for name in sorted(items)]
-
-
-def free_batch_size(model: "LoadedModel", state: "TrainState", platform: str = "") -> int:
-    """The rows that fit beside the state of the training; on CPUs, where memory does not decide, the most allowed.
-
-    `platform` is JAX's name of it, by default that of the devices with the weights.
-    """
+def _model_of(
+    context: StepContext,
+    settings: TrainSettings,
+    graph: "Graph",
+    length: int,
+    system_prompt: str,
+    state: "TrainState",
+) -> "LoadedModel":
+    """The model with the weights of a state, where they are; LoRA is merged into them."""
     import jax
 
-    from affinage.evaluation.scoring import MAX_ROWS, bytes_on_a_device, rows_that_fit
+    from affinage.generation.model import LoadedModel
+    from affinage.hardware.chips import chip
+    from affinage.parallel import MeshLayout, serving_table
+    from affinage.training.frozen import split_params
+    from affinage.training.trainer import compute_dtype
 
-    weights = jax.tree.leaves(model.params)
-    if (platform or next(iter(weights[0].sharding.device_set)).platform) == "cpu":
-        return MAX_ROWS
-    counted = {id(leaf) for leaf in weights}
-    beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in counted)
-    return rows_that_fit(model, beside=beside)
-
-
-def _model_of(
-    context: StepContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str
-) -> "Callable[[TrainState], LoadedModel]":
-    """From a state to the model with its weights, where they are; LoRA is merged into them."""
-
-    def model_of(state: "TrainState") -> "LoadedModel":
-        import jax
-
-        from affinage.generation.model import LoadedModel
-        from affinage.hardware.chips import chip
-        from affinage.parallel import MeshLayout, serving_table
-        from affinage.training.frozen import split_params
-        from affinage.training.trainer import compute_dtype
-
-        params = state.params
-        if isinstance(settings, TuningSettings) and settings.lora is not None:
-            like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
-            params = jax.jit(split_params(graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
-        sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
-        device = next(iter(sharding.device_set))
-        return LoadedModel(
-            graph=graph,
-            params=params,
-            tokenizer=chat_tokenizer(context),
-            name=context.recipe.name,
-            context=length,
-            layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
-            system_prompt=system_prompt,
-            compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
-        )
-
-    return model_of
+    params = state.params
+    if isinstance(settings, TuningSettings) and settings.lora is not None:
+        like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
+        params = jax.jit(split_params(graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
+    sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
+    device = next(iter(sharding.device_set))
+    return LoadedModel(
+        graph=graph,
+        params=params,
+        tokenizer=chat_tokenizer(context),
+        name=context.recipe.name,
+        context=length,
+        layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
+        system_prompt=system_prompt,
+        compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
+    )

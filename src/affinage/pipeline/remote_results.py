@@ -45,9 +45,10 @@ class RemoteResults:
         small files of large results are copied.
         """
         wanted = {name: not small or name not in _LARGE for name in steps}
-        for name, request in reversed(requests.items()):  # a step comes after those that it reads
+        for name in reversed([*requests]):  # a step comes after those that it reads
             if name not in wanted:
                 continue
+            request = requests[name]
             for other in request.inputs:
                 wanted.setdefault(other, other not in _LARGE)
             here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))

@@ -59,9 +59,9 @@ class PlannedStep:
 
 
 class ProgressListener(Protocol):
-    """Is called as a run goes on."""
+    """Is called as a run continues."""
 
-    def on_begin(self, planned: PlannedStep, folder: Path) -> None:
+    def on_begin(self, planned: PlannedStep) -> None:
         """A step begins."""
 
     def on_progress(self, message: str) -> None:
@@ -92,8 +92,8 @@ class PipelineRunner:
         self.loaded, self.runs, self.store = loaded, runs, Store(runs / "store")
         self.folder = runs / loaded.recipe.name
         if self.folder == self.store.folder:
-            where = loaded.locate(("name",))
-            raise UserError("results are kept in `store`", where=where, fix="Give the recipe another name.")
+            where, fix = loaded.locate(("name",)), "Give the recipe another name."
+            raise UserError("results are kept in `store`", where=where, fix=fix)
         _select(steps, force)  # refuses names of no step
         self._all, self._steps, self._force = steps, _select(steps, until), force
         self._sources: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # of each step, read once
@@ -179,10 +179,16 @@ class PipelineRunner:
         if all(planned.complete and self.store.is_complete(planned.request) for planned in steps):
             self._note(steps)
             return []
-        with self._locked(f"{self.loaded.recipe.name}.run", "is at this run"):
+        lock = self._lock(f"{self.loaded.recipe.name}.run")
+        if not lock.acquire():
+            fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
+            raise UserError(f"{lock.holder} is at this run", where=str(self.folder), fix=fix)
+        with contextlib.closing(lock):
             self.store.sweep()
             steps = self.plan()  # again: another process may have been at some of them
-            self._discard([planned for planned in reversed(steps) if planned.forced])
+            for planned in reversed(steps):
+                if planned.forced:
+                    self.store.discard(planned.request)
             self._note(steps)
             requests = {planned.name: planned.request for planned in steps}
             if remote is not None:
@@ -214,7 +220,7 @@ class PipelineRunner:
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
         step, request, store = planned.step, planned.request, self.store
         folder = store.begin(request, resume=step.resumable)
-        listener.on_begin(planned, folder)
+        listener.on_begin(planned)
         started, clock = time.time(), time.monotonic()
 
         def on_metrics(row: Mapping[str, Any]) -> None:
@@ -245,17 +251,6 @@ class PipelineRunner:
         return Lock(self.store.folder / ".locks", name, f"affinage, recipe {self.loaded.recipe.name}")
 
     @contextlib.contextmanager
-    def _locked(self, name: str, doing: str) -> Iterator[None]:
-        lock = self._lock(name)
-        if not lock.acquire():
-            fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
-            raise UserError(f"{lock.holder} {doing}", where=str(self.folder), fix=fix)
-        try:
-            yield
-        finally:
-            lock.release()
-
-    @contextlib.contextmanager
     def _making(self, request: Request) -> Iterator[bool]:
         """Inside, a missing result is this process's to make. Yields whether it is missing.
 
@@ -268,20 +263,8 @@ class PipelineRunner:
             if attempt == 0:
                 print_line(f"{request.step}: waiting for {lock.holder}, which is making it")
             time.sleep(_POLL)
-        try:
+        with contextlib.closing(lock):
             yield not self.store.is_complete(request)
-        finally:
-            lock.release()
-
-    def _discard(self, steps: Sequence[PlannedStep]) -> None:
-        """Remove results that are forced to be made again. Raises UserError where another running run uses one."""
-        for planned in steps:
-            result = self.store.path(planned.request).resolve()
-            for linked in self.runs.glob(f"*/{planned.name}"):
-                if linked.parent != self.folder and linked.resolve() == result:
-                    with self._locked(f"{linked.parent.name}.run", f"uses the result of {planned.name}"):
-                        pass
-            self.store.discard(planned.request)
 
     # ---- the folder of the run ----
 

@@ -60,9 +60,6 @@ class Step:
     resumable: bool = False  # resumes after a kill from what is in its folder; other steps begin with an empty folder
 
 
-# ---- for the checks of steps ----
-
-
 @contextlib.contextmanager
 def at(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
     """Inside, errors name the line of the recipe that holds a setting."""

@@ -2,15 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich
 
 from affinage.config.data import POCKET_BYTES, POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
-from affinage.config.recipe import Recipe
-from affinage.config.training import DpoSettings, SftSettings, TuningSettings
+from affinage.config.recipe import EvaluateSettings, Recipe
+from affinage.config.training import MonitorSettings, TuningSettings
 from affinage.data.places import released_folder
 from affinage.errors import UserError
 from affinage.paths import from_home
@@ -20,8 +19,13 @@ from affinage.pipeline.step import StepContext, Summary, at, check_exists
 
 if TYPE_CHECKING:
     from affinage.data.benchmark_items import BenchmarkItem
-    from affinage.data.decontaminate import Searched
     from affinage.data.tokenizer import Tokenizer
+
+# Counts of tuning data that are printed: what was cut, left out, or written in another way.
+_COUNTS = (
+    *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
+    *("unrolled", "reasoning_dropped", "prompt_differs"),
+)
 
 
 def synthesize(context: StepContext) -> Summary:
@@ -95,10 +99,10 @@ def base_tokenizer(context: StepContext) -> Summary:
 
     folder = initial_folder(context.loaded)
     assert folder is not None
-    given = Tokenizer(folder / TOKENIZER)
-    given.write(context.folder)
-    facts = {"kind": given.kind, "vocabulary": given.vocabulary}
-    return facts | (measure(given, context.inputs["split"]) if "split" in context.inputs else {})
+    tokenizer = Tokenizer(folder / TOKENIZER)
+    tokenizer.write(context.folder)
+    facts = {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary}
+    return facts | (measure(tokenizer, context.inputs["split"]) if "split" in context.inputs else {})
 
 
 def tokenize(context: StepContext) -> Summary:
@@ -106,29 +110,21 @@ def tokenize(context: StepContext) -> Summary:
     from affinage.data.tokenize import tokenize
     from affinage.data.tokenizer import Tokenizer
 
-    recipe, split, trained = context.recipe, context.inputs["split"], Tokenizer(context.inputs["train-tokenizer"])
+    recipe, split, tokenizer = context.recipe, context.inputs["split"], Tokenizer(context.inputs["train-tokenizer"])
     with _workers(context) as how:
         how["progress"] = context.progress
-        return tokenize(split, trained, context.folder, recipe.packing, recipe.seed, **how)
+        return tokenize(split, tokenizer, context.folder, recipe.packing, recipe.seed, **how)
 
 
-def sft_data(context: StepContext) -> Summary:
-    """Write conversations as token shards with masks of the tokens that are trained on."""
-    assert context.recipe.sft is not None
-    return _tuning_data(context, context.recipe.sft, context.recipe.sft.system_prompt, "conversations")
-
-
-def preference_data(context: StepContext) -> Summary:
-    """Write pairs of answers as token shards."""
-    assert context.recipe.dpo is not None
-    return _tuning_data(context, context.recipe.dpo, context.recipe.chat_system_prompt, "pairs")
-
-
-def _tuning_data(context: StepContext, tuning: SftSettings | DpoSettings, system_prompt: str, things: str) -> Summary:
+def tuning_data(context: StepContext, section: str) -> Summary:
+    """Write conversations (`sft`) or pairs of answers (`dpo`) as token shards, with masks of the trained tokens."""
+    from affinage.data.decontaminate import write_items
     from affinage.data.tuning_data import prepare_tuning_data
 
-    recipe = context.recipe
-    with _searched_benchmarks(context) as searched, _workers(context) as how:
+    recipe, tuning = context.recipe, getattr(context.recipe, section)
+    settings = recipe.data.decontaminate if recipe.data is not None else None
+    items, path = _benchmark_items(context) if settings else [], context.folder / "benchmark-items.json"
+    with _workers(context) as how:
         how["progress"] = context.progress
         summary = prepare_tuning_data(
             tuning,
@@ -136,35 +132,21 @@ def _tuning_data(context: StepContext, tuning: SftSettings | DpoSettings, system
             context.folder,
             seq_len=tuning.seq_len or recipe.packing.seq_len,
             seed=recipe.seed,
-            system_prompt=system_prompt,
+            system_prompt=recipe.chat_system_prompt if section == "dpo" else tuning.system_prompt,
             world_folder=context.inputs.get("synthesize"),
-            searched=searched,
+            searched=write_items(path, items, settings) if settings is not None and items else None,
             **how,
         )
-    print_counts(summary, things)
+    path.unlink(missing_ok=True)
+    print_counts(summary, "pairs" if section == "dpo" else "conversations")
     return summary
 
 
-_COUNTS = {  # of tuning data -> what to print of it
-    "not_sampled": "are not used: `sample` or `max_examples` leaves them out",
-    "truncated": "are longer than `seq_len` and were cut",
-    "dropped": "were left out: longer than `seq_len`, or without an answer within it",
-    "identical": "have the same answer twice and were left out",
-    "in_benchmark": "hold an item of a benchmark and were left out",
-    "held_out_elsewhere": "are copies of held-out ones and are not trained on",
-    "unrolled": "were unrolled: one example for each answer that the chat template writes otherwise once more follows",
-    "reasoning_dropped": "have reasoning that the chat template does not write; it is not trained on",
-    "prompt_differs": "are trained after other tokens than the prompt will have, which ends in a space",
-}
-
-
-def print_counts(summary: Summary, what: str) -> None:
-    """Print what was cut, left out and kept of conversations or pairs, where it is not all of them."""
-    used = summary.get("used", summary["conversations"])
-    for key, text in _COUNTS.items():
-        if count := summary.get(key):
-            of = f" of {used:,}" if key in ("truncated", "dropped") else ""
-            rich.print(f"{what}: {count:,}{of} {text}")
+def print_counts(summary: Summary, things: str) -> None:
+    """Print how many conversations or pairs were cut, left out, or written in another way."""
+    counts = [f"{summary[key]:,} {key.replace('_', ' ')}" for key in _COUNTS if summary.get(key)]
+    if counts:
+        rich.print(f"{things}: {', '.join(counts)}, of {summary.get('used', summary['conversations']):,}")
 
 
 def _benchmark_items(context: StepContext) -> "list[BenchmarkItem]":
@@ -184,19 +166,6 @@ def _benchmark_items(context: StepContext) -> "list[BenchmarkItem]":
     return items
 
 
-@contextlib.contextmanager
-def _searched_benchmarks(context: StepContext) -> "Iterator[Searched | None]":
-    """What tuning data is searched for; None where the recipe has no benchmarks to keep out."""
-    from affinage.data.decontaminate import write_items
-
-    data = context.recipe.data
-    settings = data.decontaminate if data is not None else None
-    items = _benchmark_items(context) if settings is not None else []
-    path = context.folder / "benchmark-items.json"
-    yield write_items(path, items, settings) if settings is not None and items else None
-    path.unlink(missing_ok=True)
-
-
 def chat_tokenizer(context: StepContext) -> "Tokenizer":
     """The step's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
@@ -207,7 +176,7 @@ def chat_tokenizer(context: StepContext) -> "Tokenizer":
 
 
 def pocket_bytes(recipe: Recipe) -> int:
-    """How much text of the pocket world the recipe asks for, in 1e6 bytes."""
+    """How much text of the pocket world the recipe asks for, in bytes."""
     worlds = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
     return max((source.max_bytes or POCKET_BYTES for source in worlds), default=POCKET_BYTES)
 
@@ -241,9 +210,6 @@ def check_ingest(loaded: LoadedRecipe) -> None:
 
 def check_filter(loaded: LoadedRecipe) -> None:
     """Language identification knows the languages of the recipe."""
-    from babel import Locale
-    from babel.core import get_global
-
     from affinage.data.language import known_languages
 
     data = loaded.recipe.data
@@ -256,11 +222,7 @@ def check_filter(loaded: LoadedRecipe) -> None:
             places.append((source.language, ("data", "sources", index, "language")))
     for language, key in places:
         if language not in known_languages():
-            word = language.replace("_", "-").partition("-")[0].lower()
-            names = {name.lower(): code for locale in ("en", "fr") for code, name in Locale(locale).languages.items()}
-            code = names.get(word) or get_global("language_aliases").get(word, word)
-            fix = f"Did you mean `{code}`? " if code in known_languages() else ""
-            fix += "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
+            fix = "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
             raise UserError(f"language id does not know `{language}`", where=loaded.locate(key), fix=fix)
 
 
@@ -268,91 +230,61 @@ def check_decontaminate(loaded: LoadedRecipe) -> None:
     """What `benchmark_files` names are task files, or files of items; so are the benchmarks of the evaluation."""
     from affinage.data.benchmark_items import kind_of_items
 
-    settings = loaded.recipe.data.decontaminate if loaded.recipe.data else None
-    assert settings is not None
-    for index, path in enumerate(settings.benchmark_files):
+    recipe = loaded.recipe
+    assert recipe.data is not None and recipe.data.decontaminate is not None
+    for index, path in enumerate(recipe.data.decontaminate.benchmark_files):
         key = ("data", "decontaminate", "benchmark_files", index)
         check_exists(loaded, path, *key)
         if path.endswith((".yaml", ".yml")):
-            check_task(loaded, path, None, key)
+            _check_task(loaded, path, None, *key)
         else:
             kind_of_items(path, loaded.locate(key))
-    if settings.benchmarks:
-        check_tasks(loaded)
+    if recipe.data.decontaminate.benchmarks and recipe.evaluate is not None:
+        check_benchmarks(loaded, recipe.evaluate, "evaluate")
 
 
-def check_tasks(loaded: LoadedRecipe) -> None:
-    """The benchmarks of the evaluation exist."""
+def check_benchmarks(loaded: LoadedRecipe, settings: EvaluateSettings | MonitorSettings, *section: str) -> None:
+    """The benchmarks of an evaluation or a monitor, whose settings are in a section of the recipe, exist."""
     from affinage.evaluation.benchmarks import is_task_file, names_of
 
-    evaluate = loaded.recipe.evaluate
-    if evaluate is None:
-        return
-    if evaluate.data_dir is not None:
-        check_exists(loaded, evaluate.data_dir, "evaluate", "data_dir")
-        with at(loaded, "evaluate", "tasks"):
-            names_of(evaluate.tasks, from_home(evaluate.data_dir))
-    for index, task in enumerate(evaluate.tasks):
-        key = ("evaluate", "tasks", index)
+    if settings.data_dir is not None:
+        check_exists(loaded, settings.data_dir, *section, "data_dir")
+        with at(loaded, *section, "tasks"):
+            names_of(settings.tasks, from_home(settings.data_dir))
+    for index, task in enumerate(settings.tasks):
         if is_task_file(task):
-            check_exists(loaded, task, *key)
-        check_task(loaded, task, evaluate.data_dir, key)
+            check_exists(loaded, task, *section, "tasks", index)
+        _check_task(loaded, task, settings.data_dir, *section, "tasks", index)
 
 
-def check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: tuple[str | int, ...]) -> None:
+def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, *key: str | int) -> None:
     """A benchmark is known. The harness, whose import takes seconds, is needed for benchmarks of others only."""
     from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, of_pocket_world
 
     members = GROUPS.get(task, (task,))
-    if all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
-        return
-    from affinage.evaluation.tasks import check_names, find_tasks
+    if not all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
+        from affinage.evaluation.tasks import check_names
 
-    try:
-        check_names([task], {}, data_dir, where="evaluate.tasks")
-        find_tasks([task], {}, data_dir)
-    except UserError as error:
-        where = loaded.locate(key)
-        also = f"{where}, {error.where}" if error.where and error.where not in (task, "evaluate.tasks") else where
-        raise UserError(error.what, where=also, fix=error.fix) from error
+        with at(loaded, *key):
+            check_names([task], {}, data_dir, where=task)
 
 
 def check_tokenize(loaded: LoadedRecipe) -> None:
-    """The place of the sequences can be written, and the names in the mixture exist."""
-    from affinage.data.mixture import ALL, refuse_unknown
-    from affinage.data.special_tokens import CODE_LANGUAGE
+    """The place of the sequences can be written."""
     from affinage.data.token_shards import check_url
-    from affinage.data.tokenize import UNDETERMINED, group_name
 
-    data, pretrain, url = loaded.recipe.data, loaded.recipe.pretrain, loaded.recipe.packing.output_path
-    if url:
+    if url := loaded.recipe.packing.output_path:
         with at(loaded, "packing", "output_path"):
             check_url(url)
-    sources = [source.title for source in data.sources] if data else []
-    if data is None or len(set(sources)) < len(sources):
-        return  # they get numbers
-    stated = {source.language for source in data.sources if source.language}
-    languages = {*data.languages, *stated, CODE_LANGUAGE, UNDETERMINED}
-    known = {ALL, *sources, *languages, *(group_name(source, language) for source in sources for language in languages)}
-    for stage in (pretrain.mixture if pretrain else None) or ():
-        for name in stage.weights.keys() - known:
-            with at(loaded, "pretrain", "mixture"):
-                refuse_unknown(name, {*sources, *data.languages, *stated})
 
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
-    """The conversations are there, with the names that are in the mixture, and so is their template."""
+    """The conversations are there, and so is their template."""
     from affinage.data.conversations import check_source
-    from affinage.data.mixture import ALL, refuse_unknown
 
     tuning: TuningSettings = getattr(loaded.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
             check_source(tuning, index)
-    titles = {source.title for source in tuning.sources}
-    for stage in tuning.mixture or ():
-        for name in stage.weights.keys() - {*titles, ALL}:
-            with at(loaded, section, "mixture"):
-                refuse_unknown(name, titles)
-    begun: Path | None = initial_folder(loaded)
-    chat_template_of(loaded, None if begun is None else begun / TOKENIZER)
+    folder = initial_folder(loaded)
+    chat_template_of(loaded, None if folder is None else folder / TOKENIZER)

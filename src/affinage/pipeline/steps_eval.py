@@ -13,6 +13,7 @@ from affinage.errors import UserError
 from affinage.pipeline.eval_results import contamination_search
 from affinage.pipeline.models import CHAT, TRAININGS, load_trained
 from affinage.pipeline.step import StepContext, Summary
+from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.steps_train import mesh_of, with_vocabulary
 from affinage.pipeline.store import write_json
 
@@ -28,11 +29,10 @@ def evaluate(context: StepContext, training: str) -> Summary:
     """Evaluate the model of a training."""
     from affinage.evaluation.run import evaluate, has_chat_template
 
-    recipe, inputs = context.recipe, context.inputs
-    settings = recipe.evaluate
+    recipe, inputs, chat = context.recipe, context.inputs, training in CHAT
+    settings, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
     assert settings is not None
     model = _trained(context, training, f"{recipe.name}/{training}")
-    chat = training in CHAT
     unlearned = settings.apply_chat_template is True and not has_chat_template(model, chat)
     results = evaluate(
         model,
@@ -47,9 +47,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
         batch_size=settings.batch_size,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
-        seen=contamination_search(inputs[training], recipe.data.decontaminate if recipe.data else None)
-        if settings.contamination
-        else None,
+        seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
     results["samples"] |= _samples(model, recipe.report.questions if chat else recipe.report.prompts, chat)
@@ -62,27 +60,24 @@ def evaluate(context: StepContext, training: str) -> Summary:
 def export(context: StepContext) -> Summary:
     """Write the Hugging Face folder of the last model into `model/`."""
     from affinage.hub.export import export
+    from affinage.hub.verify import verify
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
 
-    recipe, inputs = context.recipe, context.inputs
-    assert recipe.export is not None
+    settings, inputs, folder = context.recipe.export, context.inputs, context.folder / "model"
+    assert settings is not None
     training = next(name for name in TRAININGS if name in inputs)
-    model = _trained(context, training, recipe.name)
-    folder = context.folder / "model"
-    facts = collect_facts(context.run_folder, inputs)
+    model = _trained(context, training, context.recipe.name)
     summary = export(
         model,
         folder,
-        facts=card_facts(facts, recipe.export.license),
-        dtype=recipe.export.dtype,
+        facts=card_facts(collect_facts(context.run_folder, inputs), settings.license),
+        dtype=settings.dtype,
         chat=training in CHAT,
     )
-    if recipe.export.verify:
-        from affinage.hub.verify import verify
-
+    if settings.verify:
         context.progress("comparing with transformers")
-        texts = [text for some in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in some]
+        texts = [text for group in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
         summary["verified"] = verify(folder, model, texts)
     return summary
 
@@ -90,29 +85,26 @@ def export(context: StepContext) -> Summary:
 def _trained(context: StepContext, training: str, name: str) -> "LoadedModel":
     """The model of a training, split over the recipe's mesh by the recipe's table."""
     tokenizer, sharding = context.inputs["train-tokenizer"], context.recipe.parallel.sharding
-    # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
+    # The mesh is of the devices of all processes: one that works alone has copies on its own.
     mesh = mesh_of(context) if Processes.current.together else None
     return load_trained(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
-    """Documents that were never trained on, per source and language, at most `most`; none where there is no text."""
+    """Documents that were never trained on, per source and language, at most `most`; none without any text."""
     from affinage.data.documents import read_documents
 
-    if split is None:
-        return {}
     texts: dict[str, list[str]] = defaultdict(list)
-    for batch in read_documents(split / "validation"):
-        columns = [batch.column(name).to_pylist() for name in ("source", "language", "text")]
-        for source, language, text in zip(*columns):
-            some = texts[f"{source}.{language}"]
-            if most is None or len(some) < most:
-                some.append(text)
+    for batch in read_documents(split / "validation") if split is not None else ():
+        for document in batch.to_pylist():
+            group = texts[f"{document['source']}.{document['language']}"]
+            if most is None or len(group) < most:
+                group.append(document["text"])
     return dict(texts)
 
 
 def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str, Any]:
-    """What the model says to prompts, or to questions: {"prompts": [{"prompt", "text"}]}."""
+    """What the model answers to prompts, or to questions: {"prompts": [{"prompt", "text"}]}."""
     from affinage.data.chat import encode_prompt
     from affinage.generation.engine import generate
     from affinage.generation.sampling import SamplingParams
@@ -132,19 +124,22 @@ def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str
     return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}
 
 
+def check_evaluate(loaded: LoadedRecipe) -> None:
+    """The benchmarks exist."""
+    assert loaded.recipe.evaluate is not None
+    check_benchmarks(loaded, loaded.recipe.evaluate, "evaluate")
+
+
 def check_export(loaded: LoadedRecipe) -> None:
-    """transformers has such a model, and is installed where the export is compared with it."""
+    """transformers has such a model, and is installed if the export is to be compared with it."""
     from affinage.hub.families import family_of
     from affinage.model import parse
 
     recipe = loaded.recipe
     assert recipe.export is not None
-    missing = [
-        name for name in ("transformers", "torch") if recipe.export.verify and not importlib.util.find_spec(name)
-    ]
-    if missing:
-        what, where = f"the package `{missing[0]}` is not installed", loaded.locate(("export", "verify"))
-        raise UserError(what, where=where, fix="Install it: pip install 'affinage[verify]'")
+    if recipe.export.verify and not importlib.util.find_spec("torch"):
+        fix = "Install it: pip install 'affinage[verify]'"
+        raise UserError("the package `torch` is not installed", where=loaded.locate(("export", "verify")), fix=fix)
     try:
         family_of(parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate))
     except UserError as error:

@@ -115,12 +115,12 @@ class Store:
         self.check_begun(request)
         write_json(folder / RESULT, summary)
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
-        files = {path.relative_to(folder).as_posix(): path for path in inside if path.is_file()}
+        files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
         manifest = {
             "format": FORMAT,
             **asdict(request),
             "key": request.key,
-            "files": {name: hash_on_disk(path) for name, path in files.items()},
+            "files": files,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.monotonic() - clock, 3),
             "versions": versions(),
@@ -143,31 +143,27 @@ class Lock:
     """
 
     def __init__(self, folder: Path, name: str, owner: str) -> None:
-        self._folder, self._note = folder, folder / f"{name}.holder"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._note = folder / f"{name}.holder"
         self._owner = f"`{owner}` (process {os.getpid()} on {platform.node()}, since {time.strftime('%H:%M:%S')})"
         self._lock = FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
-        self.release = self._lock.release
+        self.close = self._lock.release
 
     def acquire(self) -> bool:
         """Take the lock; False if another process holds it."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            self._note.write_text(self._owner, encoding="utf-8")
         except Timeout:
             return False
-        except OSError as error:
-            what = f"files cannot be made or locked there: {error.strerror or error}"
-            raise UserError(what, where=str(self._folder), fix="Name another folder with --runs.") from error
+        self._note.write_text(self._owner, encoding="utf-8")
         return True
 
     @property
     def holder(self) -> str:
         """The process that holds it, in words."""
-        try:
-            return self._note.read_text(encoding="utf-8", errors="replace")[:1000]
-        except OSError:
-            return "another process"
+        with contextlib.suppress(OSError):
+            return self._note.read_text(encoding="utf-8", errors="replace")
+        return "another process"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -197,9 +193,17 @@ def content_hash(result: Path, under: str) -> str:
     return hashlib.sha256(json.dumps(inside, sort_keys=True).encode()).hexdigest()
 
 
+def hash_on_disk(path: Path) -> dict[str, Any]:
+    """The size and hash of a file, once it is on the disk."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest}
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that after a crash it is either the old one or the new one, whole."""
-    text = json.dumps(value, indent=1, ensure_ascii=False, default=_plain)
+    """Write a JSON file, with NumPy's numbers and arrays, so that after a crash it is the old or the new one, whole."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, default=lambda other: other.tolist())
     part = path.with_name(f".{path.name}.part")  # always the same name, so that kills leave one at most
     with open(part, "w", encoding="utf-8", errors="backslashreplace") as file:  # JSON spells half a surrogate pair so
         file.write(text + "\n")
@@ -220,27 +224,11 @@ def link(path: Path, target: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of affinage, Python and the packages that results may depend on."""
-    found = {"affinage": affinage.__version__, "python": platform.python_version()}
+    installed = {"affinage": affinage.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()  # a NumPy or JAX number or array
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} has no place in JSON")
-
-
-def hash_on_disk(path: Path) -> dict[str, Any]:
-    """The size and hash of a file, once it is on the disk."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-        return {"bytes": file.tell(), "sha256": digest}
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def _sync_folder(folder: Path) -> None:

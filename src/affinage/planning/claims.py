@@ -125,10 +125,6 @@ def _of_size(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
             f"{where.name}, not {claims.days:g}",
             f"{claims.days:g} days would be an MFU of {implied:.1%}{also}",
         )
-    hours = claims.days * 24 * where.chips
-    if claims.device_hours is not None and not _close(hours, claims.device_hours):
-        what = f"{claims.days:g} days of {where.chips} chips are {hours:,.0f} chip-hours"
-        yield "device_hours", f"{what}, not {claims.device_hours:,.0f}"
 
 
 def _of_data(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:

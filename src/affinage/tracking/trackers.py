@@ -33,19 +33,17 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one training, all from one thread. What a method raises is reported once."""
+    """Takes the metrics of one training, all from one thread. What a method raises is reported once.
 
-    def start(self, run: TrackedRun) -> str:
-        """Begin, or resume what is called `run.id`. Returns the id to resume with."""
-        ...
+    `start` begins, or resumes what is called `run.id`, and returns the id to resume with. A step that is done again
+    after a kill is logged again, with the same values.
+    """
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a step. A step that is done again after a kill comes again, with the same values."""
-        ...
+    def start(self, run: TrackedRun) -> str: ...  # noqa: D102
 
-    def finish(self, ending: Ending) -> None:
-        """Write out what is left."""
-        ...
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...  # noqa: D102
+
+    def finish(self, ending: Ending) -> None: ...  # noqa: D102
 
 
 _plugins: dict[str, Callable[..., Tracker]] = {}

@@ -72,7 +72,7 @@ class HealthMonitor:
     def last_healthy(self) -> int:
         """The newest step to roll back to."""
         assert self.rollback_from is not None
-        return max(0, self.rollback_from - self._settings.rollback_batches)
+        return max(0, self.rollback_from - 1)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Decide about a step whose update was skipped, or whose loss is a spike.

@@ -25,6 +25,8 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
 EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
+_SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
+
 
 def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step of a graph.
@@ -191,7 +193,7 @@ def detect_spike(
     if window is None:
         return window, finite, {}
     score = jnp.where(finite, window.score(loss), 0.0)
-    spike = finite & (score > health.spike_deviations)
+    spike = finite & (score > _SPIKE_DEVIATIONS)
     metrics = {"spike_score": score, "spike": spike.astype(jnp.float32)}
     return window.with_loss(loss), finite if health.on_spike == "log" else finite & ~spike, metrics
 

@@ -1,7 +1,7 @@
 """Causal attention within documents: one function over four implementations, and the choice between them."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -53,25 +53,22 @@ def choose(requested: str, workload: Workload) -> str:
         UserError: the requested one does not exist or cannot honor the workload; nothing is ever left out silently.
     """
     if requested not in (*IMPLEMENTATIONS, "ring"):
-        what, fix = f"attention implementation {requested!r} is not known", f"There are {_listed(IMPLEMENTATIONS)}."
-        raise UserError(what, fix=fix)
+        raise UserError(
+            f"attention implementation {requested!r} is not known", fix=f"There are {', '.join(IMPLEMENTATIONS)}."
+        )
     kernel = _KERNELS.get(workload.platform, "xla") if requested == "auto" else requested
     if workload.cached or workload.prefixes or (requested == "auto" and workload.length < LANES):
         return "xla"
-    missing = obstacles(kernel, workload)
+    missing = ", ".join(obstacles(kernel, workload))
     if requested == "auto":
         if not _planning.get():
-            _log_choice(kernel, tuple(missing))
+            _log_choice(kernel, missing)
         return "xla" if missing else kernel
     if missing:
-        others = [name for name in IMPLEMENTATIONS if name != "auto" and not obstacles(name, workload)]
-        raise UserError(
-            f"attention by {requested} cannot honor {_listed(missing)}",
-            where="attention",
-            fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`."
-            if requested == "ring"
-            else f"{_listed(others)} can; `attention: auto` takes one that can.",
-        )
+        fix = "`attention: auto` takes one that can, or xla."
+        if requested == "ring":
+            fix = "Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`."
+        raise UserError(f"attention by {requested} cannot honor {missing}", where="attention", fix=fix)
     return kernel
 
 
@@ -86,43 +83,33 @@ def only_planned() -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def _log_choice(kernel: str, missing: tuple[str, ...]) -> None:
+def _log_choice(kernel: str, missing: str) -> None:
     """Log a choice once a process; a CPU's plain products are no news."""
     if missing:
-        why = f"{kernel} cannot honor {_listed(missing)}"
-        logger.warning("attention: plain products over all pairs of tokens, which cost time and memory, as %s", why)
+        slow = "attention: plain products over all pairs of tokens, which cost time and memory"
+        logger.warning("%s, as %s cannot honor %s", slow, kernel, missing)
     elif kernel != "xla":
         logger.info("attention: %s", kernel)
 
 
 def obstacles(name: str, workload: Workload) -> list[str]:
     """What an implementation cannot honor, in words; nothing for `xla`, which honors everything."""
+    if name == "xla":
+        return []
     dtype, dim = jnp.dtype(workload.dtype), workload.head_dim
-    widest = 256 if (workload.capability or (0, 0)) >= HOPPER else 128
-    of_all = [
-        (workload.cached, "a KV cache"),
-        (workload.prefixes, "shared prefixes"),
-        (workload.dropout > 0, f"dropout of {workload.dropout:g} of the probabilities"),
-    ]
-    of_each: dict[str, list[tuple[bool, str]]] = {
-        "ring": [],
-        "splash": [
-            (workload.platform != "tpu", f"a {workload.platform}: it is a kernel for TPUs"),
-            (dtype not in (jnp.float32, jnp.bfloat16), f"{dtype} (float32 and bfloat16 it can)"),
-        ],
-        "cudnn": [
-            (workload.platform != "gpu" or workload.capability is None, f"a {workload.platform} without cuDNN"),
-            (dtype not in (jnp.float16, jnp.bfloat16), f"{dtype} (float16 and bfloat16 it can)"),
-            (dim % 8 > 0 or dim > widest, f"heads of {dim} (multiples of 8 up to {widest})"),
-            (workload.length % 2 > 0, f"rows of {workload.length} tokens (an odd number)"),
-        ],
-    }
-    return [what for is_wrong, what in of_all + of_each[name] if is_wrong] if name in of_each else []
-
-
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else str(last)
+    missing = {f"dropout of {workload.dropout:g} of the probabilities": workload.dropout > 0}
+    if name == "splash":
+        missing[f"a {workload.platform}: it is a kernel for TPUs"] = workload.platform != "tpu"
+        missing[f"{dtype}"] = dtype not in (jnp.float32, jnp.bfloat16)
+    if name == "cudnn":
+        widest = 256 if (workload.capability or (0, 0)) >= HOPPER else 128
+        missing |= {
+            f"a {workload.platform} without cuDNN": workload.platform != "gpu" or workload.capability is None,
+            f"{dtype}": dtype not in (jnp.float16, jnp.bfloat16),
+            f"heads of {dim} (multiples of 8 up to {widest})": dim % 8 > 0 or dim > widest,
+            f"rows of {workload.length} tokens (an odd number)": workload.length % 2 > 0,
+        }
+    return [what for what, is_missing in missing.items() if is_missing]
 
 
 def attention(

@@ -116,17 +116,13 @@ class Unembed(Layer):
     def bind(self, nodes: Mapping[str, "Node"]) -> Self:
         sizes = {name: node.layer.vocab for name, node in nodes.items() if isinstance(node.layer, Embedding)}
         source = self.tied if isinstance(self.tied, str) else next(iter(sizes), "")
-        if isinstance(self.tied, str):
-            if source not in sizes:
-                raise ValueError(f"tied: `{source}` is not an embedding node")
-        elif (self.tied or self.vocab is None) and len(sizes) != 1:
-            key = "tied" if self.tied else "vocab"
-            raise ValueError(f"{key} must be given where the graph has {len(sizes)} embedding nodes")
-        if not self.tied:
-            return self.model_copy(update={"vocab": self.vocab or sizes[source]})
-        if self.vocab not in (None, sizes[source]):
+        if source not in sizes and self.tied:
+            raise ValueError(f"tied: `{source}` is not an embedding node")
+        if len(sizes) != 1 and (self.tied is True or self.vocab is None):
+            raise ValueError(f"tied and vocab must be given where the graph has {len(sizes)} embedding nodes")
+        if self.tied and self.vocab not in (None, sizes[source]):
             raise ValueError(f"vocab {self.vocab} differs from the {sizes[source]} of `{source}` it is tied to")
-        return self.model_copy(update={"tied": source, "vocab": sizes[source]})
+        return self.model_copy(update={"tied": self.tied and source, "vocab": self.vocab or sizes[source]})
 
     @property
     @override

@@ -301,9 +301,8 @@ class PreferenceLoss(Layer):
     """The loss of direct preference optimization, summed over pairs; document 2k of a row is chosen, 2k + 1 rejected.
 
     With d = (log p(chosen) - log p(rejected)) - (the same of the reference), `sigmoid` is -log sigmoid(beta d)
-    (Rafailov et al., 2023, equation 7), with label smoothing e (1 - e) of it and e of -log sigmoid(-beta d) (Mitchell,
-    2023); `ipo` is (d - 1 / (2 beta))^2 with log-probabilities that are means over tokens (Azar et al., 2023).
-    The metrics are TRL's. The batch brings `reference_log_probabilities` [B, documents].
+    (Rafailov et al., 2023, equation 7); `ipo` is (d - 1 / (2 beta))^2 with log-probabilities that are means over tokens
+    (Azar et al., 2023). The metrics are TRL's. The batch brings `reference_log_probabilities` [B, documents].
     """
 
     takes = ("log_probabilities",)
@@ -312,8 +311,6 @@ class PreferenceLoss(Layer):
     """DPO's own, or IPO's square."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to the reference; TRL's default."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs whose labels may be the wrong way round."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -330,8 +327,7 @@ class PreferenceLoss(Layer):
         if self.form == "ipo":
             losses = jnp.square(_margin(change / jnp.maximum(counts, 1.0)) - 1.0 / (2.0 * self.beta))
         else:
-            scaled, e = self.beta * _margin(change), self.label_smoothing
-            losses = -(1.0 - e) * jax.nn.log_sigmoid(scaled) - e * jax.nn.log_sigmoid(-scaled)
+            losses = -jax.nn.log_sigmoid(self.beta * _margin(change))
         rewards, log_probs, logits = jax.lax.stop_gradient((self.beta * change, policy, logits))
         values = {
             "rewards/chosen": rewards[:, 0::2],
