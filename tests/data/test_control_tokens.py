@@ -15,19 +15,7 @@ from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.data.tokenizer import Tokenizer
 
 TAG = re.compile(r"</?\w+>")
-SPELLED = [
-    *CONTROL_PIECES,
-    "<｜User｜>",
-    "＜|im_start|＞",
-    "<|eot_id|>",
-    "<0x41>",
-    "<",
-    "|>",
-    "\uf8ff",
-    "im_end",
-    "é",
-    " ",
-]
+SPELLED = [*CONTROL_PIECES, "<｜User｜>", "＜|im_start|＞", "<|eot_id|>", "<0x41>", "<", "|>", "\uf8ff", "im_end", " "]
 texts = st.lists(
     st.one_of(st.characters(exclude_characters="\u2581\U0010fffe\U0010ffff"), st.sampled_from(SPELLED)), max_size=12
 ).map("".join)

@@ -1,7 +1,6 @@
 """Documents to rows: all of them once, whole, with their bytes and where they came from."""
 
 import hashlib
-import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -125,7 +124,7 @@ def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, 
     assert ids != sorted(ids)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 20, 1000])
+@pytest.mark.parametrize("count", [1, 7, 1000])
 def test_shards_hold_consecutive_documents_once_of_about_equal_size_and_are_counted_and_hashed(
     split_folder: Path, bpe: Tokenizer, tmp_path: Path, count: int
 ):
@@ -134,18 +133,17 @@ def test_shards_hold_consecutive_documents_once_of_about_equal_size_and_are_coun
     shards = len(list(tmp_path.glob("train/*/tokens-*.npy")))
     assert shards == max(count, len(groups)) or len(groups) < shards < 120
     for group, documents in groups.items():
-        folder = tmp_path / "train" / group
-        shards = [[(s["source"], s["id"]) for s in pq.read_table(file).to_pylist() if s["offset"] == 0]
-                  for file in sorted(folder.glob("documents-*"))]  # fmt: skip
-        edges = np.cumsum([0, *map(len, shards)])
-        found = [set(list(documents)[first:last]) for first, last in itertools.pairwise(edges)]
-        assert found == [set(shard) for shard in shards] and edges[-1] == len(documents)
+        folder, first = tmp_path / "train" / group, 0
+        for file in sorted(folder.glob("documents-*")):
+            ids = [(s["source"], s["id"]) for s in pq.read_table(file).to_pylist() if s["offset"] == 0]
+            assert set(ids) == set(list(documents)[first : (first := first + len(ids))])
         facts = json.loads((folder / "shards.json").read_text())
         for name, counted in facts["files"].items():
             content = (folder / name).read_bytes()
             assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
         heights = [counted["rows"] for counted in facts["files"].values()]
         assert sum(heights) == facts["rows"] and (count > 7 or max(heights) <= 2 * min(heights))
+        assert first == len(documents)
 
 
 def split_of(folder: Path, train: str, *validation: str) -> Path:

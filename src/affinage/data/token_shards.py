@@ -117,18 +117,6 @@ def upload(filesystem: Any, path: str, contents: bytes) -> None:
     filesystem.pipe_file(path, contents, **options)
 
 
-def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
-    """Write a file of some parts into a folder or at a URL, whole or not at all."""
-    if is_local(place):
-        local_path(place).mkdir(parents=True, exist_ok=True)
-        write_atomically(local_path(place) / name, *parts)
-        return
-    filesystem, path = open_url(place)
-    with errors_at(place):
-        filesystem.makedirs(path, exist_ok=True)
-        upload(filesystem, f"{path}/{name}", b"".join(parts))
-
-
 # ---- writing ----
 
 

@@ -15,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from affinage.data.executor import LOCAL, Executor
 from affinage.data.order import document_keys
 from affinage.data.packing import best_fit, concatenate
 from affinage.data.token_shards import Document, file_safe, finish_folder, write_shard
-from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
 UNDETERMINED = "und"  # ISO 639 for a language that is not known
@@ -184,14 +183,9 @@ def _plan(
 # ---- a shard ----
 
 
-@lru_cache(maxsize=1)
-def _loaded(folder: Path) -> Tokenizer:
-    return Tokenizer(folder)
-
-
 def write_documents(task: ShardTask) -> dict[str, Any]:
     """Write one shard; return what `write_shard` counts, its documents and bytes of text, and unspelled characters."""
-    tokenizer = _loaded(task.tokenizer)
+    tokenizer = cached_tokenizer(task.tokenizer)
     before, after = (np.array(ids, tokenizer.dtype) for ids in tokenizer.frame(task.language))
     documents: list[Document] = []
     size = unspelled = 0

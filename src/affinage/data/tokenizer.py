@@ -9,7 +9,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -395,10 +395,20 @@ class Tokenizer:
         return self.encode(_ANCHOR)
 
 
+@lru_cache(maxsize=1)
+def cached_tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a folder with a template; a worker reads it once for all its tasks."""
+    tokenizer = Tokenizer(folder)
+    tokenizer.use_template(template)
+    return tokenizer
+
+
 def add_chat_tokens(folder: Path) -> tuple[int, ...]:
     """Give a tokenizer those of ChatML's two tokens that it lacks, after its last id; return their ids."""
     tokenizer, state = Tokenizer(folder), read_object(folder / FILE)
     lacking = [CONTROL_PIECES[token] for token in (IM_START, IM_END) if CONTROL_PIECES[token] not in tokenizer.controls]
+    if len(tokenizer._pieces) < tokenizer.vocabulary and lacking:
+        raise UserError("its ids have gaps, so none can be added", where=str(folder / FILE))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": id_, "content": piece, **flags} for id_, piece in enumerate(lacking, tokenizer.vocabulary)]
     write_json(folder / FILE, state | {"added_tokens": [*state.get("added_tokens", ()), *added]})

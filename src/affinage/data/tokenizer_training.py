@@ -117,7 +117,9 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
     model = io.BytesIO()
     # A newline is a token of its own, so no piece crosses a line anyway.
     lines = (line for text in texts for line in text.translate(_UNUSABLE).split("\n") if line)
-    names = ("pad", "unk", "bos", "eos")
+    special: dict[str, Any] = {}
+    for id_, name in enumerate(("pad", "unk", "bos", "eos")):
+        special |= {f"{name}_id": id_, f"{name}_piece": CONTROL_PIECES[id_]}
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines,
@@ -132,8 +134,7 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             max_sentence_length=2**30,  # the most it accepts; the default, 4192 bytes, silently drops longer lines
-            **{f"{name}_id": id_ for id_, name in enumerate(names)},
-            **{f"{name}_piece": CONTROL_PIECES[id_] for id_, name in enumerate(names)},
+            **special,
             control_symbols=list(CONTROL_PIECES[4:]),  # user_defined_symbols would be found in raw text
             user_defined_symbols=list(FIXED_PIECES[len(CONTROL_PIECES) :]),
             num_threads=_THREADS,

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from affinage.data.order import shuffle_keys
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
 from affinage.data.token_shards import Document, find_shard_folders, finish_folder, open_shards, write_shard
-from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
 TASK_BYTES = 64_000_000  # of files: what one task reads
@@ -207,19 +207,12 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
     return {"last": last, "held_out": sorted(held_out), "contaminated": contained}
 
 
-@lru_cache(maxsize=1)
-def _loaded(folder: Path, template: str | None) -> Tokenizer:
-    tokenizer = Tokenizer(folder)
-    tokenizer.use_template(template)
-    return tokenizer
-
-
 # ---- a shard ----
 
 
 def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
     """Encode the lines of a task and write its shards; return what was counted of them and of each part."""
-    tokenizer = _loaded(task.tokenizer, task.template)
+    tokenizer = cached_tokenizer(task.tokenizer, task.template)
     selected = json.loads(selection.read_text(encoding="utf-8"))
     limit, last_held_out = selected["last"][task.name]
     held_out, in_benchmark = frozenset(selected["held_out"]), frozenset(selected["contaminated"])
