@@ -290,18 +290,10 @@ class ContaminationResult(Result):
     tasks: dict[str, TaskContamination] = {}
 
 
-class TrainingKey(Result):
-    """The training that made a model, and the step of its checkpoint."""
-
-    key: str = ""
-    step: int | None = None
-
-
 class EvaluationResult(Result):
     """Scores of one model, also as `results.json` of `affinage eval` has them."""
 
     model: str = ""
-    training: TrainingKey = TrainingKey()
     tasks: dict[str, TaskResult] = {}
     bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}

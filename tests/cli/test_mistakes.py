@@ -18,7 +18,7 @@ run quickstart --set name=store                                    `store`
 sft quickstart --set sft.sources=[no.jsonl]                        --set sft.sources: | no.jsonl
 data lineage quickstart                                            --step
 chat nobody                                                        `nobody`
-generate a@b x                                                     `@b`
+generate a@b x                                                     `a@b`
 eval runs/x                                                        `runs/x`
 chat quickstart                                                    affinage run quickstart
 report quickstart                                                  affinage run quickstart

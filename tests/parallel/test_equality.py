@@ -15,7 +15,9 @@ import pytest
 
 from affinage.config.training import PrecisionSettings
 from affinage.errors import UserError
-from affinage.planning.compiled import collectives_in
+from affinage.model import parse
+from affinage.planning.compiled import collectives_in, loops_of
+from affinage.training.step import replicas_of
 from affinage.training.trainer import Trainer
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
@@ -63,6 +65,17 @@ def test_an_axis_of_two_sends_what_it_needs_and_computes_the_same(kind, sizes, p
 def test_two_axes_together(kind, sizes, parallel, micro_batches):
     one = meshes.program(SMALL[kind], sizes, micro_batches=micro_batches, parallel=parallel)
     meshes.assert_same_as_on_one_device(one, 3)
+
+
+def test_replicas_with_sums_of_their_own_are_one_training():
+    """They add up the gradients of their own micro-batches, and nothing is sent in between."""
+    described = SMALL["dense"].to_dict()
+    nodes = described["nodes"] | {"blocks": {**described["nodes"]["blocks"], "dropout": 0.1}}
+    one = meshes.program(parse({**described, "nodes": nodes}), {"data": 2}, micro_batches=2, parallel={})
+    step = meshes.compiled(one)
+    meshes.assert_same_as_on_one_device(one, 3, step)
+    assert replicas_of(one.job.graph, one.apply_config) == 2
+    assert not collectives_in(loops_of(step.as_text())) and collectives_in(step.as_text())["all-reduce"]
 
 
 SPLITS: list[dict[str, int]] = [{axis: 8} for axis in AXES]

@@ -1,7 +1,6 @@
 """What a run left behind is read, whatever is missing from it or broken in it."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -44,32 +43,6 @@ def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert pretrain.nonfinite_steps == [300] and len(pretrain.curves["loss"]) > 290 and pretrain.analysis is not None
     assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
-
-
-def test_what_eval_judged_of_the_models_that_the_run_has_is_part_of_it(run: Path):
-    judged = [
-        ("of-another-run", {"key": "cc"}, {"piqa": 0.1}),
-        ("tuned", {"key": "bb"}, {"piqa": 0.2}),
-        ("checkpoint", {"key": "aa", "step": 300}, {"piqa": 0.3}),
-        ("base", {"key": "aa"}, {"piqa": 0.4, "boolq": 0.5}),
-        ("base-again-as-its-last-checkpoint", {"key": "aa", "step": 600}, {"piqa": 0.6}),
-        ("broken", {"key": ["aa"], "step": "x"}, {"piqa": 0.8}),
-    ]
-    for stage, key in (("pretrain", "aa"), ("sft", "bb")):
-        write_json(run / stage / "request.json", {"key": key})
-    for time, (name, training, tasks) in enumerate(judged, start=1):
-        found = {task: {"metrics": {"acc": {"value": value}}, "items": 9} for task, value in tasks.items()}
-        file = run.parent / "evaluations" / name / "results.json"
-        write_json(file, {"training": training, "tasks": found})
-        os.utime(file, (time, time))
-    facts = collect_facts(run)
-    assert [(one.model, one.step, {score.task: score.value for score in one.scores}) for one in facts.by_hand] == [
-        ("base", 300, {"piqa": 0.3}),
-        ("base", None, {"piqa": 0.6, "boolq": 0.5}),
-        ("sft", None, {"piqa": 0.2}),
-    ]
-    page = render(facts)
-    assert "Evaluated by affinage eval" in page and "Base, step 300" in page
 
 
 def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts, change):

@@ -16,19 +16,10 @@ group = verbs("config", "Show the settings of a recipe, or the JSON schema of re
 _SCHEMA_FILE = "recipe.schema.json"
 _NEW = """\
 # yaml-language-server: $schema={schema}
-#
-#   affinage run {file} --dry-run     what would run
-#   affinage run {file}               run it
-#   affinage config show {file}       every value in effect, and where it comes from
 base: {base}
 name: {name}
-
 # What differs from the base comes here, for example:
-#
-# description: What it is, in a sentence: for its report and model card.
-# data:
-#   sources: [my_text/]            # a folder, files, or a dataset of the Hub
-#   languages: [en, fr]
+# data: {{sources: [my_text/], languages: [en, fr]}}
 # pretrain: {{steps: 2000}}
 """
 

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from affinage.cli import options
 from affinage.cli.options import arg, find, opt, verbs, with_options
 from affinage.cli.output import emit, table, working
-from affinage.cli.run import SampleOption, run_pipeline, sampled
+from affinage.cli.run import run_pipeline
 from affinage.errors import UserError
 
 _LAST = ("tokenize", "sft-data", "preference-data")  # the last of the data steps
@@ -36,12 +36,12 @@ group = verbs(
 
 @group.command()
 @with_options(settings=options.PipelineOptions)
-def run(recipe: options.RecipeArgument, sample: SampleOption = None, *, settings: options.PipelineOptions) -> None:
+def run(recipe: options.RecipeArgument, *, settings: options.PipelineOptions) -> None:
     """Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.
 
     Example: affinage data quickstart --set data.sources='[my_folder/]'
     """
-    run_pipeline(recipe, sampled(settings, "data", sample), _LAST, any_of=True)
+    run_pipeline(recipe, settings, _LAST, any_of=True)
 
 
 @group.command()

@@ -97,7 +97,7 @@ def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> 
     from affinage.evaluation.results import STATE
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
-    from affinage.pipeline.eval_results import contamination_search, model_fingerprint, results_folder, training_of
+    from affinage.pipeline.eval_results import contamination_search, model_fingerprint, results_folder
     from affinage.pipeline.models import made_from, recorded
     from affinage.stopping import StopSignals
 
@@ -122,7 +122,7 @@ def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> 
                 loaded.model,
                 tasks,
                 folder=folder if processes.first else None,
-                facts={STATE: model_fingerprint(target, opening.runs), "training": training_of(target)},
+                facts={STATE: model_fingerprint(target, opening.runs)},
                 keep=folder / "answers.db",
                 task_folders=worlds,
                 chat=loaded.is_chat,

@@ -69,9 +69,6 @@ RunsOption = Annotated[
 ]
 LangOption = Annotated[Literal["en", "fr"] | None, opt("The language of the output.", "--lang", show_default=False)]
 JsonOption = Annotated[bool, opt("Print JSON, for scripts.", "--json")]
-ProfileOption = Annotated[
-    str | None, opt("Write a trace of these steps of each training, e.g. 20-25.", "--profile", metavar="STEPS")
-]
 DryRunOption = Annotated[bool, opt("List what would run and why, and do nothing.", "--dry-run")]
 UntilOption = Annotated[list[str] | None, opt("Stop after this step. May be repeated.", "--until", metavar="STEP")]
 ForceOption = Annotated[
@@ -86,7 +83,6 @@ class PipelineOptions:
     overrides: SetOption = None
     runs: RunsOption = RUNS
     force: ForceOption = None
-    profile: ProfileOption = None
     dry_run: DryRunOption = False
     as_json: JsonOption = False
 

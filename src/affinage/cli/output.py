@@ -28,7 +28,6 @@ class Table:
     columns: Sequence[str]
     rows: Iterable[Sequence[Any]]
     left: Sequence[int] = (0,)  # columns that are aligned to the left
-    title: str = ""
 
 
 def emit(result: Any, as_json: bool, view: "Iterable[str | Table] | None" = None) -> None:
@@ -59,7 +58,8 @@ def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
             continue
         if inner and all(isinstance(each, Mapping) for each in inner):
             rows = [{"": name, **each} for name, each in value.items()] if isinstance(value, Mapping) else value
-            yield from ("", table(rows, _title(key)))
+            yield f"\n{_title(key)}"
+            yield table(rows)
         elif isinstance(value, Mapping) and any(isinstance(each, Mapping | list) for each in inner):
             yield f"{indent}{_title(key)}:"
             yield from described(value, indent + "  ")
@@ -67,7 +67,7 @@ def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
             yield f"{indent}{_title(key)}: {_in_words(key, value)}"
 
 
-def table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table of rows that are mappings, with a column for each key that has a value in any of them.
 
     Columns of numbers are aligned to the right.
@@ -75,7 +75,7 @@ def table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
     keys = [*dict.fromkeys(key for row in rows for key, value in row.items() if value not in _EMPTY)]
     cells = [[_in_words(key, row.get(key)) for key in keys] for row in rows]
     left = [at for at in range(len(keys)) if not all(re.match(r"$|[-–$\d]", row[at]) for row in cells)]
-    return Table([_title(key) for key in keys], cells, left, title)
+    return Table([_title(key) for key in keys], cells, left)
 
 
 def _title(key: str) -> str:
@@ -108,7 +108,7 @@ _UNITS: dict[str, Callable[[float], str]] = {"bytes": size, "seconds": duration,
 def _drawn(table: Table) -> Any:
     from rich.table import Table as RichTable
 
-    drawn = RichTable(box=None, pad_edge=False, title=table.title or None, title_justify="left")
+    drawn = RichTable(box=None, pad_edge=False)
     drawn.show_header = any(table.columns)
     for place, title in enumerate(table.columns):
         drawn.add_column(title, justify="left" if place in table.left else "right", overflow="fold")

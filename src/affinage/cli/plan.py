@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
-    from affinage.planning.capacity import Attempt, Capacity
+    from affinage.planning.capacity import Attempt
     from affinage.planning.compiled import CompileReport
-    from affinage.planning.curve import Point
     from affinage.planning.plan import Counted, Plan, Training
-    from affinage.planning.search import Candidate
 
     View = Iterator[str | Table]
 
@@ -91,8 +89,10 @@ def plan(
         from affinage.planning.curve import curve as scaled
 
         points = scaled(planned.loaded.recipe, planned.graph, curve, where)
-        rows = [point.plan.to_dict() | {"efficiency": point.efficiency, "why": point.why} for point in points]
-        emit({"curve": rows}, as_json, _curve_view(points, where))
+        facts = [point.plan.to_dict() | {"efficiency": point.efficiency, "why": point.why} for point in points]
+        columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost")
+        rows = [_row(p.plan, *columns) | {"of ideal": f"{p.efficiency:.0%}", "a step is": p.why} for p in points]
+        emit({"curve": facts}, as_json, [table(rows)])
     elif search:
         _search(planned, where, compile_step, as_json)
     else:
@@ -228,18 +228,15 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vi
 def _report_lines(made: "Plan", report: "CompileReport") -> Iterator[str]:
     from affinage.hardware.slices import memory_text
 
+    peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
     if report.fits:
         off = f"the estimate is {made.memory.total / report.peak_bytes - 1:+.1%} off"
-        yield f"compiler: fits, {memory_text(report.peak_bytes)} after {report.seconds:.0f} s; {off}"
+        yield f"compiler: fits, {peak} after {report.seconds:.0f} s; {off}"
     else:
-        needed = f" It would need {memory_text(report.peak_bytes)}." if report.peak_bytes else ""
-        yield f"compiler: does not fit, after {report.seconds:.0f} s.{needed} {report.message}".rstrip()
-    if report.collectives is not None:
-        collectives = ", ".join(f"{count} {name}" for name, count in report.collectives.items())
-        yield f"  collectives in the program (a loop's count once): {collectives or 'none'}"
-    if report.attention is not None and made.where.platform != "cpu":
-        kernels = ", ".join(f"{count} {name}" for name, count in report.attention.items())
-        yield f"  attention in the program: {kernels or 'matrix products over all pairs, without a kernel'}"
+        yield f"compiler: does not fit, {peak} after {report.seconds:.0f} s. {report.message}".rstrip()
+    for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
+        if counts is not None:
+            yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
 
 
 # ---- tables of plans ----
@@ -293,27 +290,10 @@ def comparison_view(plans: "Sequence[Plan]", refused: "Sequence[tuple[Slice, Use
     """A line for every slice, and why others are left out."""
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
     yield table([_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans])
-    if any(made.nearly_full for made in plans):
-        yield "nearly: it takes more than 90 % of what it may; the estimate can be off by as much"
     tokens = [made.facts.tokens for made in plans]
     if len(set(tokens)) > 1:
         yield f"Rows are given per device: {min(tokens):,} to {max(tokens):,} tokens in total. Compare the last cost."
-    yield f"Cost: {', '.join(dict.fromkeys(made.price_source or 'hardware.price of the recipe' for made in plans))}"
-    reasons: dict[str, list[tuple[Slice, UserError]]] = {}
-    for where, error in refused:
-        reasons.setdefault(str(error.where), []).append((where, error))
-    for same in reasons.values():
-        where, error = same[0]
-        yield f"Left out: {', '.join(each.name for each, _ in same)}\n  on {where.name}: {error.what}. {error.fix}"
-
-
-def _curve_view(points: "Sequence[Point]", first: "Slice") -> "View":
-    """A line for each slice, and one if the curve does not begin at `first`, the requested slice."""
-    columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost")
-    yield table([_row(p.plan, *columns) | {"of ideal": f"{p.efficiency:.0%}", "a step is": p.why} for p in points])
-    begin = points[0].plan.where.name
-    if begin != first.name:
-        yield f"The curve begins at {begin}: on {first.name} the recipe fits with no mesh that was tried."
+    yield from (f"Left out: {where.name}: {error.what}" for where, error in refused)
 
 
 # ---- searches ----
@@ -321,52 +301,39 @@ def _curve_view(points: "Sequence[Point]", first: "Slice") -> "View":
 
 def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
     """Print the best settings, with the compiler's report of each where the step is compiled."""
+    from affinage.hardware.slices import memory_text
     from affinage.planning.search import search
 
     recipe, section = planned.loaded.recipe, planned.section
     with working("searching") as progress:
         result = search(recipe, planned.graph, where, _BEST, progress)
-    rows: list[tuple[Candidate, Plan, CompileReport | None]] = []
-    for candidate, made in result.best:
-        overrides = candidate.overrides(recipe, section)
-        rows.append((candidate, made, planned.compiled(where, overrides) if compile_step else None))
-    best = [
-        {"settings": candidate.settings(section), "plan": made.to_dict()}
-        | ({"compiled": vars(report)} if report else {})
-        for candidate, made, report in rows
-    ]
-    facts = {"candidates": result.candidates, "estimated": result.estimated, "best": best}
-    ways = f"{recipe.name} on {where.name}: {result.candidates:,} ways to split it, in full: {result.estimated}\n"
-    emit(facts, as_json, [ways, *_search_view(rows, planned)])
-
-
-def _search_view(rows: "Sequence[tuple[Candidate, Plan, CompileReport | None]]", planned: _Planned) -> "View":
-    """The settings that a search found, and the best of them as lines for a recipe."""
-    from affinage.hardware.slices import memory_text
-
-    lines = []
-    for candidate, made, report in rows:
-        line = {"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches, "remat": candidate.remat}
-        line |= {"moments": candidate.moments, **_row(made, "step", "MFU", "of a device", "may take", "bound by")}
+    rows: list[dict[str, Any]] = []
+    best: list[dict[str, Any]] = []
+    paste = "The compiler refused all of them."
+    for candidate, made in reversed(result.best):  # so that the best one is pasted
+        row = {"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches, "remat": candidate.remat}
+        row |= {"moments": candidate.moments, **_row(made, "step", "MFU", "of a device", "may take", "bound by")}
+        facts: dict[str, Any] = {"settings": candidate.settings(section), "plan": made.to_dict()}
+        report = planned.compiled(where, candidate.overrides(recipe, section)) if compile_step else None
         if report is not None:
-            line["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
-        lines.append(line)
-    yield table(lines)
-    chosen = next((candidate for candidate, _, report in rows if report is None or report.fits), None)
-    if chosen is None:
-        yield "\nThe compiler refused all of them."
-        return
-    best = chosen.lines(planned.loaded.recipe, planned.section)
-    yield f"\nThe best of them, to paste into the recipe:\n\n{best}"
+            facts["compiled"] = vars(report)
+            row["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
+        if report is None or report.fits:
+            paste = f"The best of them, to paste into the recipe:\n\n{candidate.lines(recipe, section)}"
+        rows.insert(0, row)
+        best.insert(0, facts)
+    ways = f"{recipe.name} on {where.name}: {result.candidates:,} ways to split it, in full: {result.estimated}\n"
+    counts = {"candidates": result.candidates, "estimated": result.estimated}
+    emit(counts | {"best": best}, as_json, [ways, table(rows), "\n" + paste])
 
 
 def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json: bool) -> None:
-    """Print every attempt as it comes, and the largest model with its settings and its predicted step."""
-    from affinage.config.load import load_recipe
+    """Print every attempt as it comes, and the largest model with its predicted step and the command that plans it."""
     from affinage.hardware.slices import memory_text
+    from affinage.pipeline.models import command
     from affinage.planning.capacity import capacity, shape
 
-    if "blocks" not in load_recipe(planned.file).recipe.model["nodes"]:
+    if "blocks" not in planned.loaded.recipe.model["nodes"]:
         fix = "affinage plan capacity --width ..."
         raise UserError(f"{planned.name} has no node `blocks`", where="--width", fix=fix)
 
@@ -378,31 +345,21 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
 
     settings = [*shape(width, where), *planned.overrides]
     result = capacity(planned.file, settings, where, tries=tries, on_attempt=progress, counted=planned.counted)
-    fax = result.fax
-    facts = {
-        "layers": result.largest.layers,
-        "parameters": result.largest.parameters,
-        "overrides": list(result.overrides),
+    largest, fax, words = result.largest, result.fax, [word for each in result.overrides for word in ("--set", each)]
+    facts: dict[str, Any] = {
+        "layers": largest.layers,
+        "parameters": largest.parameters,
         "seconds": result.plan.time.seconds,
-        "fax": vars(fax) | {"ratio": result.largest.parameters / fax.parameters} if fax else None,
+        "fax": vars(fax) | {"ratio": largest.parameters / fax.parameters} if fax else None,
+        "overrides": list(result.overrides),
         "attempts": [
             {"layers": each.layers, "parameters": each.parameters, "compiled": vars(each.report)}
             for each in result.attempts
         ],
     }
-    emit(facts, as_json, _capacity_view(result, planned.name, width))
-
-
-def _capacity_view(result: "Capacity", recipe: str, width: int) -> "View":
-    """The largest model of a width that trains on a slice, and the command that plans it."""
-    from affinage.pipeline.models import command
-
-    largest, fax, where = result.largest, result.fax, result.plan.where
-    yield f"\n{where.name}: {largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
-    if fax:
+    model = f"{largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
+    view = [f"\n{where.name}: {model}; predicted: {result.plan.time.seconds:.2f} s a step"]
+    if fax:  # its feed-forward width and heads are not published
         times = f"{largest.parameters / fax.parameters:.2f} times as many"
-        assumed = "Its feed-forward width and heads are not published; those below are assumed."
-        yield f"FAX reached {fax.parameters / 1e9:.1f}B at {fax.seconds:.2f} s a step: {times}. {assumed}"
-    yield f"predicted: {result.plan.time.seconds:.2f} s a step, bound by {result.plan.time.bound}"
-    settings = [word for override in result.overrides for word in ("--set", override)]
-    yield "\n" + command("plan", recipe, "--on", where.name, *settings)
+        view.append(f"FAX reached {fax.parameters / 1e9:.1f}B at {fax.seconds:.2f} s a step: {times}.")
+    emit(facts, as_json, [*view, "\n" + command("plan", planned.name, "--on", where.name, *words)])

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from affinage.cli.options import PipelineOptions, RecipeArgument, app, arg, find
 from affinage.cli.output import emit, only_data_on_stdout, screen, working
 from affinage.errors import UserError
 
-SampleOption = Annotated[float | None, opt("Use a share of each source only, e.g. 0.001.", "--sample", metavar="SHARE")]
 ShowOption = Annotated[int | None, opt("Only prepare the data, and show N examples of it.", min=1, metavar="N")]
 
 
@@ -38,14 +36,12 @@ def train(recipe: RecipeArgument, *, settings: PipelineOptions) -> None:
 
 @app.command()
 @with_options(settings=PipelineOptions)
-def sft(
-    recipe: RecipeArgument, show: ShowOption = None, sample: SampleOption = None, *, settings: PipelineOptions
-) -> None:
+def sft(recipe: RecipeArgument, show: ShowOption = None, *, settings: PipelineOptions) -> None:
     """Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.
 
     Example: affinage sft quickstart --show 3
     """
-    _tune(recipe, sampled(settings, "sft", sample), show, "sft-data", "sft")
+    _tune(recipe, settings, show, "sft-data", "sft")
 
 
 @app.command()
@@ -108,9 +104,6 @@ def report(
     out: Annotated[
         Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
     ] = None,
-    baselines: Annotated[
-        Path | None, opt("Show the scores of this file beside those of the run.", "--baselines", metavar="FILE.yaml")
-    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Write the report of a run, one HTML file. With --out, a run that is not complete has a report of what there is.
@@ -118,8 +111,6 @@ def report(
     Examples: affinage report quickstart
 
     affinage report quickstart --lang fr --out rapport.html
-
-    affinage report my_run --baselines examples/baselines.yaml
     """
     from affinage.pipeline.models import check_complete, incomplete, run_of
 
@@ -133,14 +124,8 @@ def report(
     from affinage.report import write_report
 
     file = out or folder / "report.html"
-    facts = write_report(folder, file, lang, baselines)
+    facts = write_report(folder, file, lang)
     emit({"report": str(file), **facts}, as_json, [facts["summary"], f"The report is in {file}."])
-
-
-def sampled(settings: PipelineOptions, section: str, share: float | None) -> PipelineOptions:
-    """The same options, with a share of the section's sources only, if one is given."""
-    setting = [] if share is None else [f"{section}.sample={share:.12f}".rstrip("0")]
-    return replace(settings, overrides=[*(settings.overrides or ()), *setting])
 
 
 def run_pipeline(
@@ -168,8 +153,7 @@ def run_pipeline(
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
         from affinage.pipeline.models import command, resolve
 
-        profile = [] if settings.profile is None else [f"runtime.profile={settings.profile}"]
-        loaded = load(name, [*(settings.overrides or ()), *profile], settings.runs)
+        loaded = load(name, settings.overrides, settings.runs)
         run_folder = resolve(name, settings.runs).run
         runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
         from affinage.api import prepare_process, write_report

@@ -11,14 +11,12 @@ from affinage import results
 from affinage.cli.options import warn
 from affinage.cli.output import Table, counted, emit, listed, screen, working
 from affinage.durations import duration
-from affinage.errors import plain
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.pipeline.runner import PipelineRunner, PlannedStep
 
 _NAME = 16  # columns for the names of steps
-_WORDS = 4  # of a prompt
 _SHOWN = 3  # reasons, benchmarks and groups that the line of a step names
 _FACTS = {  # attribute of a result -> what the line of its step says
     "documents_out": "{:,} documents",
@@ -101,11 +99,10 @@ def show_result(
     """Print where the results are, how long the steps took, and the next command."""
     complete = [step.name for step in steps]
     there = dict(places(runner, complete))
-    view: list[str | Table] = [f"Nothing to do: all {len(complete)} steps of {runner.loaded.recipe.name} are complete."]
+    view = [f"Nothing to do: all {len(complete)} steps of {runner.loaded.recipe.name} are complete."]
     if seconds:
-        times = [(step, duration(spent)) for step, spent in seconds.items()]
-        view = ["", Table(("step", "time"), [*times, ("all", duration(sum(seconds.values())))])]
-        view += [f"Already complete: {counted(len(complete) - len(seconds), 'step')}."]
+        ran = f"{counted(len(seconds), 'step')} in {duration(sum(seconds.values()))}"
+        view = [f"\n{ran}; {counted(len(complete) - len(seconds), 'step')} were complete."]
     view += ["", *(f"{name:<{_NAME}}{place}" for name, place in there.items())]
     emit({"ran": dict(seconds), "complete": complete, **there}, as_json, view)
 
@@ -128,7 +125,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"
     paths = [os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)]
     before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
-    words = ("generate", model, _opening_words(runner.folder)) if training == "pretrain" else ("chat", model)
+    words = ("generate", model, "Once upon a time") if training == "pretrain" else ("chat", model)
     yield "next", before + command(*words, runs=runner.runs)
 
 
@@ -171,13 +168,3 @@ def verified_in_words(facts: results.Verified) -> str:
         f"transformers computes the same: logits of {facts.tokens:,} tokens at most "
         f"{facts.largest_logit_difference:.1e} of the largest apart, and the same ids"
     )
-
-
-def _opening_words(run: Path) -> str:
-    """The first words of a document that the run has held out, or a beginning that fits any text."""
-    from affinage.data.documents import read_documents
-
-    validation = run / "split" / "validation"
-    batches = read_documents(validation) if validation.is_dir() else ()
-    texts = (text for batch in batches for text in batch.column("text").to_pylist())
-    return plain(" ".join(next(texts, "Once upon a time").split()[:_WORDS]))

@@ -82,7 +82,9 @@ def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str
             )
             raise UserError(what, where=layers.locate(keys), fix=fix)
     # The command is printed in reports and model cards, which do not show this machine's folders.
-    name = Path(path_or_name).name if Path(path_or_name).is_absolute() else str(path_or_name)
+    name, here = str(path_or_name), Path.cwd()
+    if Path(name).is_absolute():
+        name = str(Path(name).relative_to(here)) if Path(name).is_relative_to(here) else Path(name).name
     command = shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
     while True:
         try:

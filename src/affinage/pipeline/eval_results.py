@@ -21,7 +21,6 @@ from affinage.pipeline.models import (
     averaged_steps,
     checkpoints_of,
     incomplete,
-    is_hub_folder,
     locate,
     made_from,
     recorded,
@@ -88,21 +87,6 @@ def model_fingerprint(target: Target, runs: Path) -> str:
         parts += [["average", step]] if isinstance(step, str) else []
         parts.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
-
-
-def training_of(target: Target) -> dict[str, Any]:
-    """Which training made a model: its `key`, and the `step` if it is not all of it; {} where no recipe made it."""
-    from affinage.checkpoint.store import complete_steps
-
-    folder, step, is_hub = target.path, target.step, is_hub_folder(target.path)
-    request = read_request(folder.parent if is_hub else folder)  # of an export, or of the training
-    if request is None or isinstance(step, str):  # an average of checkpoints is the result of no training
-        return {}
-    if is_hub:
-        return next(({"key": request[0].inputs[name]} for name in TRAININGS if name in request[0].inputs), {})
-    if step is None and read_manifest(folder) is None:
-        step = complete_steps(checkpoints_of(folder))[-1]
-    return {"key": request[1]} | ({} if step is None else {"step": step})
 
 
 def is_evaluated(run: Path) -> bool:

@@ -487,10 +487,10 @@ def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abst
     from affinage.parallel.sharding import replicated
     from affinage.training.frozen import kept_frozen
 
-    found = _trained_adapters(training, graph, step, replicated(jax.tree.leaves(abstract)[0].sharding.mesh))
-    if found is None:
+    whole = replicated(jax.tree.leaves(abstract)[0].sharding.mesh)
+    if (pair := _trained_adapters(training, graph, step, whole)) is None:
         return _restored(training, step, abstract)
-    adapters, trained = found
+    adapters, trained = pair
     frozen = kept_frozen(training, abstract)
     merge = jax.jit(adapters.merged, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract), donate_argnums=0)
     return merge(frozen, trained)
@@ -506,11 +506,11 @@ def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Any]":
 
     folder, step = locate(target, runs)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = None if is_hub_folder(folder) else _trained_adapters(folder, _facts_and_graph(folder)[1], step, here)
-    if found is None:
+    pair = None if is_hub_folder(folder) else _trained_adapters(folder, _facts_and_graph(folder)[1], step, here)
+    if pair is None:
         fix = "Adapters are trained with `sft.lora` or `dpo.lora`."
         raise UserError(f"`{target.name}` has no adapters: all its weights were trained", fix=fix)
-    return found
+    return pair
 
 
 def _trained_adapters(

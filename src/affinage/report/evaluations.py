@@ -1,6 +1,6 @@
 """What an evaluation left behind: scores with standard errors, bits per byte, samples."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,12 +50,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores of `model` (base, sft or dpo) after `step`, or at the end of its training if that is None."""
+    """The scores of `model` (base, sft or dpo)."""
 
     model: str
     result: EvaluationResult
     folder: Path
-    step: int | None = None
 
     @cached_property
     def scores(self) -> tuple[Score, ...]:
@@ -113,24 +112,6 @@ def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Differ
     return {(one.task, one.metric): one for one in found if one.task not in templated[0] ^ templated[1]}
 
 
-def read_evaluation(model: str, folder: Path, step: int | None = None) -> Evaluation:
+def read_evaluation(model: str, folder: Path) -> Evaluation:
     """Read the results.json of an evaluation, which also `affinage eval` writes."""
-    return Evaluation(model, EvaluationResult.model_validate(read_json(folder / "results.json")), folder, step)
-
-
-def read_by_hand(runs: Path, trainings: Mapping[str, tuple[str, int | None]]) -> list[Evaluation]:
-    """The results of `affinage eval` in the folder of runs, for the models of some trainings.
-
-    `trainings` has the names of the models and their steps, by the keys of the trainings.
-    """
-    found: dict[tuple[str, int | None], Evaluation] = {}
-    for file in sorted((runs / "evaluations").glob("*/results.json"), key=lambda file: file.stat().st_mtime):
-        new = read_evaluation("", file.parent).result
-        model, steps = trainings.get(new.training.key, ("", None))
-        if model:
-            step = None if new.training.step == steps else new.training.step
-            before = found[model, step].result.tasks if (model, step) in found else {}
-            result = new.model_copy(update={"tasks": before | new.tasks})
-            found[model, step] = Evaluation(model, result, file.parent, step)
-    order = [model for model, _ in trainings.values()]
-    return sorted(found.values(), key=lambda one: (order.index(one.model), one.step is None, one.step or 0))
+    return Evaluation(model, EvaluationResult.model_validate(read_json(folder / "results.json")), folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.report.duplicates import NearDuplicate, near_duplicates
-from affinage.report.evaluations import Evaluation, read_by_hand, read_evaluation
+from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.trainings import Training, read_training
 from affinage.results import (
     DOCUMENT_STEPS,
@@ -74,7 +74,6 @@ class Facts:
     near_duplicates: tuple[NearDuplicate, ...] = ()
     trainings: tuple[Training, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
-    by_hand: tuple[Evaluation, ...] = ()  # of its models, by `affinage eval`
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -114,11 +113,6 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     steps = _steps(folders, trained)
     done = {step.name for step in steps}
     command = read_json(run_folder / "run.json").get("command")
-    models = {}  # by the keys of their trainings, also of trainings that have not ended: names and steps
-    for name, model in TRAININGS.items():
-        key = read_json(folders[name] / "request.json").get("key") if name in folders else None
-        if isinstance(key, str):
-            models[key] = (model, trained[name].steps if name in trained else None)
     pairs = near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter")) if "dedup" in done else ()
     return Facts(
         name=settings.name or run_folder.name,
@@ -130,7 +124,6 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         near_duplicates=pairs,
         trainings=tuple(read_training(name, folders[name], result, recipe) for name, result in trained.items()),
         evaluations=tuple(read_evaluation(EVALUATIONS[n], folders[n]) for n in EVALUATIONS if n in done),
-        by_hand=tuple(read_by_hand(run_folder.parent, models)) if results is None else (),
         versions={name: version for step in steps for name, version in step.manifest.versions.items()},
     )
 

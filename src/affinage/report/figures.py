@@ -29,8 +29,7 @@ MODELS = {"base": N_("base"), "sft": N_("fine-tuned"), "dpo": N_("preferences")}
 
 def model_name(evaluation: Evaluation, t: Language) -> str:
     """What the page calls a model as it was evaluated."""
-    name = t(MODELS.get(evaluation.model, evaluation.model))
-    return name if evaluation.step is None else t("{name}, step {step}", name=name, step=t.count(evaluation.step))
+    return t(MODELS.get(evaluation.model, evaluation.model))
 
 
 def metrics_of(evaluations: Iterable[Evaluation]) -> list[tuple[str, str]]:

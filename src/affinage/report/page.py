@@ -14,7 +14,6 @@ from markupsafe import Markup
 import affinage
 from affinage.data.atomic import write_atomically
 from affinage.report import figures
-from affinage.report.baselines import Baselines, baseline_figures, read_baselines
 from affinage.report.evaluations import changes, headline, is_share
 from affinage.report.facts import Facts, by_size, collect_facts
 from affinage.report.language import ABSENT, Language, language_of
@@ -23,24 +22,20 @@ from affinage.report.language import ABSENT, Language, language_of
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
 
 
-def write_report(
-    run_folder: Path, out: Path, language: str | None = None, baselines: Path | None = None
-) -> dict[str, Any]:
+def write_report(run_folder: Path, out: Path, language: str | None = None) -> dict[str, Any]:
     """Write the report of a run as one self-contained HTML file, whole or not at all.
 
     Args:
         run_folder: `runs/<name>`, with a folder per step; steps that are not there have no section.
         out: the file.
         language: "en" or "fr"; None for the one of the recipe.
-        baselines: a YAML file with published scores to show beside those of the run.
 
     Returns:
         bytes of the file, its language, and what the run made in one line.
     """
-    published = None if baselines is None else read_baselines(baselines)
     facts = collect_facts(run_folder)
     t = language_of(language or facts.settings.report.get("language"))
-    written = write_page(render(facts, t.code, published), out)
+    written = write_page(render(facts, t.code), out)
     return {"bytes": written, "language": t.code, "summary": summary(facts, t.code)}
 
 
@@ -52,7 +47,7 @@ def write_page(page: str, out: Path) -> int:
     return len(content)
 
 
-def render(facts: Facts, language: str | None = None, baselines: Baselines | None = None) -> str:
+def render(facts: Facts, language: str | None = None) -> str:
     """The page as HTML, in `language`, or in the one of the recipe."""
     t = language_of(language or facts.settings.report.get("language"))
     evaluations = facts.evaluations
@@ -63,8 +58,6 @@ def render(facts: Facts, language: str | None = None, baselines: Baselines | Non
         by_size=by_size,
         summary=summary(facts, t.code),
         changes=changes(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else {},
-        baselines=baselines,
-        published=baseline_figures(facts, baselines, t) if baselines else [],
         recipe_text=yaml.safe_dump(dict(facts.recipe), allow_unicode=True, sort_keys=False) if facts.recipe else "",
     )
 
