@@ -21,7 +21,7 @@ from affinage.data.minhash import hash_words, longest_text, mix
 from affinage.data.repair import repair
 
 TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that of a run, its bytes [start, stop)
-_FILTER_BITS = 32  # per run: 1 in 32 words that begin no run is looked up
+_FILTER_BITS = 16  # per run: of 16 words that begin no run, one is looked up
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _MASK = np.uint32(0xFFFFFF)
 
@@ -93,7 +93,13 @@ def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Ar
                 bit = np.int64(hash & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1) == 0:
                     continue
-                key = np.searchsorted(keys, hash)
+                key, end = 0, keys.size  # the place of the hash, by bisection
+                while key < end:
+                    middle = (key + end) >> 1
+                    if keys[middle] < hash:
+                        key = middle + 1
+                    else:
+                        end = middle
                 if key == keys.size or keys[key] != hash:
                     continue
                 if count == hits.shape[0]:
