@@ -1,5 +1,6 @@
 """A process of ours is left only after its threads and exit handlers, and with its own status: 75, told to stop."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from affinage.errors import TransientError, UserError, of_the_machine
 from affinage.stopping import without_readers
 
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
@@ -188,3 +190,9 @@ def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
         with without_readers():
             print("a line\n" * 100_000)
             print("another", flush=True)
+
+
+@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)])
+def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not(number: int, passes: bool):
+    message = of_the_machine(OSError(number, os.strerror(number), "runs"))
+    assert isinstance(message, UserError) and isinstance(message, TransientError) == passes

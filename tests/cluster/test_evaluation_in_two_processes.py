@@ -18,19 +18,8 @@ TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 def launched(*words: str) -> list[str]:
     """What two processes with two devices each have printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "affinage",
-        "launch",
-        *words,
-        "--processes",
-        "2",
-        "--devices",
-        "2",
-        "--max-failures",
-        "0",
-    ]
+    options = ["--processes", "2", "--devices", "2", "--max-failures", "0"]
+    command = [sys.executable, "-m", "affinage", "launch", *words, *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return (ended.stdout + ended.stderr).splitlines()

@@ -1,6 +1,5 @@
 """How processes find each other, what they agree on, and what becomes of one whose others do not start."""
 
-import errno
 import os
 import subprocess
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from affinage.cluster import processes
 from affinage.cluster.launch import reserved_port
-from affinage.errors import TransientError, UserError, of_the_machine
+from affinage.errors import UserError
 
 AGREE = """
 from affinage.cluster.processes import ProcessLost, init_distributed
@@ -69,12 +68,6 @@ def test_a_process_whose_others_do_not_start_ends_so_that_it_is_started_again(wa
     assert ended.returncode == 1, ended.stderr
     assert "process 1 of 2 did not meet the others" in ended.stderr and address in ended.stderr
     assert "Traceback" not in ended.stderr and "stack trace" not in ended.stderr
-
-
-def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not():
-    for number, passes in {errno.EIO: True, errno.ESTALE: True, errno.ENOSPC: False}.items():
-        found = of_the_machine(OSError(number, os.strerror(number), "runs"))
-        assert isinstance(found, UserError) and isinstance(found, TransientError) == passes
 
 
 def test_the_environment_gives_a_process_its_place(monkeypatch: pytest.MonkeyPatch):

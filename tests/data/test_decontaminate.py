@@ -138,12 +138,6 @@ def test_items_from_files(tmp_path):
             list(read_items(str(tmp_path / name)))
 
 
-def test_nothing_to_look_for_changes_nothing(tmp_path):
-    for items in ([], [BenchmarkItem("b", "1", ("too short",)), BenchmarkItem("b", "2", ())]):
-        summary, rows = run(tmp_path / str(len(items)), [filler(0), QUESTION], items)
-        assert len(rows) == 2 and summary["removed"] == {} and summary["matches"] == []
-
-
 PLACES = "the capital of France is Paris and its river the Seine runs through nineteen bridges to the sea".split()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from affinage.config.data import FilterSettings, PackingSettings
-from affinage.data.filters import filter_documents, split_text
+from affinage.data.filters import filter_documents
 from affinage.data.language import identify_language, known_languages, language_probabilities
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
@@ -73,19 +73,6 @@ def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_be
     summary, rows = run(tmp_path / "all", documents, languages=())
     assert [row["language"] for row in sorted(rows, key=lambda row: row["id"])] == ["", "en", "xx"]
     assert summary["removed"] == {} and {row["language_score"] for row in rows} == {None}
-
-
-def test_long_documents_can_be_split_at_paragraphs(tmp_path):
-    text = "\n\n".join([FRENCH] * 40)
-    settings = FilterSettings(max_characters=1_000, long_documents="split")
-    summary, rows = run(tmp_path, [ENGLISH, text], settings)
-    assert [(row["id"], row["chunk"]) for row in rows] == [("d0", 0)] + [("d1", k) for k in range(len(rows) - 1)]
-    assert "".join(row["text"] for row in rows[1:]) == text
-    assert all(row["text"].startswith("Le comité") for row in rows[1:])
-    assert summary["split"] == {"documents": 1, "parts": len(rows) - 1}
-    for text in ("word " * 50, "x" * 250, "line\n" * 50, "a b\n\nc" * 40, "short"):
-        parts = split_text(text, 60)
-        assert "".join(parts) == text and max(map(len, parts)) <= 60 and all(parts)
 
 
 def test_mistakes_are_one_message(tmp_path):

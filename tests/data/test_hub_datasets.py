@@ -39,7 +39,7 @@ def test_a_folder_of_parquet(tables, tmp_path):
     summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "license": "odc-by"})
     assert [row["text"] for row in rows] == EXPECTED and summary["documents_out"] == 120
     facts = {"source": "tables", "language": "en?", "license": "odc-by", "text": EXPECTED[41]}
-    facts |= {"chunk": 0, "language_score": None}
+    facts |= {"language_score": None}
     assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
     summary, rows = collected(tmp_path / "fr", {"dataset": str(tables), "filter": {"lang": "fr"}})
     assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}

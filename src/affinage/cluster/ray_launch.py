@@ -57,22 +57,39 @@ class RayLauncher:
 
     def start(self, command: Sequence[str]) -> "RayGroup":
         """See `affinage.cluster.launch.Start`."""
+        from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = self._bundle()
-        places, workers = self._places(bundle)
+        # A worker takes all accelerators of a machine, of which every machine has as many.
+        machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        bundle = {"CPU": 1.0}
+        for kind in ("GPU", "TPU") if self._devices is None else ():
+            if count := max(resources.get(kind, 0.0) for resources in machines):
+                bundle = {"CPU": 1.0, kind: count}
+        strategy = "SPREAD" if self._devices else "STRICT_SPREAD"  # one's own machine may play several, to try it
+        for workers in range(max(self._least, min(self._most, len(machines))), self._least - 1, -1):
+            places = placement_group([bundle] * workers, strategy=strategy)
+            if places.wait(_TO_PLACE if workers == self._least else _TO_SETTLE):
+                break
+            remove_placement_group(places)
+        else:
+            needs = ", ".join(f"{number:g} {kind}" for kind, number in bundle.items())
+            raise UserError(
+                f"the cluster has no room for {self._least} workers, each on a machine with {needs}",
+                where=f"--processes {self._most}",
+                fix="`ray status` shows what it has; --min-processes N starts with fewer.",
+            )
         if workers < self._most:
             self._say(f"launch: {workers} of {self._most} workers have a machine")
         options = {
-            "num_cpus": bundle["CPU"],
-            "num_gpus": bundle.get("GPU", 0),
-            "resources": {name: count for name, count in bundle.items() if name == "TPU"},
+            "num_cpus": 1.0,
+            "num_gpus": bundle.get("GPU", 0.0),
+            "resources": {kind: count for kind, count in bundle.items() if kind == "TPU"},
             "max_concurrency": 4,  # calls at the same time
         }
+        actor = self._ray.remote(Worker)
         actors = [
-            self._ray.remote(Worker)
-            .options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(places, worker))
-            .remote()
+            actor.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(places, worker)).remote()
             for worker in range(workers)
         ]
         run = {"program": self._program, "command": list(command), "files": self._files}
@@ -81,34 +98,6 @@ class RayLauncher:
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
         self._ray.shutdown()
-
-    def _places(self, bundle: Mapping[str, float]) -> tuple[Any, int]:
-        """Return a placement group for as many workers as there is room for, and how many that is."""
-        from ray.util.placement_group import placement_group, remove_placement_group
-
-        machines = sum(1 for node in self._ray.nodes() if node["Alive"])
-        for count in range(max(self._least, min(self._most, machines)), self._least - 1, -1):
-            # One's own machine may play several, to try it.
-            strategy = "SPREAD" if self._devices else "STRICT_SPREAD"
-            places = placement_group([dict(bundle)] * count, strategy=strategy)
-            if places.wait(_TO_PLACE if count == self._least else _TO_SETTLE):
-                return places, count
-            remove_placement_group(places)
-        needs = ", ".join(f"{number:g} {kind}" for kind, number in bundle.items())
-        raise UserError(
-            f"the cluster has no room for {self._least} workers, each on a machine with {needs}",
-            where=f"--processes {self._most}",
-            fix="`ray status` shows what it has; --min-processes N starts with fewer.",
-        )
-
-    def _bundle(self) -> dict[str, float]:
-        """Return what a worker takes of a machine: all of its accelerators, of which every machine has as many."""
-        machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        for kind in ("TPU", "GPU") if self._devices is None else ():
-            counts = {resources[kind] for resources in machines if resources.get(kind)}
-            if counts:
-                return {"CPU": 1.0, kind: max(counts)}
-        return {"CPU": 1.0}
 
 
 class RayGroup:

@@ -142,9 +142,7 @@ class FilterSettings(Settings):
     min_characters: int = Field(default=100, ge=0)
     """Shorter documents are removed."""
     max_characters: int = Field(default=500_000, gt=0)
-    """Longer documents are removed or split."""
-    long_documents: Literal["remove", "split"] = "remove"
-    """split: cut long documents at the ends of paragraphs."""
+    """Longer documents are removed."""
     min_alnum_ratio: Share = 0.7
     """Share of letters and digits among non-space characters."""
     language_threshold: Share = 0.8

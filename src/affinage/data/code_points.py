@@ -12,8 +12,6 @@ from numba import njit
 Array = np.ndarray
 CODE_POINTS = 0x110000
 SEPARATOR, BLANK, WORD, SINGLE = 0, 1, 2, 3  # classes of `word_table`, in its upper 8 bits
-_ALPHANUMERIC, _SKIPPED = 1, 2  # bits of `_count_table`
-
 _SCANNED = [*range(0x20000), *range(0x2F800, 0x2FA20), *range(0xE0000, 0xE01F0)]  # where marks and signs are
 
 
@@ -33,16 +31,16 @@ def _characters() -> Any:
     return points.view("U1")
 
 
-def _marks() -> list[int]:
-    return [point for point in _SCANNED if unicodedata.category(chr(point))[0] == "M"]
+@cache
+def _points_of(*categories: str) -> list[int]:
+    return [point for point in _SCANNED if unicodedata.category(chr(point)).startswith(categories)]
 
 
 @cache
 def _count_table() -> np.ndarray:
-    """Which code points are letters or numbers (str.isalnum), and which count for nothing: spaces and marks."""
-    table = np.where(np.strings.isalnum(_characters()), np.uint8(_ALPHANUMERIC), np.uint8(0))
-    table[np.strings.isspace(_characters())] |= _SKIPPED
-    table[_marks()] |= _SKIPPED
+    """Bit 1: the code point is a letter or number (str.isalnum); bit 2: it counts for nothing, as spaces and marks."""
+    table = np.strings.isalnum(_characters()) + 2 * np.strings.isspace(_characters()).astype(np.uint8)
+    table[_points_of("M")] |= 2
     return table
 
 
@@ -56,8 +54,8 @@ def word_table() -> np.ndarray:
     kinds = np.zeros(CODE_POINTS, np.uint32)
     kinds[np.strings.isspace(_characters())] = BLANK
     kinds[np.strings.isalnum(_characters())] = WORD
-    kinds[_marks()] = WORD
-    kinds[[point for point in _SCANNED if unicodedata.category(chr(point)) in ("Sm", "Sc")]] = SINGLE
+    kinds[_points_of("M")] = WORD
+    kinds[_points_of("Sm", "Sc")] = SINGLE
     for low, high in ((0x3041, 0x3100), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x40000)):
         kinds[low:high][kinds[low:high] == WORD] = SINGLE
     lower = np.arange(CODE_POINTS, dtype=np.uint32)

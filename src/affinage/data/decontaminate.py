@@ -134,16 +134,14 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> It
 def _by_benchmark(index: ItemIndex, matches: Sequence[dict[str, Any]], common: np.ndarray) -> dict[str, dict[str, int]]:
     found = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
-    copied = index.items_with(common) - found
-    numbers = [Counter(name for name, *_ in names) for names in (found, documents, copied)]
-    return {
-        name: {
-            "items": count,
-            "too_short": index.too_short[name],
-            **dict(zip(("found", "documents", "common"), (number[name] for number in numbers))),
-        }
-        for name, count in Counter(item.benchmark for item in index.items).items()
+    numbers = {
+        "items": Counter(item.benchmark for item in index.items),
+        "too_short": index.too_short,
+        "found": Counter(name for name, _ in found),
+        "documents": Counter(name for name, *_ in documents),
+        "common": Counter(name for name, _ in index.items_with(common) - found),
     }
+    return {name: {what: counts[name] for what, counts in numbers.items()} for name in numbers["items"]}
 
 
 # ---- tuning data ----

@@ -35,8 +35,8 @@ MAX_COMPARED = 256  # kept documents of one bucket that a document is compared w
 REMOVED = "removed.parquet"
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
 _FACTS = ("content", "content_2", "markup", "bytes")  # the first rows of a signature file; the keys of bands follow
-_NAMES = {"id": pa.string(), "source": pa.string(), "chunk": pa.int32()}  # released documents may be without them
-_ORDER = [(name, "ascending") for name in ("markup", "bytes", "id", "source", "chunk", "content", "document")]
+_NAMES = pa.schema([("id", pa.string()), ("source", pa.string())])  # released documents may be without them
+_ORDER = [(name, "ascending") for name in ("markup", "bytes", "id", "source", "content", "document")]
 _BEST_FIRST = [("released", "descending"), _ORDER[0], ("size", "descending"), *_ORDER[1:]]
 
 
@@ -66,7 +66,7 @@ def dedup(
     copy = partial(_copy, documents_folder, folder, removed)
     for stats in executor.map(copy, list(zip(own, starts)), folder, threads=True):
         total.merge(stats)
-    order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id", "chunk")]
+    order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id")]
     write_table(folder / REMOVED, removed.sort_by(order).drop_columns(["document", "kept"]))
     clear_completions(folder)
     shutil.rmtree(scratch)
@@ -159,13 +159,13 @@ def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int])
     signatures = np.fromfile(scratch / f"signatures-{number}", np.uint64)
     signatures = signatures.reshape(len(_FACTS) + settings.num_buckets, -1)
     chosen = np.fromfile(scratch / "candidates", bool, signatures.shape[1], offset=start)
-    tables, sets, sizes, first = [pa.schema(_NAMES.items()).empty_table()], [], [], 0
+    tables, sets, sizes, first = [_NAMES.empty_table()], [], [], 0
     for group in row_groups(path):
-        batch = group.read([*_NAMES, "text"]).filter(pa.array(chosen[first : first + group.rows]))
+        batch = group.read([*_NAMES.names, "text"]).filter(pa.array(chosen[first : first + group.rows]))
         first += group.rows
-        absent = {name: pa.nulls(len(batch), type).fill_null(type.to_pandas_dtype()()) for name, type in _NAMES.items()}
-        columns = [batch[name] if name in batch.schema.names else absent[name] for name in _NAMES]
-        tables.append(pa.table(columns, schema=pa.schema(_NAMES.items())))
+        absent = pa.array([""] * len(batch), pa.string())
+        columns = [batch[name] if name in batch.schema.names else absent for name in _NAMES.names]
+        tables.append(pa.table(columns, schema=_NAMES))
         own_sets, own_sizes = shingle_sets(batch["text"], settings.n_grams)
         sets.append(own_sets)
         sizes.append(own_sizes)
@@ -189,7 +189,7 @@ def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) 
             with (scratch / f"sets-{number}").open("rb") as part:
                 shutil.copyfileobj(part, joined, 1 << 22)
         joined.write(bytes(8))  # an empty file cannot be mapped
-    columns = [*_NAMES.items(), ("document", pa.int64()), ("size", pa.int64()), *((f, pa.uint64()) for f in _FACTS)]
+    columns = [*_NAMES, ("document", pa.int64()), ("size", pa.int64()), *((f, pa.uint64()) for f in _FACTS)]
     table = pa.concat_tables([pa.schema([*columns, ("released", pa.bool_())]).empty_table(), *tables])
     starts = np.append(0, np.cumsum(table["size"].to_numpy()))[:-1]
     order = pc.sort_indices(table, _BEST_FIRST)
@@ -209,16 +209,17 @@ def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) 
     found = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(found)), table.take(pa.array(match[found]))
     same = [pc.equal(gone[name], kept[name]) for name in ("content", "content_2")]
-    columns_of_removed = {
+    removed = {
         "document": gone["document"],
         "kept": kept["document"],
-        **{name: gone[name] for name in _NAMES},
+        "id": gone["id"],
+        "source": gone["source"],
         "duplicate_of": kept["id"],
         "duplicate_of_source": kept["source"],
         "jaccard": similarity[found],
         "exact": pc.and_(*same),  # the same content but for case and white space
     }
-    return pa.table(columns_of_removed).sort_by("document"), int(compared)
+    return pa.table(removed).sort_by("document"), int(compared)
 
 
 def _buckets(keys: np.ndarray) -> tuple[np.ndarray, int]:

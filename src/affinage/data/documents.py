@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),  # the user's, or made from the place in the file
-        ("chunk", pa.int32()),  # of a document that was cut into several, from 0; 0 of a whole one
         ("source", pa.string()),
         ("language", pa.string()),  # ISO 639-1, or code; "" unknown; "en?" claimed by the record, for filter to check
         ("language_score", pa.float32()),  # probability by language id; 1 where the source is trusted; null: unknown
@@ -55,7 +54,7 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
-        defaults = {"chunk": 0, "language": "", "url": "", "license": ""}
+        defaults = {"language": "", "url": "", "license": ""}
         self._rows.append(defaults | facts | {"id": id, "source": source, "text": text})
         self._characters += len(text)
         if self._characters >= ROW_GROUP_BYTES or len(self._rows) >= 50_000:

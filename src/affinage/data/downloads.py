@@ -3,6 +3,7 @@
 Files in buckets and on the Hub are read in place, by their own clients.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -76,7 +77,7 @@ def version_of(url: str, *, again: bool = False) -> str:
 
 def _version(url: str) -> str:
     if is_web(url):
-        answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT)
+        answer = _head(url)
         answer.raise_for_status()
         return _version_in(answer.headers)
     filesystem, place = file_system(url)
@@ -110,9 +111,13 @@ def forget(url: str) -> None:
 # ---- downloading ----
 
 
+def _head(url: str) -> requests.Response:
+    return requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+
+
 def size_of(url: str) -> int:
     """Bytes of the file at a web address; 0 where the server gives none. Raises requests' errors."""
-    answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+    answer = _head(url)
     if answer.status_code not in (405, 501):  # it knows no HEAD
         answer.raise_for_status()
     return int(answer.headers.get("Content-Length", 0)) if answer.ok else 0
@@ -132,7 +137,10 @@ def cached(url: str, sha256: str = "") -> Path:
     path = cached_path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(path.name + ".lock")):
-        if not path.is_file() or (not sha256 and _was_replaced(url)):
+        known, newest = version_of_copy(url), ""
+        with contextlib.suppress(Unreachable):
+            newest = version_of(url) if known and not sha256 else ""
+        if not path.is_file() or (newest and newest != known):
             part = path.with_name(path.name + ".part")
             try:
                 with_retries(partial(_download, url, part), url)
@@ -151,15 +159,6 @@ def cached(url: str, sha256: str = "") -> Path:
                 fix="Is `sha256` right? The file is downloaded again the next time.",
             )
     return path
-
-
-def _was_replaced(url: str) -> bool:
-    """Whether the server has another version than the copy."""
-    mine = version_of_copy(url)
-    try:
-        return bool(mine and version_of(url) and version_of(url) != mine)
-    except Unreachable:
-        return False
 
 
 def _download(url: str, part: Path) -> None:
@@ -188,7 +187,5 @@ def _facts_path(url: str) -> Path:
 
 def _facts(url: str) -> dict[str, Any]:
     """What is known about a download: its URL, version and hash."""
-    try:
-        return dict(json.loads(_facts_path(url).read_text()))
-    except (OSError, ValueError):
-        return {}
+    path = _facts_path(url)
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

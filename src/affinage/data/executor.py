@@ -6,7 +6,6 @@ the tasks that are complete.
 """
 
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -32,7 +31,6 @@ Progress = Callable[[float], None]  # called with the share of the step that is 
 POOL_BYTES = 48_000_000  # of text: below, starting processes (about a second) costs more than they gain
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a task that met a passing error of the network is tried again
 _QUEUED = 8  # tasks per worker that Ray receives in advance
-_COMPLETIONS = "completions"
 
 
 class Executor:
@@ -45,7 +43,8 @@ class Executor:
     @property
     def workers(self) -> int:
         """The number of tasks that run at the same time."""
-        return self._requested or cores()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return self._requested or cores or 1
 
     def map(
         self,
@@ -70,8 +69,12 @@ class Executor:
         Raises:
             TransientError: a task met an error of the network that did not pass.
         """
-        places = [None if out is None else out / _COMPLETIONS / f"{k:05d}.json" for k in range(len(tasks))]
-        done = {k: found[0] for k, task in enumerate(tasks) if (found := _read_completion(places[k], task))}
+        places = [None if out is None else out / "completions" / f"{k:05d}.json" for k in range(len(tasks))]
+        done: dict[int, Result] = {}
+        for k, place in enumerate(places):
+            completion = json.loads(place.read_text(encoding="utf-8")) if place and place.is_file() else {}
+            if completion.get("task") == repr(tasks[k]):
+                done[k] = completion["result"]
         missing = [k for k in range(len(tasks)) if k not in done]
         todo = [(tasks[k], places[k]) for k in missing]
         workers = min(self.workers if self._requested or threads or bytes >= POOL_BYTES else 1, len(todo))
@@ -93,10 +96,8 @@ class Executor:
         try:
             yield from pool.map(run, todo)
         except BrokenProcessPool:
-            raise UserError(
-                "a worker process of the data step ended without a result",
-                fix="The usual cause is too little memory; run again with fewer: --set data.workers=1.",
-            ) from None
+            fix = "The usual cause is too little memory; run again with fewer: --set data.workers=1."
+            raise UserError("a worker process of the data step ended without a result", fix=fix) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -106,13 +107,8 @@ class RayExecutor(Executor):
 
     def __init__(self, ray: Any, workers: int | None = None) -> None:
         """`ray`: the module, connected."""
-        super().__init__(workers)
+        super().__init__(workers or max(1, int(ray.cluster_resources().get("CPU", 1))))
         self._ray = ray
-
-    @property
-    def workers(self) -> int:
-        """The number of tasks that run at the same time."""
-        return self._requested or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
         # As an object and not as a function, for which Ray has a limit of size: closures hold indexes and tables, which
@@ -125,9 +121,7 @@ class RayExecutor(Executor):
             try:
                 result = self._ray.get(waiting[position])
             except self._ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, UserError):
-                    raise error.cause from None
-                raise
+                raise error.cause if isinstance(error.cause, UserError) else error from None
             waiting[position] = None  # lets Ray forget the result
             waiting += [remote.remote(shared, task) for task in todo[position + ahead : position + ahead + 1]]
             yield result
@@ -159,12 +153,7 @@ def open_executor(settings: DataSettings, temporary: Path | None = None) -> Iter
 
 def clear_completions(out: Path) -> None:
     """Remove the completions of a step that is complete: they are no part of its result."""
-    shutil.rmtree(out / _COMPLETIONS, ignore_errors=True)
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    shutil.rmtree(out / "completions", ignore_errors=True)
 
 
 def _run(fn: Callable[[Any], Any], work: tuple[Any, Path | None]) -> Any:
@@ -173,7 +162,7 @@ def _run(fn: Callable[[Any], Any], work: tuple[Any, Path | None]) -> Any:
     result = with_retries(partial(fn, task))
     if completion is not None:
         completion.parent.mkdir(parents=True, exist_ok=True)
-        write_json(completion, {"task": _fingerprint(task), "stats": result})
+        write_json(completion, {"task": repr(task), "result": result})
     return result
 
 
@@ -182,28 +171,15 @@ def with_retries(work: Callable[[], Result], where: str = "") -> Result:
 
     Raises TransientError, after which a run may be started again, if it keeps failing; other errors at once.
     """
-    for attempt in range(len(PAUSES) + 1):
+    for pause in (*PAUSES, None):
         try:
             return work()
         except Exception as error:
             if isinstance(error, UserError) or not is_transient(error):
                 raise
-            if attempt == len(PAUSES):
-                what = f"the network failed {attempt + 1} times: {first_line(error)}"
+            if pause is None:
+                what = f"the network failed {len(PAUSES) + 1} times: {first_line(error)}"
                 fix = "Run the same command again: what is complete is kept."
                 raise TransientError(what, where=where, fix=fix) from error
-            time.sleep(PAUSES[attempt])
+            time.sleep(pause)
     raise AssertionError
-
-
-def _read_completion(path: Path | None, task: Any) -> tuple[Any] | None:
-    """The statistics of a task that is complete, if this is the same task; None otherwise."""
-    if path is None or not path.is_file():
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return (found["stats"],) if found["task"] == _fingerprint(task) else None
-
-
-def _fingerprint(task: Any) -> str:
-    """Equal for equal tasks: dataclasses, paths, strings and numbers."""
-    return hashlib.blake2b(repr(task).encode(errors="backslashreplace"), digest_size=16).hexdigest()

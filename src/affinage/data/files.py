@@ -37,7 +37,6 @@ _KINDS = {
 }
 # Source code is one document a file too, whatever its suffix; these are known not to be text.
 _NO_CODE = (".png", ".jpg", ".gif", ".pdf", ".zip", ".tar", ".so", ".o", ".pyc", ".class", ".exe", ".bin", ".ico")
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol: the extra of affinage with the packages for it
 
 
 class DamagedFile(Exception):
@@ -157,8 +156,7 @@ def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile]
     try:
         files, unreadable = _find(url, source)
     except (ImportError, ValueError) as error:
-        extra = _EXTRAS.get(url.partition("://")[0])
-        fix = f"Install it: pip install 'affinage[{extra}]'." if extra else ""
+        fix = "Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// with 'affinage[s3]'."
         raise UserError(f"cannot open {url!r}: {error}", where=where, fix=fix) from None
     except Exception as error:  # OSError, and each library's own
         fix = "Is there a network, and are you allowed to read it? A copy can be named in data.mirror."

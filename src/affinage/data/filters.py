@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,6 @@ _CODE_MAX_LINE, _CODE_MAX_MEAN_LINE, _CODE_MIN_ALNUM = 1000, 100, 0.25
 Verdict = tuple[str, str]  # the reason for which a document is removed, and details
 
 
-@dataclass(frozen=True)
-class _Task:
-    path: Path
-    number: int
-    folder: Path
-    settings: FilterSettings
-    languages: tuple[str, ...]
-
-
 def filter_documents(
     documents_folder: Path,
     folder: Path,
@@ -50,23 +41,22 @@ def filter_documents(
 ) -> dict[str, Any]:
     """Normalize and filter documents into `folder/<source>.<language>` and return the step's summary.
 
-    First texts are repaired, formatted, and long documents split, if the settings say so. Then the rules, in this
-    order: `too short`, `too long` (characters), `not enough letters` (letters and digits among the characters that are
-    neither space nor combining mark); language id: `other language` than the source declares or the recipe has, or
-    `language unclear` for one below the threshold; then the rules of datatrove, if any are named. A document is counted
-    for the first rule it breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language
-    and of datatrove. The summary also counts `repaired` and `formatted` texts and `split` documents. An interrupted
-    call resumes with the missing files.
+    First texts are repaired, and formatted if the settings say so. Then the rules, in this order: `too short`,
+    `too long` (characters), `not enough letters` (letters and digits among the characters that are neither space nor
+    combining mark); language id: `other language` than the source declares or the recipe has, or `language unclear` for
+    one below the threshold; then the rules of datatrove, if any are named. A document is counted for the first rule it
+    breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language and of datatrove. The
+    summary also counts `repaired` and `formatted` texts. An interrupted call resumes with the missing files.
 
     Raises UserError for filters that are not installed, and when no document is left.
     """
     start, folder = time.perf_counter(), Path(folder)
     paths = document_files(documents_folder)
-    tasks = [_Task(path, number, folder, settings, tuple(languages)) for number, path in enumerate(paths)]
     DatatroveFilters(settings.datatrove)  # a mistake in the arguments is reported before the work
     stored = sum(path.stat().st_size for path in paths)
     total, counts = Stats(), Counter[str]()
-    for stats, own_counts in executor.map(_filter_file, tasks, folder, bytes=2 * stored, progress=progress):
+    filter_file, tasks = partial(_filter_file, folder, settings, tuple(languages)), list(enumerate(paths))
+    for stats, own_counts in executor.map(filter_file, tasks, folder, bytes=2 * stored, progress=progress):
         total.merge(stats)
         counts.update(own_counts)
     clear_completions(folder)
@@ -77,38 +67,36 @@ def filter_documents(
         raise UserError(
             f"filtering left none of {total.documents_in} documents; {count} are {reason}, such as {example}",
             where="data.filters",
-            fix="See data.filters and data.languages; data.filters.long_documents=split keeps long texts in parts.",
+            fix="See data.filters and data.languages; data.filters.max_characters keeps longer texts.",
         )
-    return total.summary(time.perf_counter() - start) | {
-        "repaired": counts["repaired"],
-        "formatted": counts["formatted"],
-        "split": {"documents": counts["split"], "parts": counts["chunks"]},
-    }
+    changed = {"repaired": counts["repaired"], "formatted": counts["formatted"]}
+    return total.summary(time.perf_counter() - start) | changed
 
 
-def _filter_file(task: _Task) -> tuple[dict[str, Any], Counter[str]]:
-    clear_documents(task.folder, f"*-{task.number:05d}")
-    stats, counts, datatrove = Stats(), Counter[str](), DatatroveFilters(task.settings.datatrove)
+def _filter_file(
+    folder: Path, settings: FilterSettings, languages: Sequence[str], task: tuple[int, Path]
+) -> tuple[dict[str, Any], Counter[str]]:
+    number, path = task
+    clear_documents(folder, f"*-{number:05d}")
+    stats, counts, datatrove = Stats(), Counter[str](), DatatroveFilters(settings.datatrove)
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
-        for group in row_groups(task.path):
+        for group in row_groups(path):
             batch = group.read()
             stats.enter(batch.num_rows, text_bytes(batch))
-            batch, verdicts = _judge(_normalize(batch, task.settings, datatrove, counts), task, datatrove)
+            batch, verdicts = _judge(_normalize(batch, datatrove, counts), settings, languages, datatrove)
             batch = stats.remove_rows(batch, verdicts)
             for language in pc.unique(batch.column("language")).to_pylist():
-                name = f"{task.path.parent.name}.{safe_name(language) if language else 'unknown'}"
+                name = f"{path.parent.name}.{safe_name(language) if language else 'unknown'}"
                 if name not in writers:
-                    place, stem = task.folder / name, f"{name}-{task.number:05d}"
+                    place, stem = folder / name, f"{name}-{number:05d}"
                     writers[name] = stack.enter_context(DocumentWriter(place, stem, observe=stats.leave))
                 writers[name].write(batch.filter(pc.equal(batch.column("language"), language)))
     return stats.to_json(), counts
 
 
-def _normalize(
-    batch: pa.RecordBatch, settings: FilterSettings, datatrove: DatatroveFilters, counts: Counter[str]
-) -> pa.RecordBatch:
-    """Repair and format the texts of a batch, and split long ones, where the settings say so."""
+def _normalize(batch: pa.RecordBatch, datatrove: DatatroveFilters, counts: Counter[str]) -> pa.RecordBatch:
+    """Repair the texts of a batch, and format them by datatrove's formatters."""
     before = batch.column("text")
     text = repair(before)
     counts["repaired"] += pc.sum(pc.not_equal(text, before)).as_py() or 0
@@ -116,24 +104,14 @@ def _normalize(
         formatted = pa.array([datatrove.format(each) for each in text.to_pylist()], pa.string())
         counts["formatted"] += pc.sum(pc.not_equal(formatted, text)).as_py() or 0
         text = repair(formatted)
-    batch = _with(batch, "text", text)
-    limit = settings.max_characters
-    if settings.long_documents == "remove" or not (count_characters(text)[0] > limit).any():
-        return batch
-    rows: list[dict[str, Any]] = []
-    for row in batch.to_pylist():
-        chunks = split_text(row["text"], limit)
-        if len(chunks) > 1:
-            counts.update({"split": 1, "chunks": len(chunks)})
-        rows += [row | {"chunk": number, "text": chunk} for number, chunk in enumerate(chunks)]
-    return pa.RecordBatch.from_pylist(rows, schema=batch.schema)
+    return _with(batch, "text", text)
 
 
 def _judge(
-    batch: pa.RecordBatch, task: _Task, datatrove: DatatroveFilters
+    batch: pa.RecordBatch, settings: FilterSettings, languages: Sequence[str], datatrove: DatatroveFilters
 ) -> tuple[pa.RecordBatch, dict[int, Verdict]]:
     """The batch with the languages that were found, and the rule that each document breaks, if any."""
-    settings, rows, verdicts = task.settings, batch.to_pylist(), {}
+    rows, verdicts = batch.to_pylist(), {}
     characters, counted, alphanumeric = count_characters(batch.column("text"))
     shares = alphanumeric / np.maximum(counted, 1)
     for number, row in enumerate(rows):
@@ -147,7 +125,7 @@ def _judge(
         elif shares[number] < settings.min_alnum_ratio or not counted[number]:
             verdict = "not enough letters", f"{shares[number]:.2f} of its characters"
         else:
-            row["language"], row["language_score"], verdict = _identify(row, settings, task.languages)
+            row["language"], row["language_score"], verdict = _identify(row, settings, languages)
             if verdict is None and settings.datatrove:
                 verdict = datatrove.removes(row["text"], row["language"])
         if verdict is not None:
@@ -193,17 +171,3 @@ def _identify(
         return declared or found, score, ("other language", detail)
     clear = found and score >= settings.language_threshold
     return declared or found, score, None if clear else ("language unclear", detail)
-
-
-def split_text(text: str, limit: int) -> list[str]:
-    """Cut a text into chunks of at most `limit` characters that join to the text.
-
-    A cut is made after the last paragraph, else line, else word that ends in the second half of the chunk.
-    """
-    chunks, start = [], 0
-    while len(text) - start > limit:
-        ends = ((text.rfind(mark, start + limit // 2, start + limit), len(mark)) for mark in ("\n\n", "\n", " "))
-        cut = next((place + size for place, size in ends if place > 0), start + limit)
-        chunks.append(text[start:cut])
-        start = cut
-    return [*chunks, text[start:]]

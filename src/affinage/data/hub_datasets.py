@@ -36,8 +36,8 @@ class DatasetPart:
 def at_commit(place: str, settings: SourceSettings, where: str, *, patience: float = PATIENCE) -> SourceSettings:
     """The settings with the commit that the dataset is at now as its revision, so that all of it is read at that one.
 
-    A request has failed after `patience` seconds without an answer. Raises UserError if there is no such dataset or
-    revision or it is gated, and TransientError if the Hub cannot be reached.
+    A request fails after `patience` seconds without an answer. Raises UserError if there is no such dataset or revision
+    or it is gated, and TransientError if the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -87,8 +87,7 @@ def rows_of(part: DatasetPart, settings: SourceSettings, *, of_text: bool = Fals
     except Exception as error:  # of `datasets`, pyarrow, the network
         if is_of_the_network(error) and not is_folder(part.place):  # what damage loses would be lost for good
             raise refusal(error, "dataset", part.place, revision=settings.revision, where=part.name) from None
-        reason = f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}"
-        raise DamagedFile(reason) from None
+        raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}") from None
 
 
 @lru_cache(maxsize=2)

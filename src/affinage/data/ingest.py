@@ -45,6 +45,7 @@ class Task:
     parts: tuple[Part, ...]
     folder: Path
     on_error: str | None
+    unreadable: tuple[str, ...] = ()  # names of files of the source whose kind is not known
     sample: float = 1.0  # share of the documents to take
     stem: str = ""  # of the files that it writes
     limit: int | None = None  # bytes of text
@@ -72,28 +73,26 @@ def ingest(
     datasets of the Hub were read. An interrupted call resumes with the missing tasks.
     """
     start, folder = time.perf_counter(), Path(folder)
-    total, not_sampled, replaced = Stats(), 0, 0
-    files, names, commits = set[Path](), set[str](), dict[str, str]()
-    every: list[tuple[Task, list[str], list[Task]]] = []
+    sources: list[Task] = []
     for position, source in enumerate(settings.sources):
         where, world = f"data.sources[{position}]", Path(world_folder or "") / "documents" / "*.jsonl"
         place = str(world) if source.path == POCKET_WORLD else location(source, settings.root, settings.mirror)
-        name = unique(source.title, names)
-        names.add(name)
+        name = unique(source.title, {other.source for other in sources})
         source, parts, unreadable = _find(source, place, settings, where)
-        if is_on_hub(source, settings.mirror):
-            commits[name] = source.revision
         limited = source.max_bytes is not None and source.path != POCKET_WORLD
         share = 1.0 if limited else settings.sample
-        whole = Task(source, name, where, tuple(parts), folder / name, settings.on_error, share)
-        every.append((whole, unreadable, _divide(whole)))
-    results = _read_all([(whole, tasks) for whole, _, tasks in every], settings, executor, progress)
-    for whole, unreadable, tasks in every:
+        task = Task(source, name, where, tuple(parts), folder / name, settings.on_error, tuple(unreadable), share)
+        sources.append(task)
+    tasks = [_divide(source) for source in sources]
+    results = _read_all(list(zip(sources, tasks)), settings, executor, progress)
+
+    total, not_sampled, replaced, files = Stats(), 0, 0, set[Path]()
+    for whole, own_tasks in zip(sources, tasks):
         own = Stats()
-        for name in unreadable:
+        for name in whole.unreadable:
             own.enter(1, 0)
             own.remove(UNKNOWN_KIND, id=name, source=whole.source, text="")
-        read = [results[task.stem] for task in tasks if task.stem in results]
+        read = [results[task.stem] for task in own_tasks if task.stem in results]
         for result in read:
             own.merge(result["stats"])
             files.update(folder / name for name in result["files"])
@@ -108,6 +107,7 @@ def ingest(
     clear_documents(folder, kept=files)
     clear_completions(folder)
     counts = {"not_sampled": not_sampled, "lone_surrogates": replaced}
+    commits = {one.source: one.settings.revision for one in sources if is_on_hub(one.settings, settings.mirror)}
     return total.summary(time.perf_counter() - start) | counts | ({"commits": commits} if commits else {})
 
 

@@ -1,7 +1,7 @@
 """Kernels over the words of UTF-8 text: MinHash band keys, sets of word n-grams, Jaccard similarity.
 
-A word is a run of letters, numbers and marks, in lower case; see `word_table`. A shingle is the hash of n words in a
-row, or of all words of a shorter text. Hashes have 64 bits and are stored in scratch files only, so they may change.
+A word is a run of letters, numbers and marks, in lower case; see `word_table`. A shingle is the 64-bit hash of n words
+in a row, or of all words of a shorter text.
 """
 
 import numpy as np
@@ -116,19 +116,6 @@ def _shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Ar
     return max(1, count - ngram + 1)
 
 
-# ---- MinHash ----
-
-
-@kernel
-def _minima(shingles: Array, count: int, a: Array, b: Array, minima: Array) -> None:
-    """The smallest value of every hash function over the shingles, uint32."""
-    minima[:] = np.uint32(0xFFFFFFFF)
-    for i in range(count):
-        x = np.uint32(shingles[i] >> np.uint64(32))
-        for k in range(minima.size):
-            minima[k] = min(minima[k], np.uint32(a[k] * x + b[k]))
-
-
 @kernel
 def _sign(
     data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, content: Array, keys: Array
@@ -140,7 +127,11 @@ def _sign(
     for text in range(offsets.size - 1):
         found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
         content[0, text], content[1, text] = whole[0], whole[1]
-        _minima(shingles, _shingles(words, found, ngram, whole[0], shingles), a, b, minima)
+        minima[:] = np.uint32(0xFFFFFFFF)
+        for i in range(_shingles(words, found, ngram, whole[0], shingles)):
+            x = np.uint32(shingles[i] >> np.uint64(32))
+            for k in range(minima.size):
+                minima[k] = min(minima[k], np.uint32(a[k] * x + b[k]))
         for band in range(keys.shape[0]):
             key = np.uint64(band)
             for row in range(band * rows, (band + 1) * rows):
@@ -160,9 +151,6 @@ def sign(text: pa.Array, ngram: int, bands: int, rows: int) -> tuple[np.ndarray,
     content, keys = np.empty((2, len(text)), np.uint64), np.empty((bands, len(text)), np.uint64)
     _sign(*text_buffers(text), word_table(), ngram, a | np.uint32(1), b, content, keys)
     return content, keys
-
-
-# ---- sets ----
 
 
 @kernel

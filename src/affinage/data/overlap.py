@@ -110,13 +110,9 @@ class ItemIndex:
     """The items of benchmarks and the runs of words that identify them. Safe to use from several threads.
 
     These are the runs of `n_grams` words of every text of an item, or the whole of a text of fewer, down to
-    `min_words`. A run in more than `boilerplate` items of one benchmark is left out.
-
-    items: all items.
-    keys: uint64 [K], ascending hashes of the runs.
-    lengths: the numbers of words of the runs, ascending.
-    too_short: items by benchmark of which no text has enough words to be found by.
-    common_runs: how many runs are left out.
+    `min_words`. A run in more than `boilerplate` items of one benchmark is left out (`common_runs` counts them).
+    `keys` are ascending hashes of the runs, uint64 [K], and `lengths` their numbers of words. `too_short` counts the
+    items by benchmark of which no text has enough words to be found by.
     """
 
     def __init__(self, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> None:

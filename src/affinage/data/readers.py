@@ -1,6 +1,5 @@
 """Reads the records of one file, whatever its kind and compression; those that cannot be used come with the reason."""
 
-import codecs
 import io
 import json
 import re
@@ -107,11 +106,10 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
         return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {names}")
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            return _not_utf8(place, error)
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    except UnicodeDecodeError as error:
+        return _not_utf8(place, error)
     if not isinstance(text, str):
         kind = type(text).__name__
         return BadRecord(place, "text is not a string", f"{settings.text_key!r} is {kind}", str(text)[:200])
@@ -164,14 +162,13 @@ def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
 def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
     with open_plain(file) as stream:
         content = stream.read(MAX_RECORD_BYTES + 1)
-    utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if len(content) > MAX_RECORD_BYTES:
         yield BadRecord(file.name, "too large", f"over {MAX_RECORD_BYTES / 1e6:.0f} MB in one text file; split it")
-    elif content.startswith(b"%PDF") or (b"\0" in content and not utf16):
-        yield BadRecord(file.name, "binary", "this is a PDF or has NUL bytes, and is not text")
+    elif content.startswith(b"%PDF") or b"\0" in content:
+        yield BadRecord(file.name, "binary", "this is a PDF, UTF-16 or no text: it has NUL bytes")
     else:
         try:
-            text = content.decode("utf-16" if utf16 else "utf-8-sig")
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             if settings.kind != "gutenberg":
                 yield _not_utf8(file.name, error)

@@ -30,9 +30,8 @@ def split(
     """Divide documents into `folder/train` and `folder/validation` and return the step's summary.
 
     By document: of every source and language the share `settings.validation_fraction`, rounded, and at least one of 4,
-    goes to validation: the documents whose hashes with the seed are smallest, whatever their order in the files. The
-    parts of a document that was cut up stay together, and with `settings.group_separator` so do documents whose ids
-    agree up to there: the hash is of what they share.
+    goes to validation: the documents whose hashes with the seed are smallest, whatever their order in the files. With
+    `settings.group_separator` documents whose ids agree up to there stay together: the hash is of what they share.
     By tail: of every document the last share of its characters, from the next line (or word) on, becomes a validation
     document, with the same id.
     In the summary, `documents_out` counts the training documents and `validation` has the others by

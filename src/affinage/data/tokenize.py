@@ -95,8 +95,6 @@ def tokenize(
         ]  # fmt: skip
         if part == "train" and not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
-        for stale in {*(folder / part).glob("*")} - {task.folder for task in tasks}:
-            shutil.rmtree(stale)
         shown = lambda share, part=part: progress(f"tokenizing {part} {share:.0%}")  # noqa: E731
         shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, progress=shown)
         for place, members in itertools.groupby(zip(tasks, shards, strict=True), lambda member: member[0].folder):

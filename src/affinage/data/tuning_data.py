@@ -116,7 +116,7 @@ def prepare_tuning_data(
     size = sum(part.bytes // count for task in tasks for part, _, count in task.parts if isinstance(part, SourceFile))
     shown = lambda share: progress(f"reading {share:.0%}")  # noqa: E731
     read = executor.map(read_keys, tasks, folder / "keys", bytes=size, progress=shown)
-    selection = folder / "selection.json"
+    selection = folder / "keys" / "selection.json"
     write_json(selection, _select(tasks, read))
     shown = lambda share: progress(f"tokenizing {share:.0%}")  # noqa: E731
     write = partial(write_lines, selection=selection)
@@ -124,7 +124,6 @@ def prepare_tuning_data(
     summary = _finish(tasks, read, written, tokenizer)
     for stage in ("shards", "keys"):
         shutil.rmtree(folder / stage)
-    selection.unlink()
     commit = {"commits": commits} if commits else {}
     return summary | commit | {"context": seq_len, "seconds": time.monotonic() - started}
 

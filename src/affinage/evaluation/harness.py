@@ -41,7 +41,7 @@ _BROADCAST = 1000  # answers in a message to the other hosts
 _PATIENCE = 5.0  # seconds, for the Hub to answer at all
 _OFFLINE = "items on this machine"  # the group that overrides the data of the harness's own tasks
 # `use_prompt` and `unsafe_code` run code of others.
-_KEYS = {one.name for one in dataclasses.fields(TaskConfig)} - {"use_prompt", "unsafe_code", "custom_dataset"}
+_KEYS = {field.name for field in dataclasses.fields(TaskConfig)} - {"use_prompt", "unsafe_code", "custom_dataset"}
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -92,12 +92,12 @@ def load_tasks(
                 _check_keys(spec)
             elif not isinstance(task, str):
                 spec = {"group": _OFFLINE, "task": [spec]}
-            for own_name, found in manager.load([spec])["tasks"].items():
-                if isinstance(found, ConfigurableTask):
-                    _prepare(found, num_fewshot if num_fewshot is not None else (shots_of or {}).get(own_name))
+            for own_name, made in manager.load([spec])["tasks"].items():
+                if isinstance(made, ConfigurableTask):
+                    _prepare(made, num_fewshot if num_fewshot is not None else (shots_of or {}).get(own_name))
                 if _is_own(task):
-                    _check_items(found)
-                loaded[own_name] = found
+                    _check_items(made)
+                loaded[own_name] = made
     return loaded
 
 

@@ -179,8 +179,7 @@ FAMILIES = {family.model_type: family for family in _SPECS}
 def family_of(graph: Graph) -> FamilySpec:
     """The family that computes a graph. Raises UserError that names what no family of transformers has."""
     settings = Decoder.of(graph).settings()
-    found = {family: family.differences(settings) for family in _SPECS}
-    family, differences = min(found.items(), key=lambda one: len(one[1]))
+    family, differences = min(((each, each.differences(settings)) for each in _SPECS), key=lambda pair: len(pair[1]))
     if differences:
         listed = ", ".join(f"{path}: {ours} (not {theirs})" for path, (ours, theirs) in list(differences.items())[:4])
         raise UserError(f"the model is of no family of transformers; as a {family.model_type} it differs in {listed}")

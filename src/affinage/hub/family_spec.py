@@ -250,7 +250,7 @@ class FamilySpec:
                     tensors[name] = stored
                 else:
                     parts.setdefault(name, {})[spec.part] = stored
-        return tensors | {name: np.concatenate([some[i] for i in range(3)], axis=-1) for name, some in parts.items()}
+        return tensors | {name: np.concatenate([three[i] for i in range(3)], axis=-1) for name, three in parts.items()}
 
     def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
         """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
@@ -275,8 +275,8 @@ class FamilySpec:
         names = [name, name.partition(".")[2]]
         if tied and name == self.tensors["embed.embedding"].name:
             names.append("lm_head.weight")
-        if found := next((one for one in names if one in tensors), None):
-            return np.asarray(tensors[found])
+        if stored := next((each for each in names if each in tensors), None):
+            return np.asarray(tensors[stored])
         # Transformers 5 has the weights of all experts in one tensor, gate and up of each one above the other.
         if expert := re.fullmatch(r"(.*)\.block_sparse_moe\.(gate\.weight|experts\.(\d+)\.(w[123])\.weight)", name):
             layer, _, index, matrix = expert.groups()

@@ -147,8 +147,8 @@ def _apart(
     rows[:, : len(ids)] = ids
     with jax.default_matmul_precision("highest"):
         logits = _logits(model.graph, params, model.place(rows), model.layout)
-    found = model.on_host(logits)[0, : len(ids), : expected.shape[1]]  # some ids may be left out
-    difference = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
+    ours = model.on_host(logits)[0, : len(ids), : expected.shape[1]]  # some ids may be left out
+    difference = float(np.abs(ours - expected).max() / max(1.0, np.abs(expected).max()))
     if not difference <= tolerance:  # not ">": it must also catch NaN
         what = f"the logits of {text[:60]!r} differ by {difference:.2e} of the largest, not {tolerance:.0e}"
         raise _disagreement(folder, what)

@@ -105,9 +105,7 @@ class Graph:
         tree: PyTree = {}
         for node in self.nodes:
             if own := node.layer.parameters(self.input_shapes(node)):
-                tree[node.name] = own
-                if node.repeat is not None:
-                    tree[node.name] = map_parameters(lambda _, p, layers=node.repeat: p.stacked(layers), own)
+                tree[node.name] = own if node.repeat is None else _stacked(own, node.repeat)
         return tree
 
     def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
@@ -136,6 +134,10 @@ class Graph:
             nodes[node.name] = entry | node.layer.model_dump(mode="json", exclude_defaults=True)
         sizes = {name: list(shape.dims[1:]) for name, shape in self.inputs}
         return {"inputs": ["tokens"] if list(sizes) == ["tokens"] else sizes, "nodes": nodes}
+
+
+def _stacked(tree: PyTree, layers: int) -> PyTree:
+    return map_parameters(lambda _, parameter: parameter.stacked(layers), tree)
 
 
 def preference_graph(graph: Graph, settings: DpoSettings, documents: int) -> Graph:

@@ -179,7 +179,7 @@ def _micro_batches(x: Array, parts: int) -> Array:
     return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
 
 
-def _at(x: Array, index: Array, axis: int = 0) -> Array:
+def _at(x: Array, index: Array | int, axis: int = 0) -> Array:
     if x.shape[axis] == 1:
         return jnp.squeeze(x, axis)
     return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)

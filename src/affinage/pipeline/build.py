@@ -56,7 +56,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     if data is None:  # an imported model is only fine-tuned
         yield Step("train-tokenizer", own.base_tokenizer, {}, sources=begun, version=2)
         return
-    more: dict[str, Any] = {"version": 3, "resumable": True}
+    more: dict[str, Any] = {"version": 4, "resumable": True}
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     config = _json(data, "sources", "root", "mirror", "sample", "on_error")
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
@@ -76,7 +76,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         yield Step("decontaminate", own.decontaminate, config, last, files=files, check=check, **more)
         last = ("decontaminate",)
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    yield Step("split", own.split, config, last, version=4, resumable=True)
+    yield Step("split", own.split, config, last, **more)
     if begun:
         yield Step("train-tokenizer", own.base_tokenizer, {}, ("split",), sources=begun, version=2)
     else:

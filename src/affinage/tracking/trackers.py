@@ -62,10 +62,9 @@ def tracker(name: str) -> Callable[[T], T]:
 def trackers_of(
     trackers: Mapping[str, Mapping[str, Any]], *, recipe: str, training: str, runs: Path
 ) -> dict[str, Callable[[], Tracker]]:
-    """Return what makes each tracker, by name; `runs` is the folder of all runs.
+    """Return what makes each tracker, by name; UserError for one that is unknown, not installed or has no such option.
 
-    Raises:
-        UserError: a tracker is unknown or not installed, or has no such option.
+    `runs` is the folder of all runs.
     """
     from affinage.tracking.libraries import LIBRARIES, PACKAGES
 
@@ -80,11 +79,11 @@ def trackers_of(
             what = f"the tracker {name} needs the package `{PACKAGES[name]}`"
             raise UserError(what, where=where, fix=f"Install it: pip install 'affinage[{name}]'")
         own = {"name": f"{recipe}/{training}", "recipe": recipe, "runs": runs.absolute()} if name in LIBRARIES else {}
-        known = [each for each in inspect.signature(maker).parameters if each not in own]
-        for option in options:
-            if option not in known:
-                fix = did_you_mean(option, known) or f"It has {', '.join(known)}."
-                raise UserError(f"the tracker {name} has no option `{option}`", where=where, fix=fix)
+        try:
+            inspect.signature(maker).bind(**own, **options)
+        except TypeError as error:
+            fix = f"Its options: {', '.join(each for each in inspect.signature(maker).parameters if each not in own)}."
+            raise UserError(f"the tracker {name} {error}", where=where, fix=fix) from None
         makers[name] = partial(maker, **own, **options)
     return makers
 

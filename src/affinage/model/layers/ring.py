@@ -11,6 +11,8 @@ from affinage.model.apply_config import Layout
 from affinage.model.products import Keys, Queries, Segments, product32
 
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
+Softmax = tuple[Array, Array, Array]  # largest score so far, sum of exponentials, weighted values; float32
+Held = tuple[Array, Array, Array]  # keys [B, K, S, D], values, and the segments [B, S] of their tokens
 
 
 def ring_attention(
@@ -29,8 +31,8 @@ def ring_attention(
     position = jnp.arange(length)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def meet(softmax: tuple[Array, ...], held: tuple[Array, ...], query: Array, segments: Array, distance: Array):
-        """The softmax with the keys that came `distance` steps: largest score, sum of exponentials, weighted values."""
+    def meet(softmax: Softmax, held: Held, query: Array, segments: Array, distance: Array) -> Softmax:
+        """The softmax with the keys that came `distance` steps."""
         largest, total, weighted = softmax
         key, value, key_segments = held
         scores = product32("bkgsd,bktd->bkgst", query, key) * query.shape[-1] ** -0.5
@@ -51,7 +53,7 @@ def ring_attention(
         query = query.reshape(rows, length, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
         held = (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), segments)
 
-        def turn(carry: tuple[tuple[Array, ...], tuple[Array, ...]], distance: Array):
+        def turn(carry: tuple[Softmax, Held], distance: Array) -> tuple[tuple[Softmax, Held], None]:
             softmax, held = carry
             following = jax.tree.map(lambda part: jax.lax.ppermute(part, axes, to_next), held)  # does not wait
             return (meet(softmax, held, query, segments, distance), following), None
@@ -60,7 +62,7 @@ def ring_attention(
         # Its own keys first: from there on every query has seen one.
         begun = ((nothing[..., :1] + MASKED, nothing[..., :1], nothing), held)
         (softmax, held), _ = jax.lax.scan(turn, begun, jnp.arange(steps - 1))
-        _, total, weighted = meet(*(softmax, held), query, segments, jnp.int32(steps - 1))
+        _, total, weighted = meet(softmax, held, query, segments, jnp.int32(steps - 1))
         out = (weighted / total).astype(value.dtype)
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
 
