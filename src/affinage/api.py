@@ -34,11 +34,7 @@ Row = Mapping[str, Any]
 
 
 def recipe(name: str | Path, changes: Mapping[str, Any] | None = None) -> LoadedRecipe:
-    """Load a recipe by its file, or a packaged one by its name, with some settings changed.
-
-    Args:
-        name: such as `quickstart`, or `my.yaml`.
-        changes: values by dotted key, such as {"pretrain.steps": 200}; as `--set` on the command line.
+    """Load a recipe by its file, or a packaged one by its name, with values changed by dotted key.
 
     Raises:
         UserError: for every mistake in it, with the line or the key.
@@ -82,12 +78,9 @@ class Run:
     def model(
         self, training: str = "", step: int | None = None, mesh: Mapping[str, int | str] | None = None
     ) -> "LoadedModel":
-        """The model of a training and step, by default the last ones.
+        """The model of a training and step, by default the last ones; split over a mesh such as {"tensor": 2}.
 
-        All devices have a copy of it, or it is split over a mesh such as {"tensor": 2}.
-
-        Raises:
-            UserError: there is no such training or step, or the model does not divide over the mesh.
+        Raises UserError if there is no such training or step, or the model does not divide over the mesh.
         """
         prepare()
         from affinage.pipeline.models import open_model
@@ -105,11 +98,7 @@ def run(
 ) -> Run:
     """Run a recipe to its end, or until one or several steps. Complete steps are not run again, stopped ones resume.
 
-    Args:
-        loaded: the recipe.
-        until: a step, such as `pretrain`, or several.
-        runs: the folder of all runs.
-        on_metrics: called with every line of a training's metrics, such as {"step": 10, "loss": 2.5, ...}.
+    `on_metrics` is called with every line of a training's metrics, such as {"step": 10, "loss": 2.5, ...}.
 
     Raises:
         Preempted: it was interrupted and has saved its state; the same call resumes.

@@ -138,6 +138,16 @@ def test_the_schema_takes_every_recipe_and_marks_mistakes(affinage):
         assert list(validator.iter_errors(parse(text, "text").value)), text
 
 
+def test_whose_text_is_ones_own_is_told_what_is_still_the_bases(tmp_path: Path, affinage):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("Une phrase assez longue pour être un document. " * 20)
+    own = ["run", "quickstart", "--dry-run", "--set", f"data.sources=[{tmp_path / 'texts'}]"]
+    status, _, said = affinage(*own)
+    assert status == 0 and all(setting in said for setting in ("sft.sources", "dpo.sources", "evaluate.tasks"))
+    nothing_more = [word for key in ("sft", "dpo", "evaluate") for word in ("--set", f"{key}=null")]
+    assert affinage(*own, *nothing_more)[::2] == (0, "")
+
+
 def test_it_prints_what_a_model_costs(affinage):
     shown = affinage("graph", "quickstart")[1]
     facts = json.loads(affinage("graph", "quickstart", "--json")[1])

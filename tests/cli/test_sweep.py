@@ -66,9 +66,8 @@ def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
     assert "†" in shown and "†" not in capsys.readouterr().out
 
 
-def test_a_step_that_no_point_will_have_is_refused_before_the_first(tmp_path: Path, affinage):
-    grid = "sweep={sft.from_step: [20, 15, 6], sft.steps: [1]}"
+def test_a_mistake_of_a_later_point_is_found_before_the_first_runs(tmp_path: Path, affinage):
+    grid = "sweep={sft.sources: [[pocket-world], [no.jsonl]]}"
     status, _, said = affinage("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--set", grid)
-    told = " ".join(said.split())
-    assert status == 2 and "3 of 3, sft.from_step = 6, sft.steps = 1: " in told
+    assert status == 2 and "2 of 2, sft.sources = ['no.jsonl']: " in " ".join(said.split())
     assert not list(tmp_path.rglob("manifest.json"))

@@ -77,7 +77,7 @@ MISTAKES = [
     (SCHEDULE, "  schedule: x", 12, "pretrain.schedule | `x` | name, peak_lr"),
     ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | tabs"),
     ("batch_size: 8", "batch_size: [8", 12, "not valid YAML | brackets"),
-    (ONE, "name: a/b\n", 1, "`name` | `a/b`"),
+    (ONE, "name: a/b\n", 1, "`name` | `a/b` | slash"),
     ("peak_lr: 1e-3", "peak_lr: .inf", 13, "peak_lr | finite"),
     ("peak_lr: 1e-3", "peak_lr: 1e-5", 12, "pretrain.schedule | min_lr 0.0001 | peak_lr 1e-05"),
     ("peak_lr: 1e-3", "peak_lr: true", 13, "peak_lr | `true` | a number"),

@@ -7,7 +7,7 @@ from tutorial_blocks import blocks, carry_out, compare
 
 PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
 # Blocks that need hardware or a network that the tests have not: this many, and no more by accident.
-NOT_RUN = {"chat-model": 0, "french": 1, "layer": 0, "plan": 1}
+NOT_RUN = {"chat-model": 0, "french": 1, "plan": 1}
 
 
 def test_all_tutorials_are_carried_out():

