@@ -67,19 +67,22 @@ def export(
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
     check_gguf: Annotated[bool, opt("Convert with llama.cpp and compare with it.", "--verify-gguf")] = False,
+    push: Annotated[str | None, opt("Upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")] = None,
+    public: Annotated[bool, opt("With --push: a new repository is public.", "--public")] = False,
 ) -> None:
     """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
 
-    A run that has written it already is not exported again: --verify takes its folder.
+    A run that has written it already is not exported again: --verify and --push take its folder.
 
     Examples: affinage export quickstart --verify
 
-    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16
+    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16 --push me/my_model
 
     affinage export quickstart/sft --adapter --to my_adapter
     """
+    offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
     if adapter:
-        if to is None or check or check_gguf:
+        if to is None or check or check_gguf or push is not None:
             fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
             raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
         _write_adapter(model, runs, to, base)
@@ -104,6 +107,17 @@ def export(
     if check or check_gguf:
         _compare(model, runs, folder, check, check_gguf)
     print(f"The model is in {folder}.")
+    if push is not None:
+        if not offline:
+            import huggingface_hub
+
+            os.environ.pop("HF_HUB_OFFLINE", None)
+            huggingface_hub.constants.HF_HUB_OFFLINE = False
+        from affinage.hub.read import push as upload
+
+        with working(f"uploading to {push}"):
+            address = upload(folder, push, private=not public)
+        print(f"The model is at {address}.")
 
 
 def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:

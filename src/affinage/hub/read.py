@@ -1,6 +1,7 @@
 """A Hugging Face folder as a graph with its weights. Only JSON and safetensors are read: nothing in it can run."""
 
 import hashlib
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import disable_progress_bars
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ _SAME_MODEL = "Take config.json and the weights from the same model; adapters ar
 
 # All that an import reads. Files that can run code (*.py, *.bin, *.pt) are not downloaded.
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "chat_template.jinja", "README.md"]
+_COMMIT_TIMEOUT = 1800.0  # seconds that a hub may take to look through what was uploaded
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -57,6 +59,26 @@ def local_copy(folder_or_id: str) -> Path:
             raise
         refused = refusal(error, "model", folder_or_id)
         raise UserError(f"there is no folder `{folder_or_id}`, and {refused.what}", fix=refused.fix) from error
+
+
+def push(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload an exported folder as a model repository, which is made if it does not exist, and return its address.
+
+    huggingface_hub takes the token from HF_TOKEN or its login, and the hub's address from HF_ENDPOINT. Raises UserError
+    if the hub refuses or cannot be reached.
+    """
+    limit_requests(_COMMIT_TIMEOUT)
+    api = HfApi()
+    try:
+        made = api.create_repo(repository, repo_type="model", private=private, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=made.repo_id, commit_message="Export of affinage")
+    except (HTTPError, OSError, HFValidationError) as error:
+        if of_the_machine(error) is not None:
+            raise
+        what = f"{folder} is written, but could not be uploaded: {refusal(error, 'model', repository).what}"
+        token = "" if os.environ.get("HF_TOKEN") else " HF_TOKEN is not set; a token that may write is needed."
+        raise UserError(what, where=repository, fix=f"Repeat it with `hf upload {repository} {folder}`.{token}") from error
+    return str(made)
 
 
 @dataclass(frozen=True)
