@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
@@ -56,6 +57,8 @@ def _plain(value: Any, path: Path, lines: dict[Path, int]) -> Any:
     if isinstance(value, CommentedMap):
         plain = {}
         for key, inner in value.items():
+            if isinstance(key, tuple | Mapping):
+                raise ValueError("a key must be a word or a number")
             word = key if isinstance(key, str) else as_yaml(_plain(key, path, lines))
             lines[(*path, word)] = value.lc.key(key)[0] + 1
             plain[word] = _plain(inner, (*path, word), lines)

@@ -485,7 +485,8 @@ class _DeviceLayout(MeshLayout):
 
     @override
     def parts(self, *axes: str) -> int:
-        return {("experts",): self.owners, ("sequence",): self.neighbors}.get(axes, 1)
+        of_several: dict[tuple[str, ...], int] = {("experts",): self.owners, ("sequence",): self.neighbors}
+        return of_several.get(axes, 1)
 
     @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
