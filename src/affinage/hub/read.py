@@ -77,7 +77,9 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
             raise
         what = f"{folder} is written, but could not be uploaded: {refusal(error, 'model', repository).what}"
         token = "" if os.environ.get("HF_TOKEN") else " HF_TOKEN is not set; a token that may write is needed."
-        raise UserError(what, where=repository, fix=f"Repeat it with `hf upload {repository} {folder}`.{token}") from error
+        raise UserError(
+            what, where=repository, fix=f"Repeat it with `hf upload {repository} {folder}`.{token}"
+        ) from error
     return str(made)
 
 
