@@ -6,10 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import METADATA
@@ -73,35 +71,6 @@ def test_ls_and_show_have_every_step_its_arrays_and_facts(said):
     assert status == 2 and "@1, @2, @3" in error
 
 
-def test_the_fingerprint_is_that_of_every_checkpoint_of_the_same_numbers(said, runs: Path):
-    across = NamedSharding(jax.make_mesh((2,), ("fsdp",)), PartitionSpec("fsdp"))
-    w = jnp.arange(16, dtype=jnp.bfloat16)
-    saves = {
-        "one": ({"w": w}, {"saved": "today"}),
-        "again": ({"w": jax.device_put(w, across)}, {"saved": "tomorrow"}),
-        "number": ({"w": w.at[15].set(3)}, {}),
-        "dtype": ({"w": jax.lax.bitcast_convert_type(w, jnp.uint16)}, {}),
-        "shape": ({"w": w.reshape(4, 4)}, {}),
-    }
-    for name, (params, facts) in saves.items():
-        save(runs, name, {3: ({"params": params, "step": jnp.int32(3)}, facts)})
-    found = {name: said("show", f"{name}/pretrain")[1] for name in saves}
-    for name, of in found.items():
-        status, apart, error = said("diff", "one/pretrain", f"{name}/pretrain")
-        assert status == 0, error
-        equal = not apart["arrays"]["different"] and not apart["arrays"]["only"]
-        assert (of["fingerprint"] == found["one"]["fingerprint"]) == equal == (name in ("one", "again")), name
-
-
-def test_diff_lists_facts_and_arrays(said, runs: Path, affinage):
-    _, found, _ = said("diff", "small/pretrain@1", "small/pretrain@3")
-    assert found["facts"] == [{"name": "identity.schedule.peak_lr", "saved": 0.1, "now": 0.2}]
-    assert found["arrays"]["same"] == 1 and found["arrays"]["only"] == []
-    assert [each["name"] for each in found["arrays"]["different"]] == ["params.b", "step"]
-    _, out, _ = affinage("checkpoint", "diff", "small/pretrain@1", "small/pretrain@3", "--runs", str(runs))
-    assert ["identity.schedule.peak_lr", "0.1", "0.2"] in map(str.split, out.splitlines())
-
-
 def test_verify_reads_all_and_names_what_is_corrupted(said, runs: Path):
     status, found, _ = said("verify", "small/pretrain")
     assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(n, None) for n in (1, 2, 3)]
@@ -113,13 +82,3 @@ def test_verify_reads_all_and_names_what_is_corrupted(said, runs: Path):
     with rotten(second / METADATA):
         status, _, error = said("show", "small/pretrain@2")
         assert status == 2 and METADATA in error
-
-
-def test_facts_do_not_speak_to_the_terminal_nor_for_the_reader(runs: Path, affinage):
-    facts = {"saved": "\x1b]0;title\x07", "\x1b[2J": 1, "fingerprint": "mine", "arrays": {}}
-    save(runs, "facts", {1: ({"params": {"w": jnp.ones(4)}}, {}), 2: ({"params": {"w": jnp.ones(4)}}, facts)})
-    diff = ("diff", "facts/pretrain@1", "facts/pretrain")
-    for words in (("show", "facts/pretrain@2"), ("ls", "facts/pretrain"), diff):
-        _, out, error = affinage("checkpoint", *words, "--runs", str(runs))
-        assert "mine" not in out or words[0] == "diff"
-        assert not any(letter in out + error for letter in "\x1b\x07")

@@ -11,8 +11,6 @@ from typer.main import get_command
 from affinage.cli.program import app
 from tiny_run import WORDS, copied
 
-ASK = "What is the currency of Japan?"
-
 
 def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, command in group.commands.items():
@@ -27,12 +25,6 @@ VERBS = [*commands(get_command(app))]
 def test_the_help_of_each_verb_has_an_example(verb: tuple[str, ...], affinage):
     status, out, _ = affinage(*verb, "--help")
     assert status == 0 and f"affinage {' '.join(verb)}" in out and "Example" in out and "\x1b" not in out
-
-
-def test_the_help_of_the_program_lists_its_verbs(affinage):
-    status, out, _ = affinage("--help")
-    assert status == 0 and all(f" {verb[0]} " in out for verb in VERBS)
-    assert affinage("--version")[1].startswith("affinage ")
 
 
 @pytest.fixture(scope="module")
@@ -86,31 +78,6 @@ def test_json_is_one_document_on_standard_output(words: list[str], tells, here: 
     status, out, said = affinage(*words, "--json")
     assert status == 0, said
     assert tells(json.loads(out)) and "\x1b" not in out + said
-
-
-# Words, and what people read.
-READ = [
-    (["run", *WORDS], "Nothing to do: all 18 steps of tiny are complete."),
-    (["run", *WORDS, "--dry-run", "--force", "tokenize"], "would run."),
-    (["dpo", *WORDS, "--show", "1"], "<|im_start|>user"),
-    (["data", "search", "tiny", "the", "--limit", "1"], "the"),
-    (["checkpoint", "verify", "tiny"], "intact"),
-    (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], "lora"),
-    (["export", "tiny", "--to", "out"], "The model is in out."),
-    (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
-    (["chat", "tiny", ASK, "--max-new-tokens", "4"], "\n"),
-    (["config", "show", "tiny", "pretrain"], "pretrain.steps"),
-    (["graph", "tiny"], "transformer_block"),
-    (["config", "schema"], "json-schema.org"),
-    (["world", "text", "--megabytes", "0.05"], "text"),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), READ, ids=named)
-def test_people_read_lines_without_control_codes(words: list[str], said: str, here: Path, affinage):
-    status, out, err = affinage(*words)
-    assert status == 0, err
-    assert said in out and "\x1b" not in out + err
 
 
 def test_generate_writes_a_json_document_for_each_prompt(here: Path, affinage):

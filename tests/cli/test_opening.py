@@ -8,10 +8,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from affinage import api
-from affinage.cli.opening import MAX_RESERVED, OpenOptions, opened
-from affinage.generation.engine import Engine, Generation
-from affinage.generation.sampling import SamplingParams
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import open_model
 
@@ -74,51 +70,6 @@ def test_a_model_over_a_mesh_says_the_same(affinage):
 def test_what_cannot_be_is_one_message(affinage, words: str, held: str):
     status, _, said = affinage(*(word.replace("LATIN", LATIN) for word in words.split()))
     assert status == 2 and held in said and "Traceback" not in said
-
-
-def test_memory_is_not_set_aside_for_more_than_people_need(folder: Path, affinage, monkeypatch, tmp_path: Path):
-    import_model(folder / "long", tmp_path / "imported", "imported")
-    served, judged = [], []
-    monkeypatch.setattr("affinage.serving.server.run", lambda model, *rest, **more: served.append(model.context))
-    monkeypatch.setattr("affinage.evaluation.run.evaluate", lambda model, *_, **more: judged.append(model.context))
-    for spec, asked in (("long", []), (str(tmp_path / "imported"), []), ("long", ["--max-model-len", str(LONG)])):
-        status, _, said = affinage("serve", spec, *asked)
-        assert status == 0 and ("5,000 tokens at once; 4,096 are used." in said) == (not asked)
-    for asked in ([], ["--max-model-len", "48"]):
-        affinage("eval", "long", "--task", "piqa", "--json", "--runs", str(tmp_path), *asked)
-    assert served == [MAX_RESERVED, MAX_RESERVED, LONG] and judged == [MAX_RESERVED, 48]
-    # A text takes the memory that it needs: it may be as long as the model reads.
-    assert opened("long", OpenOptions(runs=tmp_path)).model.context == LONG
-
-
-def test_what_chooses_the_next_token_can_be_said(affinage, monkeypatch):
-    asked = []
-
-    def generated(model, prompts, params):
-        asked.append(params)
-        return [Generation([], "", "length") for _ in prompts]
-
-    monkeypatch.setattr("affinage.generation.engine.generate", generated)
-    monkeypatch.setattr(Engine, "stream", lambda engine, prompt, params: iter(asked.append(params) or ()))
-    words = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.02 --seed 4 --max-new-tokens 9"
-    for verb in ("generate", "chat"):
-        affinage(verb, "theirs", "Where?", *words.split(), "--stop", "\n\n", "--stop", "Où")
-        affinage(verb, "theirs", "Where?", "--max-new-tokens", "9")
-    every = SamplingParams(9, 0.7, 5, 0.9, 0.02, 4, stop=("\n\n", "Où"))
-    assert asked == [every, SamplingParams(9), every, SamplingParams(9)]
-
-
-def test_a_text_ends_before_what_it_is_to_end_before(affinage, folder: Path):
-    def said(*options: str) -> str:
-        return json.loads(affinage("generate", "theirs", PROMPTS[0], "--max-new-tokens", "12", "--json", *options)[1])[
-            "text"
-        ]
-
-    greedy = said()
-    stop = greedy[5:8]
-    cut = greedy[: greedy.index(stop)]
-    assert stop and said("--stop", "never said", "--stop", stop) == cut
-    assert api.generate(open_model(str(folder / "theirs"), folder), PROMPTS[:1], 12, stop=stop) == [cut]
 
 
 def test_a_prompt_is_piped_in_or_given_and_nobody_waits_for_one(affinage, monkeypatch):

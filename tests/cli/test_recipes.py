@@ -72,12 +72,6 @@ def test_what_is_said_to_be_planned_is_what_the_planner_says(name: str, command:
     assert plan["cost"] is None or f"${plan['cost']:,.0f}" in text_of(name)
 
 
-def test_they_are_listed(affinage):
-    listed = {recipe["name"]: recipe for recipe in json.loads(affinage("recipes", "--json")[1])}
-    assert set(listed) == set(RECIPES) and len(CLAIMS) > 15
-    assert listed["quickstart"]["description"] in affinage("recipes")[1]
-
-
 def test_a_new_recipe_runs_as_the_one_it_begins_with_and_overwrites_nothing(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
     assert affinage("new", "mine", "--like", "novels")[0] == 0
@@ -88,18 +82,6 @@ def test_a_new_recipe_runs_as_the_one_it_begins_with_and_overwrites_nothing(tmp_
         status, _, said = affinage("new", *words)
         assert status == 2 and held in said
     assert not (tmp_path / "other.yaml").exists()
-
-
-def test_a_run_is_shown_as_it_was_made(tmp_path: Path, monkeypatch, affinage):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    made = load_recipe("quickstart", ["name=mine", "pretrain.steps=7", "mesh.data=2"]).recipe.model_dump(mode="json")
-    (tmp_path / "runs" / "mine" / "recipe.json").write_text(json.dumps(made))
-    status, out, _ = affinage("config", "show", "mine", "pretrain.steps")
-    assert status == 0 and out.split()[3:5] == ["pretrain.steps", "7"] and "runs/mine/recipe.json:" in out
-    assert affinage("graph", "mine")[1] == affinage("graph", "quickstart")[1]
-    status, _, said = affinage("plan", "mime")
-    assert status == 2 and "`mine`" in said
 
 
 def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, monkeypatch, affinage):
@@ -136,31 +118,3 @@ def test_the_schema_takes_every_recipe_and_marks_mistakes(affinage):
         "mesh: {rows: 2}",
     ):
         assert list(validator.iter_errors(parse(text, "text").value)), text
-
-
-def test_whose_text_is_ones_own_is_told_what_is_still_the_bases(tmp_path: Path, affinage):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "one.txt").write_text("Une phrase assez longue pour être un document. " * 20)
-    own = ["run", "quickstart", "--dry-run", "--set", f"data.sources=[{tmp_path / 'texts'}]"]
-    status, _, said = affinage(*own)
-    assert status == 0 and all(setting in said for setting in ("sft.sources", "dpo.sources", "evaluate.tasks"))
-    nothing_more = [word for key in ("sft", "dpo", "evaluate") for word in ("--set", f"{key}=null")]
-    assert affinage(*own, *nothing_more)[::2] == (0, "")
-
-
-def test_it_prints_what_a_model_costs(affinage):
-    shown = affinage("graph", "quickstart")[1]
-    facts = json.loads(affinage("graph", "quickstart", "--json")[1])
-    total, parameters = facts["nodes"][-1], facts["parameters"]
-    assert total["parameters"] == parameters["total"] == parameters["active"] == 1_426_304 and facts["batch"] == 8
-    assert total["training_flops"] < total["training_flops_all_pairs"]
-    assert all(words in shown for words in ("transformer_block", "1,426,304", f"embedding {parameters['embedding']:,}"))
-
-
-def test_of_a_model_of_images_nothing_is_said_of_tokens(affinage):
-    recipe = str(Path(__file__).parents[2] / "examples" / "byol" / "byol-digits.yaml")
-    shown = affinage("graph", recipe)[1]
-    assert "batch: 256" in shown and "context" not in shown
-    facts = json.loads(affinage("graph", recipe, "--json")[1])
-    training = {row["name"]: row["training_flops"] / row["flops"] for row in facts["nodes"] if row["flops"]}
-    assert training["target"] == 1 and training["projector"] == 3 and facts["context"] is None

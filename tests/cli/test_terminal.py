@@ -2,8 +2,6 @@
 
 import ast
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -12,19 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.watch import headline
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from affinage.hardware.devices import accelerator_is_here
-from affinage.results import RESULTS, IngestResult, SplitResult
 
 PROGRAM = [sys.executable, "-m", "affinage"]
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
-DOCS = Path(__file__).parents[2] / "docs" / "terminal.md"
-
-
-def test_every_status_is_in_the_docs():
-    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", DOCS.read_text(), re.MULTILINE)}
-    assert documented == {0, 1, EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED}
 
 
 def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
@@ -68,69 +58,6 @@ def test_a_signal_ends_a_verb_with_its_status(tmp_path: Path, words, begun, told
         assert not list(tmp_path.iterdir()), "an interrupted world leaves nothing behind"
     else:
         assert "Run the same command to resume." in said
-
-
-LEFT, UP = b"\x1b[D", b"\x1b[A"
-READ = """
-import pathlib, sys
-from affinage.cli.chat import read_line
-pathlib.Path(sys.argv[1]).write_text(repr([read_line() for _ in range(3)]))
-"""
-
-
-def test_arrow_keys_edit_a_line_of_a_chat_and_bring_back_those_before_it(tmp_path: Path):
-    ours, theirs = pty.openpty()
-    read = tmp_path / "read"
-    command = [sys.executable, "-c", READ, str(read)]
-    env = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
-    shown = b""
-    for number, typed in enumerate((b"bonjur" + 2 * LEFT + b"o", b"salut", 2 * UP + b" !"), start=1):
-        while shown.count(b"> ") < number:
-            shown += os.read(ours, 1000)
-        os.write(ours, typed + b"\r")
-    try:
-        while os.read(ours, 1000):
-            pass
-    except OSError:  # Linux says so when the other side has gone
-        os.close(ours)
-    assert process.wait(300) == 0
-    assert read.read_text() == "['bonjour', 'salut', 'bonjour !']"
-
-
-MANY = {"too short": 1200, "other language": 30, "binary": 7, "empty": 2, "too long": 1}
-QUIZ, OTHER = {"items": 10_000, "found": 12}, {"items": 50, "found": 0}
-ACC, NORM = {"value": 0.45, "stderr": 0.114}, {"value": 0.3, "stderr": 0.01}
-TASKS = {"arc_easy": {"metrics": {"acc": ACC}}, "hellaswag": {"metrics": {"acc": ACC, "acc_norm": NORM}}}
-
-
-@pytest.mark.parametrize(
-    ("step", "result", "lines"),
-    [
-        ("filter", {"documents_out": 5, "removed": {}}, ["5 documents"]),
-        (
-            "filter",
-            {"documents_in": 5000, "documents_out": 3760, "removed": MANY},
-            ["3,760 documents", "removed: 1,200 too short, 30 other language, 7 binary and 2 more"],
-        ),
-        (
-            "decontaminate",
-            {"documents_out": 9, "benchmarks": {"quiz": QUIZ, "other": OTHER}},
-            ["9 documents", "benchmark items found: 12 of 10,000 of quiz"],
-        ),
-        ("sft", {"parameters": {"total": 1000}, "final_loss": 4.97}, ["1,000 parameters", "loss 4.970"]),
-        ("tokenize", {"train": {"rows": 1000}, "context": 64}, ["1,000 rows"]),
-        ("evaluate-sft", {"tasks": TASKS}, ["2 benchmarks", "arc_easy 45.0 ± 11.4", "hellaswag 30.0 ± 1.0"]),
-    ],
-)
-def test_the_facts_that_a_person_wants_to_see_while_waiting(step: str, result: dict, lines: list[str]):
-    assert list(headline(RESULTS[step].model_validate(result))) == lines
-
-
-def test_groups_without_held_out_documents_and_samples_are_named():
-    assert "a, b, c and 1 more" in " ".join(headline(SplitResult(without_validation=["a", "b", "c", "d"])))
-    assert "7 not in the sample" in " ".join(headline(IngestResult(not_sampled=7)))
 
 
 IMPORTED = f"""

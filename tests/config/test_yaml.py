@@ -40,10 +40,3 @@ def test_what_pyyaml_writes_and_what_is_printed_is_read_as_what_it_was(value: ob
         read = parse(text, "t").value
         assert read == value and type(read) is type(value)
         assert not isinstance(value, float) or math.copysign(1, read) == math.copysign(1, value)
-
-
-def test_words_are_printed_without_quotes():
-    assert (
-        as_yaml({"name": "cosine", "b": [1e-5, None, True, "null", "a b"]})
-        == '{name: cosine, b: [1e-05, null, true, "null", "a b"]}'
-    )

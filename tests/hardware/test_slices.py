@@ -1,8 +1,5 @@
 """Slices by the clouds' names: chips, devices, wires, and how libtpu calls them."""
 
-import subprocess
-import sys
-
 import pytest
 
 from affinage.errors import UserError
@@ -61,31 +58,3 @@ def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, nearest
     with pytest.raises(UserError) as refused:
         find_slice(name)
     assert all(each in refused.value.fix for each in nearest)
-
-
-def test_of_a_gpu_it_may_take_the_share_that_jax_takes(monkeypatch: pytest.MonkeyPatch):
-    variables = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
-    for variable in variables:
-        monkeypatch.delenv(variable, raising=False)
-    assert find_slice("h100x8").chip.memory_per_device == 60 * GiB
-    for variable in variables:
-        monkeypatch.setenv(variable, "0.9")
-        assert find_slice("h100x8").chip.memory_per_device == 72 * GiB
-    monkeypatch.setenv(variable, "most")
-    with pytest.raises(UserError, match="`most`"):
-        find_slice("h100x8")
-
-
-@pytest.mark.full
-def test_libtpu_knows_the_topologies():
-    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
-    script = (
-        "import sys; from jax.experimental.topologies import get_topology_desc as d\n"
-        "for a in sys.argv[1:]:\n"
-        "    t, v = a.split('/'); print(len(d(t, 'tpu', **({'chip_config_name': v} if v else {})).devices))"
-    )
-    names = ["v4-8", "v4-32", "v4-512", "v5litepod-16", "v5p-128", "v6e-64", "tpu7x-128"]
-    found = [find_slice(name) for name in names]
-    words = [sys.executable, "-c", script, *(f"{s.topology}/{s.variant}" for s in found)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert [int(line) for line in done.stdout.split()] == [s.devices for s in found]

@@ -5,8 +5,6 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from affinage.report.charts import (
     Axis,
@@ -15,10 +13,7 @@ from affinage.report.charts import (
     Series,
     line_figure,
     row_chart,
-    smoothed,
-    thinned,
 )
-from affinage.report.duplicates import differences
 from affinage.report.language import Language
 
 EN, FR = Language("en"), Language("fr")
@@ -65,56 +60,11 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
     assert [end / inner for end in lines(picture, "var(--s1)")[0]] == near([0.7, 1.0], abs=1e-3)
 
 
-def test_values_without_an_end_have_an_axis_from_zero_and_their_texts():
-    rows = [Row("text", [Interval(0.5, 0.1, 0, "0.5 model"), Interval(2.0, 0, 1, "2.0 gzip")])]
-    drawing = row_chart(rows, Axis("bits"), "bits", EN, shares=False)
-    points = [one for one in drawn(drawing).iter() if one.get("d") and "--s" in (one.get("fill") or "")]
-    model, gzip = (placed(one)[0] for one in points)
-    assert gzip / model == near(4, rel=0.01)
-    low, high = lines(drawn(drawing), "var(--s0)")[0]
-    assert [low / model, high / model] == near([0.8, 1.2], rel=1e-3)
-    assert "0.5 model" in drawing and "2.0 gzip" in drawing
-
-
 def test_drawings_have_a_text_and_escape_what_others_wrote():
     row = Row('<b>"task"</b>', [Interval(0.5, 0.1, 0)])
     drawing = row_chart([row], Axis("</text><script>"), "scores & <more>", EN)
     assert "<b>" not in drawing and "<script" not in drawing and "task" in drawing
     assert drawing.count('role="img" aria-label="scores &amp; &lt;more&gt;"') == 2
-
-
-def test_what_cannot_be_shown_is_left_out_and_little_is_still_a_chart():
-    points = [(0.0, 1.0), (1.0, math.nan), (2.0, 0.0), (3.0, 5.0)]
-    figure = line_figure("a chart", [Series("l", points)], "step", Axis("loss", "~g", log=True), EN)
-    (line,) = [one for one in drawn(figure.drawing).iter() if one.get("stroke") == "var(--s0)"]
-    assert (line.get("d") or "").count("L") == 1
-    for few in ([], [(1.0, 2.0)], [(1.0, 3.0), (2.0, 3.0)]):
-        assert "loss" in line_figure("a chart", [Series("l", few)], "step", Axis("loss"), EN).drawing
-    assert "</svg>" in row_chart([], Axis("bits"), "bits", EN, shares=False)
-
-
-def test_axes_have_the_numbers_of_their_language():
-    row = Row("t", [Interval(0.5, 0, 0)])
-    english, french = (row_chart([row], Axis("", ".1%"), "s", t) for t in (EN, FR))
-    assert "20.0%" in english and "20,0\u202f%" in french
-
-
-@given(ys=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), limit=st.integers(4, 60))
-def test_thinning_keeps_ends_extremes_and_order(ys: list[float], limit: int):
-    points = [(float(i), y) for i, y in enumerate(ys)]
-    kept = thinned(points, limit)
-    assert len(kept) <= max(limit, 4) and set(kept) <= set(points)
-    assert kept[0] == points[0] and kept[-1] == points[-1]
-    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
-    assert min(y for _, y in kept) == min(ys) and max(y for _, y in kept) == max(ys)
-
-
-def test_smoothing_follows_a_line_to_its_ends_and_leaves_few_points_as_they_are():
-    line = [(float(i), 3.0 - 0.5 * i) for i in range(100)]
-    noisy = [(x, y + (-1) ** i) for i, (x, y) in enumerate(line)]
-    assert smoothed(line) == [near(point) for point in line]
-    assert max(abs(a[1] - b[1]) for a, b in zip(smoothed(noisy, 0.3), line)) < 0.25
-    assert smoothed(line[:2]) == line[:2] and smoothed([]) == []
 
 
 def plain(text: str) -> str:
@@ -138,14 +88,3 @@ def plain(text: str) -> str:
 def test_numbers_are_written_as_readers_of_each_language_expect(write, value, english, french):
     assert (plain(getattr(EN, write)(value)), plain(getattr(FR, write)(value))) == (english, french)
     assert [getattr(EN, write)(each) for each in (None, math.nan, math.inf)] == ["–"] * 3
-
-
-TEXT = st.text("aàb c\n", max_size=40)
-
-
-@given(left=TEXT, right=TEXT)
-def test_marked_differences_lose_no_text(left: str, right: str):
-    pieces = differences(left, right)
-    assert tuple("".join(text for text, _ in side) for side in pieces) == (left, right)
-    shared = ["".join(text for text, differs in side if not differs) for side in pieces]
-    assert shared[0] == shared[1]
