@@ -203,7 +203,7 @@ def measured(
         "rows": rows,
         "seq_len": length,
         "timings": found,
-        "planned": planned and planned[1].phases(graph.loss) | {STEP: planned[1].seconds},
+        "planned": planned and planned[1].seconds,
         "tokens_per_second": rows * length / found[STEP].mean,
         "flops_per_second": program.flops_per_step / found[STEP].mean,
     }
@@ -224,7 +224,7 @@ def main() -> None:
     print(f"{facts['recipe']}, {facts['rows']} x {facts['seq_len']:,} tokens on {facts['devices']} x {facts['device']}")
     results = []
     for name, timing in facts.pop("timings").items():
-        planned = facts["planned"] and facts["planned"][name]
+        planned = facts["planned"] if name == STEP else None
         print(
             f"{name:<10}{timing.mean:10.4f} s ± {timing.deviation:.4f}"
             f"{statistics.fmean(timing.processor):10.3f} CPU s{f'{planned:10.4f} planned' if planned else ''}"
