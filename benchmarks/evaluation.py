@@ -1,129 +1,82 @@
-"""Items per second and parity of an evaluation beside lm-evaluation-harness's `hf` backend, on one machine's CPU.
+"""Items per second and parity of an evaluation beside lm-evaluation-harness's `hf` backend, on this machine's CPU.
 
-    python benchmarks/evaluation.py --quick     # that it runs: its items are copies, of which the speed says little
-    python benchmarks/evaluation.py --data FOLDER --items 200 [--model HUGGING_FACE_FOLDER] [--tasks hellaswag,piqa]
+    python benchmarks/evaluation.py --data FOLDER --items 200
+    python benchmarks/evaluation.py --quick     # its items are copies, so their speed says little
 
-Both backends answer the same requests through the harness's own classes. The first pass compiles and is compared:
-log-probabilities within 2e-4, and what is greedy. After it both take turns over the same requests, and the medians are
-the figures; the ratio is that of the clock.
+The model is a small Llama with random weights, and FOLDER has the items of every task as NAME.jsonl. Both backends
+answer the same requests. The first pass compiles and is compared: log-probabilities within 2e-4, and whether each
+continuation is greedy. Then both take turns, and the medians of the wall clock count.
 """
 
-import argparse
-import json
 import os
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from common import finish, median_seconds, options_of, random_llama, result
 
 TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "boolq", "belebele_fra_Latn")
-TOLERANCE = 2e-4  # of a log-probability, and of its size where that is above 1
+TOLERANCE = 2e-4  # of a log-probability, relative where its size is above 1
+BATCH = 16
 
 
-def random_model(folder: Path) -> Path:
-    """A Llama of 4 layers of width 256 (3M parameters) with random weights and a context of 512 tokens, exported."""
-    import jax
-
-    from affinage.generation.model import LoadedModel
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import export
-    from affinage.model.forward import init_params
-    from affinage.model.graph import parse
-    from tiny_models import LLAMA, tokenizer
-
-    nodes = LLAMA["nodes"]
-    blocks = nodes["blocks"] | {"repeat": 4, "ffn": {"kind": "swiglu", "width": 704}}
-    graph = parse(LLAMA | {"nodes": nodes | {"embed": nodes["embed"] | {"width": 256}, "blocks": blocks}})
-    params = jax.jit(lambda key: init_params(graph, key))(jax.random.key(0))
-    export(LoadedModel(graph, params, tokenizer(), "random", 512), folder, facts=CardFacts(license="apache-2.0"))
-    return folder
-
-
-def requests_of(task: str, data: Path, items: int, longest: int, encode) -> list:
-    """The requests of a task, without items that have a choice longer than the context, at which hf gives up."""
-    from affinage.evaluation.harness import load_tasks, quiet
+def requests_of(task: str, data: Path, items: int, longest: int, encode: Callable[..., Any]) -> list[Any]:
+    """Return the requests of a task, without items that have a choice longer than the context: `hf` refuses those."""
+    from affinage.evaluation.harness import load_tasks
     from affinage.evaluation.tasks import find_tasks
 
-    with quiet():
-        (loaded,) = load_tasks(find_tasks([task], {}, data).local).values()
-        loaded.build_all_requests(limit=items, rank=0, world_size=1)
-    long = {one.doc_id for one in loaded.instances if len(encode(*one.args)[1]) > longest}
-    return [one for one in loaded.instances if one.doc_id not in long]
+    (loaded,) = load_tasks(find_tasks([task], {}, data).local).values()
+    loaded.build_all_requests(limit=items, rank=0, world_size=1)
+    long = {request.doc_id for request in loaded.instances if len(encode(*request.args)[1]) > longest}
+    return [request for request in loaded.instances if request.doc_id not in long]
 
 
-def answered(lm, requests: list) -> tuple[list[tuple[float, bool]], float]:
-    """The answers, and the seconds that they took."""
-    from affinage.evaluation.harness import quiet
-
-    started = time.perf_counter()
-    with quiet():
-        answers = lm.loglikelihood(requests)
-    return answers, time.perf_counter() - started
-
-
-def compare(task: str, ours, theirs, requests: list, repeats: int) -> dict:
-    found, expected = answered(ours, requests)[0], answered(theirs, requests)[0]
-    pairs = list(zip(found, expected, strict=True))
+def compare(ours: Any, peer: Any, requests: list[Any], repeats: int) -> tuple[list[float], dict[str, float]]:
+    """Return items/s of both sides, and how their answers differ."""
+    pairs = list(zip(ours.loglikelihood(requests), peer.loglikelihood(requests), strict=True))
+    turns = [
+        [median_seconds(lambda lm=lm: lm.loglikelihood(requests), 1) for lm in (ours, peer)] for _ in range(repeats)
+    ]
+    items = len({request.doc_id for request in requests})
+    rates = [items / median(seconds) for seconds in zip(*turns, strict=True)]
     difference = max(abs(a - b) / max(1.0, abs(b)) for (a, _), (b, _) in pairs)
-    turns = [(answered(ours, requests)[1], answered(theirs, requests)[1]) for _ in range(repeats)]
-    mine, his = (median(seconds) for seconds in zip(*turns, strict=True))
-    items = len({one.doc_id for one in requests})
-    return {
-        "name": task,
-        "items": items,
-        "ours": items / mine,
-        "peer": items / his,
-        "unit": "items per second",
-        "ratio": his / mine,
-        "largest_difference": difference,
-        "greedy_differs": sum(a != b for (_, a), (_, b) in pairs),
-    }
+    greedy_differs = sum(a != b for (_, a), (_, b) in pairs)
+    return rates, {"largest_difference": difference, "greedy_differs": greedy_differs}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="items as NAME.jsonl; default: the tests' items, copied")
+    parser = options_of(__doc__)
+    parser.add_argument("--data", type=Path, help="items as NAME.jsonl; default: copies of the tests' items")
     parser.add_argument("--items", type=int, default=200)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: one with random weights")
-    parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--quick", action="store_true", help="10 items of three tasks, once")
     options = parser.parse_args()
-    tasks = options.tasks.split(",")
-    if options.quick:
-        tasks, options.items, options.repeats = tasks[:3], 10, 1
+    tasks, items, repeats = (TASKS[:3], 10, 1) if options.quick else (TASKS, options.items, 3)
     import torch
     from lm_eval.models.huggingface import HFLM
 
     from affinage.evaluation.backend import JaxLM
+    from affinage.evaluation.harness import quiet
     from affinage.pipeline.models import open_model
     from benchmark_fixtures import write_items
 
     torch.set_num_threads(os.cpu_count() or 1)
-    rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        data = options.data or write_items(Path(temporary) / "items", tasks, copies=options.items)
-        folder = options.model or random_model(Path(temporary) / "model")
-        ours = JaxLM(open_model(str(folder), Path("runs")), batch=options.batch)
-        theirs = HFLM(
-            pretrained=str(folder), add_bos_token=True, device="cpu", dtype="float32", batch_size=options.batch
-        )
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        data = options.data or write_items(Path(scratch) / "items", tasks, copies=items)
+        folder = str(random_llama(Path(scratch) / "model", layers=4, width=256, ffn=704, vocabulary=420, context=512))
+        ours = JaxLM(open_model(folder, Path("runs")), batch=BATCH)
+        peer = HFLM(pretrained=folder, add_bos_token=True, device="cpu", dtype="float32", batch_size=BATCH)
         for task in tasks:
-            requests = requests_of(task, data, options.items, ours.max_length, ours._encode_pair)
-            row = compare(task, ours, theirs, requests, options.repeats)
-            rows.append(row)
-            print(
-                f"{task:<20}{row['ours']:>9.1f} items/s, hf {row['peer']:>9.1f}: {row['ratio']:.2f} x; "
-                f"largest difference {row['largest_difference']:.1e}, {row['greedy_differs']} greedy differ",
-                flush=True,
-            )
-    print(json.dumps({"benchmark": "evaluation", "load": round(os.getloadavg()[0], 1), "results": rows}))
-    sys.exit(any(row["largest_difference"] > TOLERANCE or row["greedy_differs"] for row in rows))
+            with quiet():
+                requests = requests_of(task, data, items, ours.max_length, ours._encode_pair)
+                rates, differences = compare(ours, peer, requests, repeats)
+            results.append(result(task, rates[0], "items/s", rates[1], **differences))
+    finish("evaluation", results)
+    sys.exit(any(line["largest_difference"] > TOLERANCE or line["greedy_differs"] for line in results))
 
 
 if __name__ == "__main__":

@@ -1,62 +1,39 @@
 """Tokens per second of greedy generation beside transformers: same weights, same CPU, float32, both with a KV cache.
 
-    python benchmarks/generation.py [--model HUGGING_FACE_FOLDER] [--batch 1 16] [--tokens 128] [--rounds 5]
-    python benchmarks/generation.py --quick
+    python benchmarks/generation.py [--quick]
 
-Both generate after the same prompts, and how many of the tokens are the same is told. Their rounds take turns, and the
-figures are the medians; the first round of each, which compiles, is left out. Both may use all cores. CPU seconds are
-given beside those of the clock: on a machine that others use, too, they are the ones to compare.
+The model is a Llama with random weights. Both sides generate after the same prompts, and `same_tokens` is the share of
+equal tokens. After a first round, which compiles, they take turns on all cores, and the medians count. On a machine
+with other work, compare the CPU seconds.
 """
 
-import argparse
-import json
 import os
-import platform
-import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-PROMPT = 64  # tokens
-WIDTHS = {"small": (8, 512, 1408), "quick": (2, 128, 352)}  # layers, width, ffn
+
+import numpy as np
+from common import Result, finish, options_of, random_llama, result
+
+PROMPT, VOCABULARY = 64, 32_000
+Tokens = list[list[int]]
 
 
-def random_model(folder: Path, size: str) -> Path:
-    """A Llama with random weights, a vocabulary of 32,000 and a context of 1,024 tokens, exported."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    import jax
-
-    from affinage.generation.model import LoadedModel
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import export
-    from affinage.model.forward import init_params
-    from affinage.model.graph import parse
-    from tiny_models import LLAMA, tokenizer
-
-    layers, width, ffn = WIDTHS[size]
-    nodes = LLAMA["nodes"]
-    attention = {"heads": width // 64, "rope": {"theta": 10000}}
-    blocks = nodes["blocks"] | {"repeat": layers, "attention": attention, "ffn": {"kind": "swiglu", "width": ffn}}
-    embed = nodes["embed"] | {"width": width, "vocab": 32_000}
-    logits = nodes["logits"] | {"vocab": 32_000}
-    graph = parse(LLAMA | {"nodes": nodes | {"embed": embed, "blocks": blocks, "logits": logits}})
-    params = jax.jit(lambda key: init_params(graph, key))(jax.random.key(0))
-    export(LoadedModel(graph, params, tokenizer(), "random", 1024), folder, facts=CardFacts(license="apache-2.0"))
-    return folder
-
-
-def ours(folder: Path, batch: int, prompts: list[list[int]], tokens: int):
+def ours(folder: Path, prompts: Tokens, tokens: int) -> Callable[[], Tokens]:
+    """Return a function that generates with our engine."""
     from affinage.generation.engine import generate
     from affinage.generation.sampling import SamplingParams
     from affinage.pipeline.models import open_model
 
     model, params = open_model(str(folder), Path("runs")), SamplingParams(tokens, ignore_eos=True)
-    return lambda: [one.tokens for one in generate(model, prompts, params, max_num_seqs=batch)]
+    return lambda: [answer.tokens for answer in generate(model, prompts, params, max_num_seqs=len(prompts))]
 
 
-def theirs(folder: Path, prompts: list[list[int]], tokens: int):
+def transformers(folder: Path, prompts: Tokens, tokens: int) -> Callable[[], Tokens]:
+    """Return a function that generates with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,72 +42,36 @@ def theirs(folder: Path, prompts: list[list[int]], tokens: int):
     settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
     settings |= {"attention_mask": torch.ones_like(rows), "pad_token_id": 0, "use_cache": True}
 
-    def run() -> list[list[int]]:
+    def run() -> Tokens:
         with torch.inference_mode():
             return model.generate(rows, **settings)[:, rows.shape[1] :].tolist()
 
     return run
 
 
-def timed(run) -> tuple[list[list[int]], float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    said = run()
-    return said, time.perf_counter() - wall, time.process_time() - cpu
-
-
-def compare(folder: Path, batch: int, tokens: int, rounds: int) -> dict:
-    import numpy as np
-
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    prompts = np.random.default_rng(batch).integers(8, vocabulary, (batch, PROMPT)).tolist()
-    sides = {"ours": ours(folder, batch, prompts, tokens), "peer": theirs(folder, prompts, tokens)}
-    first = {name: run() for name, run in sides.items()}
-    seconds: dict[str, list[tuple[float, float]]] = {"ours": [], "peer": []}
-    for _ in range(rounds):
-        for name, run in sides.items():
-            said, wall, cpu = timed(run)
-            assert said == first[name]
-            seconds[name].append((wall, cpu))
-    wall = {name: statistics.median(w for w, _ in of) for name, of in seconds.items()}
-    cpu = {name: statistics.median(c for _, c in of) for name, of in seconds.items()}
-    rates = {name: batch * tokens / value for name, value in wall.items()}
-    same = sum(a == b for mine, other in zip(first["ours"], first["peer"]) for a, b in zip(mine, other))
-    return {
-        "name": f"greedy tokens/s, batch {batch}",
-        "ours": round(rates["ours"], 1),
-        "peer": round(rates["peer"], 1),
-        "unit": "tokens/s",
-        "ratio": round(rates["ours"] / rates["peer"], 3),
-        "cpu_seconds": {name: round(value, 2) for name, value in cpu.items()},
-        "cpu_ratio": round(cpu["peer"] / cpu["ours"], 3),
-        "same_tokens": f"{same} of {batch * tokens}",
-    }
+def compare(folder: Path, batch: int, tokens: int, rounds: int) -> Result:
+    """Return one line of the results."""
+    prompts = np.random.default_rng(batch).integers(8, VOCABULARY, (batch, PROMPT)).tolist()
+    sides = (ours(folder, prompts, tokens), transformers(folder, prompts, tokens))
+    first = [np.array(run()) for run in sides]
+    seconds = np.zeros((rounds, 2, 2))  # of a round and side, by the wall clock and of CPU
+    for times in seconds:
+        for side, run in enumerate(sides):
+            wall, cpu = time.perf_counter(), time.process_time()
+            run()
+            times[side] = time.perf_counter() - wall, time.process_time() - cpu
+    (wall, cpu), (peer_wall, peer_cpu) = np.median(seconds, axis=0).tolist()
+    more = {"cpu_seconds": cpu, "peer_cpu_seconds": peer_cpu, "same_tokens": float(np.mean(first[0] == first[1]))}
+    return result(f"greedy, batch {batch}", batch * tokens / wall, "tokens/s", batch * tokens / peer_wall, **more)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: one with random weights")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer tokens, two rounds")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.tokens, asked.rounds = min(asked.tokens, 32), 2
-    import torch
-
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = asked.model or random_model(Path(temporary) / "model", "quick" if asked.quick else "small")
-        results = [compare(folder, batch, asked.tokens, asked.rounds) for batch in asked.batch]
-    for one in results:
-        print(f"{one['name']:<28}{one['ours']:>10.1f} ours{one['peer']:>10.1f} transformers{one['ratio']:>8.2f}x")
-    import jax
-    import transformers
-
-    versions = {"jax": jax.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    told = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "versions": versions}
-    told |= {"tokens": asked.tokens, "prompt": PROMPT, "rounds": asked.rounds, "load": round(os.getloadavg()[0], 1)}
-    print(json.dumps({"benchmark": "generation", "results": results, **told}))
+    quick = options_of(__doc__).parse_args().quick
+    layers, width, ffn, tokens, rounds = (2, 128, 352, 32, 2) if quick else (8, 512, 1408, 128, 5)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = random_llama(Path(scratch) / "model", layers, width, ffn, VOCABULARY, context=1024)
+        results = [compare(folder, batch, tokens, rounds) for batch in (1, 16)]
+    finish("generation", results)
 
 
 if __name__ == "__main__":

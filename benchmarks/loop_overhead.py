@@ -1,32 +1,29 @@
-# ruff: noqa: E402 -- the allocator is told before JAX is imported
+# ruff: noqa: E402 -- devices are prepared before JAX is imported
 """What the training loop adds to the bare step: feed, metrics, health checks, progress, signals.
 
-    python benchmarks/loop_overhead.py [--quick] [--turns 30] [--steps 200]
+    python benchmarks/loop_overhead.py [--quick]
 
-A step of about 5 ms: the batch has as many rows as take that long here. The bare step runs on one batch that is on the
-device already, and waits as the loop does: at the end of its turn. The loop is `affinage.training.train` on packed rows
-of a feed, without saves and validation. They take turns of some hundred steps, within one training: the loop stands
-while the bare step runs. The ratio is of the medians, 1.03 is the goal. On a machine with other work only the CPU
-milliseconds, of all threads, mean something.
+The bare step takes about 5 ms: the batch has as many rows as take that long here. It runs on one batch that is on the
+device, and waits at the end of its turn. The loop is `affinage.training.train` on packed rows of a feed, without saves
+and validation. They take turns of some hundred steps within one training: the loop stands still while the bare step
+runs. The ratio is of the medians; the goal is 1.03. On a machine with other work, compare the CPU milliseconds, which
+count all threads.
 """
 
-import argparse
-import json
 import os
-import resource
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from affinage.hardware.devices import acquire, prepare
+from affinage.hardware.devices import prepare
 
-prepare()
+prepare()  # before JAX is imported
 
 import jax
 import numpy as np
+from common import finish, options_of, result, trainer_of
 from twins import Size, graph_of
 
 from affinage.config.runtime import CheckpointSettings, RuntimeSettings
@@ -35,86 +32,43 @@ from affinage.data.dataloader import DataLoader
 from affinage.data.special_tokens import BOS
 from affinage.data.token_shards import write_tokens
 from affinage.model import parse
-from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
-from affinage.training.trainer import Trainer
 
 SIZE = Size(width=64, ffn=256, heads=4, layers=1, vocabulary=512, context=64, batch=4)
 STEP = 5e-3  # seconds
 WARM = 100  # steps that are not timed
 
 
-def write_text(folder: Path, rows: int) -> None:
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(10, SIZE.vocabulary, (rows, SIZE.context)).astype(np.uint16)
-    tokens[draw.random(tokens.shape) < 1 / 40] = BOS
-    folder.mkdir(parents=True)
-    write_tokens(folder, tokens, shards=2)
-
-
-def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
-    settings = {
-        "steps": steps,
-        "batch_size": batch,
-        "schedule": {"name": "cosine", "peak_lr": 1e-3, "min_lr": 1e-4},
-        "eval_every": steps,
-        "log_every": 10,
-    }
-    return TrainJob(
-        graph=parse(graph_of("llama", SIZE)),
-        settings=PretrainSettings.model_validate(settings),
-        runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=steps)),
-        mesh={"data": 1},
-        seed=0,
-        feed=DataLoader(rows, seed=0, batch=batch),
-        folder=folder,
-        name="loop",
-    )
-
-
 def clocks() -> np.ndarray:
-    """Seconds of the wall, and of the process on all cores."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return np.array([time.perf_counter(), used.ru_utime + used.ru_stime])
-
-
-def program_of(job: TrainJob) -> Trainer:
-    return Trainer(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
-
-
-def rows_of_a_step(folder: Path, rows: Path) -> int:
-    """How many rows a step of 5 ms has, found in three goes: more rows take less time each."""
-    batch = SIZE.batch
-    for _ in range(3):
-        turns = Turns(program_of(job_of(folder, rows, 1, batch)), WARM)
-        turns.bare_turn()
-        batch = max(1, round(batch * STEP / turns.bare_turn()[0]))
-    return batch
+    """Return seconds of the wall clock, and of the process on all cores."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 class Turns:
-    """A hook of the loop: times its steps, `steps` at a time, and lets the bare step have its turn after each."""
+    """A hook of the loop that times its steps, and gives the bare step a turn after each turn of the loop."""
 
-    def __init__(self, program: Trainer, steps: int) -> None:
-        self._step, self._steps = program.compile_training(), steps
-        self._state, self._batch = program.begin(), program.put(program.batch)
+    def __init__(self, settings: PretrainSettings, rows: Path, batch: int, steps: int) -> None:
+        arrays = next(DataLoader(rows, seed=0, batch=batch).iterate(0))
+        trainer = trainer_of(parse(graph_of("llama", SIZE)), settings, {"data": 1}, arrays)
+        self._step, self._steps = trainer.compile_training(), steps
+        self._state, self._batch = trainer.begin(), trainer.put(arrays)
         self._begun = clocks()
-        self.looped: list[np.ndarray] = []  # seconds per step, of the wall and of CPU, of each turn
+        self.loop: list[np.ndarray] = []  # seconds a step of every turn, by both clocks
         self.bare: list[np.ndarray] = []
 
     def __call__(self, step: int, state: object) -> None:
+        """Follow a step of the loop."""
         if step < WARM or (step - WARM) % self._steps:
             return
         jax.block_until_ready(state)
+        loop, bare = (clocks() - self._begun) / self._steps, self.bare_turn()
         if step > WARM:
-            self.looped.append((clocks() - self._begun) / self._steps)
-            self.bare.append(self.bare_turn())
-        else:
-            self.bare_turn()
+            self.loop.append(loop)
+            self.bare.append(bare)
         self._begun = clocks()
 
     def bare_turn(self) -> np.ndarray:
-        """Seconds per step, of the wall and of CPU."""
+        """Return seconds a step."""
         begun = clocks()
         for _ in range(self._steps):
             self._state, _ = self._step(self._state, self._batch)
@@ -123,26 +77,42 @@ class Turns:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="five turns of 100 steps")
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=200, help="of a turn")
-    arguments = parser.parse_args()
-    turns, steps = (5, 100) if arguments.quick else (arguments.turns, arguments.steps)
+    turns, steps = (5, 100) if options_of(__doc__).parse_args().quick else (30, 200)
+    total, batch = WARM + turns * steps, SIZE.batch
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
-        folder = Path(name)
-        write_text(folder / "rows", 4096)
-        batch = rows_of_a_step(folder / "loop", folder / "rows")
-        job = job_of(folder / "loop", folder / "rows", WARM + turns * steps, batch)
-        taken = Turns(program_of(job), steps)
-        train(replace(job, on_step=(taken,)))
-    results = []
-    medians = 1e3 * np.median([taken.looped, taken.bare], axis=1)  # [loop or bare, wall or CPU]
-    for clock, (ours, peer) in zip(("wall", "CPU"), medians.T.tolist(), strict=True):
-        name = f"loop against bare step, {clock}"
-        results.append({"name": name, "ours": ours, "peer": peer, "unit": "ms/step", "ratio": ours / peer})
-        print(f"{clock}: loop {ours:.2f} ms a step of {batch} rows, bare {peer:.2f} ms: {ours / peer:.3f}")
-    print(json.dumps({"benchmark": "loop_overhead", "results": results}))
+        rows = Path(name) / "rows"
+        rows.mkdir()
+        draw = np.random.default_rng(0)
+        tokens = draw.integers(10, SIZE.vocabulary, (4096, SIZE.context)).astype(np.uint16)
+        tokens[draw.random(tokens.shape) < 1 / 40] = BOS
+        write_tokens(rows, tokens, shards=2)
+
+        def settings_of(batch: int) -> PretrainSettings:
+            schedule = {"name": "cosine", "peak_lr": 1e-3, "min_lr": 1e-4}
+            settings = {"steps": total, "batch_size": batch, "schedule": schedule, "eval_every": total, "log_every": 10}
+            return PretrainSettings.model_validate(settings)
+
+        for _ in range(3):  # more rows take less time each
+            trial = Turns(settings_of(batch), rows, batch, WARM)
+            trial.bare_turn()
+            batch = max(1, round(batch * STEP / trial.bare_turn()[0]))
+        taken = Turns(settings_of(batch), rows, batch, steps)
+        train(
+            TrainJob(
+                graph=parse(graph_of("llama", SIZE)),
+                settings=settings_of(batch),
+                runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=total)),
+                mesh={"data": 1},
+                seed=0,
+                feed=DataLoader(rows, seed=0, batch=batch),
+                folder=Path(name) / "loop",
+                on_step=(taken,),
+            )
+        )
+    medians = 1e3 * np.median([taken.loop, taken.bare], axis=1)  # [loop or bare, clock]
+    pairs = zip(("wall", "CPU"), medians.T.tolist(), strict=True)
+    results = [result(f"loop against bare step, {clock}", ours, "ms/step", peer) for clock, (ours, peer) in pairs]
+    finish("loop_overhead", results, rows=batch)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
 """The planner's memory estimate beside the TPU compiler's, for every preset: the same step, traced and compiled.
 
-    python benchmarks/plan_memory.py                # minutes: some twenty compilations
+    python benchmarks/plan_memory.py                # minutes: some forty compilations
     python benchmarks/plan_memory.py --quick        # one of them
     python benchmarks/plan_memory.py --only gpt2    # those whose name holds a word
 
-Needs `pip install 'affinage[tpu]'`, and no TPU. Ends with a line of JSON; `ratio` is estimate / compiler.
+Needs `pip install 'affinage[tpu]'`, and no TPU. `ratio` is estimate / compiler.
 """
 
-import argparse
-import json
 import os
-import platform
 import sys
 from dataclasses import dataclass
-from datetime import date
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+from common import Result, finish, options_of, result
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
@@ -34,21 +32,18 @@ CHARACTERS = ("model.nodes.embed.vocab=65", "model.nodes.logits.vocab=65")
 
 @dataclass(frozen=True)
 class Case:
+    """A recipe with overrides on a slice."""
+
     recipe: str
     slice: str
     overrides: tuple[str, ...] = ()
-    stage: Training | None = None  # by default the first that the recipe has
+    stage: Training | None = None  # None: the first that the recipe has
 
     @property
     def name(self) -> str:
+        """Options of `affinage plan`."""
         stage = ["--training", self.stage] if self.stage else []
-        return " ".join([self.recipe, "--on", self.slice, *stage, *(f"--set {one}" for one in self.overrides)])
-
-    @property
-    def settings(self) -> list[str]:
-        """Overrides that leave the training that is planned."""
-        own = list(self.overrides)
-        return [*own, *only(self.stage, load_recipe(self.recipe, own).recipe)] if self.stage else own
+        return " ".join([self.recipe, "--on", self.slice, *stage, *(f"--set {setting}" for setting in self.overrides)])
 
 
 CASES = (
@@ -99,40 +94,28 @@ CASES = (
 )
 
 
-def estimate(case: Case) -> float:
-    loaded = load_recipe(case.recipe, case.settings)
-    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(case.slice)).memory.total
-
-
-def measure(case: Case) -> dict[str, object]:
-    guess = estimate(case) / GiB
-    verdict = compile_on(case.recipe, case.settings, find_slice(case.slice))
-    peak = verdict.peak_bytes / GiB
-    fits = "fits" if verdict.fits else "does not fit"
-    print(f"{case.name:90} {guess:8.2f} {peak:8.2f} GiB {guess / peak - 1:+7.1%}  {fits}", flush=True)
-    result = {"name": case.name, "ours": round(guess, 3), "peer": round(peak, 3), "unit": "GiB of a device"}
-    return result | {"ratio": round(guess / peak, 4), "fits": verdict.fits, "seconds": round(verdict.seconds)}
+def measure(case: Case) -> Result:
+    """Return one line of the results."""
+    settings, where = list(case.overrides), find_slice(case.slice)
+    if case.stage:
+        settings += only(case.stage, load_recipe(case.recipe, settings).recipe)
+    loaded = load_recipe(case.recipe, settings)
+    estimate = make_plan(loaded.recipe, planned_graph(loaded), where).memory.total / GiB
+    report = compile_on(case.recipe, settings, where)
+    return result(case.name, estimate, "GiB of a device", report.peak_bytes / GiB, fits=report.fits)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--estimate", action="store_true", help="compile nothing")
-    arguments = parser.parse_args()
-    cases = [case for case in CASES if arguments.only in case.name][: 1 if arguments.quick else None]
+    parser = options_of(__doc__)
+    parser.add_argument("--only", default="", metavar="NAME")
+    options = parser.parse_args()
     results = []
-    for case in cases:
+    for case in [case for case in CASES if options.only in case.name][: 1 if options.quick else None]:
         try:
-            if arguments.estimate:
-                print(f"{case.name:90} {estimate(case) / GiB:8.2f}", flush=True)
-            else:
-                results.append(measure(case))
+            results.append(measure(case))
         except UserError as error:
             print(f"{case.name}: {error.what}. {error.fix}", file=sys.stderr, flush=True)
-    machine = {"machine": platform.machine(), "date": date.today().isoformat()}
-    versions = {name: version(name) for name in ("jax", "libtpu")}
-    print(json.dumps({"benchmark": "plan_memory", "results": results, **machine, "versions": versions}))
+    finish("plan_memory", results, versions={name: version(name) for name in ("jax", "libtpu")})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """The planner's step beside steps that others published, with nothing fitted to them.
 
-    python benchmarks/published.py            # a minute
-    python benchmarks/published.py --quick    # one of them
+    python benchmarks/published.py [--quick]
 
-`ratio` is planned / published seconds. What a publication leaves open is assumed, and said.
+`ratio` is planned / published seconds. `source` says where a step is published, and what is assumed where that leaves
+something open. `--quick` plans one of them.
 """
 
-import argparse
-import json
 from dataclasses import dataclass
-from typing import Any
+
+from common import Result, finish, options_of, result
 
 from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice
-from affinage.planning.plan import Plan, make_plan, planned_graph
+from affinage.planning.plan import make_plan, planned_graph
 
 CUDNN = "pretrain.attention=cudnn"
 XLA = ("pretrain.attention=xla",)
@@ -21,16 +20,7 @@ XLA = ("pretrain.attention=xla",)
 
 @dataclass(frozen=True)
 class Published:
-    """A step that somebody measured.
-
-    Attributes:
-        name: whose.
-        recipe: of a model of its shape.
-        slice: that it ran on.
-        seconds: of a step.
-        source: where it is published, how `seconds` follow from it, and what is assumed.
-        overrides: of the recipe.
-    """
+    """A step that somebody measured on a slice, and the recipe of a model of its shape."""
 
     name: str
     recipe: str
@@ -43,7 +33,7 @@ class Published:
 def _llama(
     width: int, layers: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, rows: int, length: int
 ) -> tuple[str, ...]:
-    """Overrides of llama3-1b for another model of its kind, with heads of 128 and an unembedding of its own."""
+    """Return overrides of llama3-1b for another model of its kind, with heads of 128 and an unembedding of its own."""
     blocks = "model.nodes.blocks"
     return (
         f"model.nodes.embed.width={width}",
@@ -59,7 +49,7 @@ def _llama(
 
 
 def _tflops(per_second: float, parameters: float, layers: int, width: int, rows: int, length: int) -> float:
-    """Seconds of a step at MaxText's TFLOP/s of a chip: 6 FLOPs a parameter and token, and all pairs of attention."""
+    """Return seconds of a step at MaxText's TFLOP/s of a chip: 6 FLOPs a parameter and token, and attention."""
     flops = 6 * parameters * rows * length + 12 * layers * width * length**2 * rows
     return flops / (per_second * 1e12)
 
@@ -126,7 +116,7 @@ CASES = (
         7 * 3600 / 75_000,
         "about 7 hours, 'Train a GPT2 model with JAX on TPU for free'; 7.37B tokens are assumed",
     ),
-    Published("the same", "gpt2-124m-tpu", "v6e-8", 1.5 * 3600 / 75_000, "about 1.5 hours, the same"),
+    Published("GPT-2 124M on one TPU host", "gpt2-124m-tpu", "v6e-8", 1.5 * 3600 / 75_000, "about 1.5 hours, the same"),
     Published(
         "nanoGPT 124M",
         "gpt2-124m",
@@ -138,35 +128,17 @@ CASES = (
 )
 
 
-def plan_of(case: Published) -> Plan:
+def measure(case: Published) -> Result:
+    """Return one line of the results."""
     loaded = load_recipe(case.recipe, case.overrides)
-    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(case.slice))
-
-
-def measure(case: Published) -> dict[str, Any]:
-    plan = plan_of(case)
-    return {
-        "name": case.name,
-        "slice": case.slice,
-        "ours": plan.time.seconds,
-        "peer": case.seconds,
-        "unit": "s",
-        "ratio": plan.time.seconds / case.seconds,
-        "mfu": plan.mfu,
-        "bound": plan.time.bound,
-        "source": case.source,
-    }
+    plan = make_plan(loaded.recipe, planned_graph(loaded), find_slice(case.slice))
+    more = {"mfu": plan.mfu, "bound": plan.time.bound, "source": case.source}
+    return result(f"{case.name}, {case.slice}", plan.time.seconds, "s", case.seconds, **more)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one of them")
-    results = [measure(case) for case in CASES[-1 if parser.parse_args().quick else 0 :]]
-    print("| step | slice | planned | published | ratio | planned MFU | source |\n|---|---|---|---|---|---|---|")
-    for one in results:
-        seconds = f"{one['ours']:.3g} s | {one['peer']:.3g} s | {one['ratio']:.2f} | {one['mfu']:.0%}"
-        print(f"| {one['name']} | {one['slice']} | {seconds} | {one['source']} |")
-    print(json.dumps({"benchmark": "published", "results": results}))
+    quick = options_of(__doc__).parse_args().quick
+    finish("published", [measure(case) for case in CASES[-1 if quick else 0 :]])
 
 
 if __name__ == "__main__":

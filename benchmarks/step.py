@@ -1,238 +1,138 @@
 """Where the time of a training step goes on this machine, part by part, beside what the planner predicts.
 
-    python benchmarks/step.py [RECIPE] [--set KEY=VALUE ...] [--quick] [--steps 10] ...
+    python benchmarks/step.py [RECIPE] [--set KEY=VALUE ...] [--quick]
 
-A run's step is one program, in which XLA mixes its parts. Here forward, loss (with its gradient, and the logits),
-backward and optimizer are a program each, with what one hands to the next in memory between them; the whole step, as a
-run compiles it, stands beside them. Without a name it is FAX's 124M model; a CPU measures one sequence of 256 tokens.
+A run's step is one program, in which XLA mixes its parts. Here forward, loss (logits, loss and its gradient), backward
+and optimizer are a program each; the whole step, as a run compiles it, stands beside them. The default recipe is FAX's
+124M model. A CPU measures one row of 256 tokens, unless `--set` gives another size.
 """
 
-import argparse
 import dataclasses
-import json
 import math
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import Result, batch_of, finish, options_of, result, trainer_of
 
 from affinage.config.load import load_recipe
-from affinage.config.parallel import ParallelSettings
-from affinage.config.training import TrainSettings
 from affinage.hardware.devices import acquire
-from affinage.model import Graph
-from affinage.model.forward import apply_part, batch_shapes
-from affinage.parallel import make_mesh
+from affinage.model.forward import apply_part
 from affinage.planning.plan import forecast, planned_graph
 from affinage.plugins import load_plugins
-from affinage.training.job import HostBatch, TrainJob, rows_per_step
+from affinage.training.job import rows_per_step
 from affinage.training.state import Purpose, random_key
 from affinage.training.step import make_update
-from affinage.training.trainer import Trainer
 
 PyTree = Any
-
-PARTS = ("forward", "loss", "backward", "optimizer")
-STEP = "step"  # the whole, as a run compiles it
+NAMES = ("forward", "loss", "backward", "optimizer", "step")
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of some repetitions, by the clock and of the processor (all its cores together)."""
-
-    seconds: tuple[float, ...]
-    processor: tuple[float, ...] = ()
-
-    @property
-    def mean(self) -> float:
-        """Of all of them."""
-        return statistics.fmean(self.seconds)
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation of the sample; 0 of one."""
-        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
-
-
-def program_of(
-    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, mesh: Mapping[str, int | str], batch: HostBatch
-) -> Trainer:
-    """A training without a feed and a folder, on all devices of this machine: for its steps alone."""
-    nothing: Any = None
-    job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel)
-    return Trainer(job, make_mesh(mesh, acquire()), batch)
-
-
-def synthetic_batch(graph: Graph, rows: int, context: int) -> dict[str, np.ndarray]:
-    """A batch as a feed makes it, of uniformly drawn tokens in rows of one document: what is computed is the same."""
-    shapes = batch_shapes(graph, rows, context)
-    draw = np.random.default_rng(0)
-    batch = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
-    batch["tokens"] = draw.integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
-    batch["positions"] = np.tile(np.arange(context, dtype=np.int32), (rows, 1))
-    batch["loss_mask"] = np.ones((rows, context), np.float32)
-    batch["rows"] = np.arange(rows, dtype=np.int32)
-    return batch
-
-
-def measure(program: Trainer, batch: HostBatch, steps: int = 10) -> dict[str, Timing]:
-    """Seconds of the parts, and of the whole step, over `steps` repetitions after one that does not count.
-
-    Args:
-        program: of a training of whole batches (one micro-batch) without a pipeline.
-        batch: what every step is made on.
-        steps: repetitions.
+def parts_of(trainer: Any) -> list[Callable[..., Any]]:
+    """Return the parts of a step as compiled functions.
 
     Returns:
-        Timings by the names in `PARTS`, and `STEP`.
-    """
-    if program.split.has_frozen:
-        raise SystemExit("only trainings of all weights are measured by their parts: leave out `lora`")
-    put, state = program.put(batch), program.begin()
-    forward, loss, backward = (jax.jit(part) for part in differentiated(program))
-    update = jax.jit(_update(program), donate_argnums=0)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*PARTS, STEP)}
-    for _ in range(steps + 1):
-        values, pull = _timed(found["forward"], forward, state.params, put)
-        direction = _timed(found["loss"], loss, values, state.params, put)
-        grads = _timed(found["backward"], backward, pull, direction)
-        del values, pull, direction
-        state = _timed(found["optimizer"], update, state, grads)
-    step = program.compile_training()
-    for _ in range(steps + 1):
-        state, _ = _timed(found[STEP], step, state, put)
-    return {name: Timing(*zip(*taken[1:], strict=True)) for name, taken in found.items()}
-
-
-def _timed(taken: list[tuple[float, float]], function: Callable[..., Any], *arguments: Any) -> Any:
-    jax.block_until_ready(arguments)
-    began, worked = time.perf_counter(), time.process_time()
-    result = jax.block_until_ready(function(*arguments))
-    taken.append((time.perf_counter() - began, time.process_time() - worked))
-    return result
-
-
-def differentiated(program: Trainer) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The gradient of a program's mean loss as three functions.
-
-    Returns:
-        forward: (parameters, batch) -> (what the loss reads, the way back through the model).
+        forward: (parameters, batch) -> (what the loss reads, the pullback through the model).
         loss: (what the loss reads, parameters, batch) -> the gradient of the mean loss by it.
-        backward: (the way back, that gradient) -> the gradient by the parameters, float32.
+        backward: (the pullback, that gradient) -> the gradient by the parameters, float32.
+        optimizer: (state, gradient) -> next state.
     """
-    graph, key = program.job.graph, random_key(program.job.seed, Purpose.DROPOUT)
-    config = dataclasses.replace(program.adapted_config, key=key)
+    graph, seed = trainer.job.graph, trainer.job.seed
+    config = dataclasses.replace(trainer.adapted_config, key=random_key(seed, Purpose.DROPOUT))
     inputs = {name for name, _ in graph.inputs}
     read = tuple(name for name in graph[graph.loss].inputs if name not in inputs)
     before = set(graph.needed_for(graph.loss)) - {graph.loss}
+    update = make_update(trainer.optimizer, trainer.job.settings, seed=seed)
 
-    def values_of(params: PyTree, batch: PyTree) -> Any:
-        given = {name: batch[name] for name in inputs if name in batch}
-        part = apply_part(graph, before, params, given, batch, config)
-        return {name: part.values[name] for name in read}, sum(part.losses, jnp.zeros(()))
+    def inputs_of(batch: PyTree) -> dict[str, Any]:
+        return {name: batch[name] for name in inputs if name in batch}
 
     def forward(params: PyTree, batch: PyTree) -> Any:
-        return jax.vjp(lambda params: values_of(params, batch), params)
+        def values(params: PyTree) -> Any:
+            outputs = apply_part(graph, before, params, inputs_of(batch), batch, config)
+            return {name: outputs.values[name] for name in read}, sum(outputs.losses, jnp.zeros(()))
+
+        return jax.vjp(values, params)
 
     def loss(values: Any, params: PyTree, batch: PyTree) -> Any:
         def mean(values: Any) -> Any:
             made, losses = values
-            given = {**{name: batch[name] for name in inputs if name in batch}, **made}
-            part = apply_part(graph, {graph.loss}, params, given, batch, config)
-            return part.values[graph.loss].mean() + losses
+            outputs = apply_part(graph, {graph.loss}, params, inputs_of(batch) | made, batch, config)
+            return outputs.values[graph.loss].mean() + losses
 
         return jax.grad(mean)(values)
 
-    def backward(pull: Any, direction: Any) -> PyTree:
-        (grads,) = pull(direction)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    def backward(pullback: Any, direction: Any) -> PyTree:
+        return jax.tree.map(lambda g: g.astype(jnp.float32), pullback(direction)[0])
 
-    return forward, loss, backward
+    def optimizer(state: Any, grads: PyTree) -> Any:
+        healthy_loss = jnp.float32(math.log(graph.vocabulary))
+        return update(state, grads, healthy_loss, optax.tree.norm(grads))[0]
 
-
-def _update(program: Trainer) -> Callable[..., Any]:
-    update = make_update(program.optimizer, program.job.settings, seed=program.job.seed)
-    loss = math.log(program.job.graph.vocabulary)  # one that is no spike
-
-    def apply_gradient(state: Any, grads: PyTree) -> Any:
-        return update(state, grads, jnp.float32(loss), optax.tree.norm(grads))[0]
-
-    return apply_gradient
+    return [jax.jit(forward), jax.jit(loss), jax.jit(backward), jax.jit(optimizer, donate_argnums=0)]
 
 
-def measured(
-    recipe: str, overrides: list[str], steps: int, batch_size: int | None, seq_len: int | None
-) -> dict[str, Any]:
-    device, cpu = acquire()[0], acquire()[0].platform == "cpu"
-    batch_size, seq_len = batch_size or (1 if cpu else None), seq_len or (256 if cpu else None)
-    settings = [*overrides, "pretrain.gradient_accumulation_steps=1"]
-    settings += ["pretrain.per_device_batch_size=null", f"pretrain.batch_size={batch_size}"] if batch_size else []
-    loaded = load_recipe(recipe, [*settings, *([f"packing.seq_len={seq_len}"] if seq_len else [])])
-    load_plugins(loaded)
-    pretrain, length = loaded.recipe.pretrain, loaded.recipe.packing.seq_len
-    if pretrain is None:
-        raise SystemExit(f"{recipe}: only the pretraining of a language model is measured")
-    graph, mesh = planned_graph(loaded), {str(axis): size for axis, size in loaded.recipe.mesh.items()}
-    rows = rows_per_step(pretrain, len(acquire()))
-    batch = synthetic_batch(graph, rows, length)
-    program = program_of(graph, pretrain, loaded.recipe.parallel, mesh, batch)
-    if program.mesh.shape["pipeline"] > 1:
-        raise SystemExit(f"{recipe}: the stages of a pipeline do not part into forward and backward")
-    found = measure(program, batch, steps)
-    planned = forecast(
-        graph,
-        pretrain,
-        loaded.recipe.parallel,
-        rows=rows,
-        context=length,
-        mesh=program.mesh.shape,
-        device_kind=device.device_kind,
-        devices=program.mesh.size,
-    )
-    return {
-        "recipe": loaded.recipe.name,
-        "device": device.device_kind,
-        "devices": len(acquire()),
-        "rows": rows,
-        "seq_len": length,
-        "timings": found,
-        "planned": planned and planned[1].phases(graph.loss) | {STEP: planned[1].seconds},
-        "tokens_per_second": rows * length / found[STEP].mean,
-        "flops_per_second": program.flops_per_step / found[STEP].mean,
-    }
+def measure(trainer: Any, batch: Any, steps: int) -> dict[str, float]:
+    """Return the mean seconds of the parts and of the whole step, without the first repetition."""
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+
+    def timed(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        jax.block_until_ready(arguments)
+        start = time.perf_counter()
+        value = jax.block_until_ready(function(*arguments))
+        seconds[name].append(time.perf_counter() - start)
+        return value
+
+    put, state = trainer.put(batch), trainer.begin()
+    forward, loss, backward, optimizer = parts_of(trainer)
+    for _ in range(steps + 1):
+        values, pullback = timed("forward", forward, state.params, put)
+        direction = timed("loss", loss, values, state.params, put)
+        grads = timed("backward", backward, pullback, direction)
+        del values, pullback, direction
+        state = timed("optimizer", optimizer, state, grads)
+    step = trainer.compile_training()
+    for _ in range(steps + 1):
+        state, _ = timed("step", step, state, put)
+    return {name: fmean(taken[1:]) for name, taken in seconds.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("recipe", nargs="?", default="fax-124m")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--steps", type=int, default=10, help="repetitions of each part")
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--seq-len", type=int)
-    parser.add_argument("--quick", action="store_true", help="one repetition of 64 tokens")
     options = parser.parse_args()
-    if options.quick:
-        options.steps, options.batch_size, options.seq_len = 1, 1, 64
-    facts = measured(options.recipe, options.set, options.steps, options.batch_size, options.seq_len)
-    print(f"{facts['recipe']}, {facts['rows']} x {facts['seq_len']:,} tokens on {facts['devices']} x {facts['device']}")
-    results = []
-    for name, timing in facts.pop("timings").items():
-        planned = facts["planned"] and facts["planned"][name]
-        print(
-            f"{name:<10}{timing.mean:10.4f} s ± {timing.deviation:.4f}"
-            f"{statistics.fmean(timing.processor):10.3f} CPU s{f'{planned:10.4f} planned' if planned else ''}"
-        )
-        line = {"name": name, "ours": timing.mean, "peer": planned, "unit": "s"}
-        results.append(line | {"ratio": timing.mean / planned if planned else None, "deviation": timing.deviation})
-    print(f"{facts['tokens_per_second']:,.0f} tokens/s, {facts['flops_per_second'] / 1e9:,.1f} GFLOP/s")
-    print(json.dumps({"benchmark": "step", "results": results, **facts}))
+    devices = acquire()
+    settings = ["pretrain.gradient_accumulation_steps=1"]
+    if options.quick or devices[0].platform == "cpu":
+        settings += ["pretrain.per_device_batch_size=null", "pretrain.batch_size=1"]
+        settings.append(f"packing.seq_len={64 if options.quick else 256}")
+    loaded = load_recipe(options.recipe, [*settings, *options.set])
+    load_plugins(loaded)
+    recipe = loaded.recipe
+    pretrain, context, mesh = recipe.pretrain, recipe.packing.seq_len, {str(k): size for k, size in recipe.mesh.items()}
+    if pretrain is None:
+        raise SystemExit(f"{options.recipe}: only the pretraining of a language model is measured")
+    graph, rows = planned_graph(loaded), rows_per_step(pretrain, len(devices))
+    tokens = np.random.default_rng(0).integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
+    batch = batch_of(tokens, np.zeros_like(tokens))
+    trainer = trainer_of(graph, pretrain, mesh, batch, recipe.parallel)
+    if trainer.split.has_frozen or trainer.mesh.shape["pipeline"] > 1:
+        raise SystemExit(f"{options.recipe}: a step with frozen weights or a pipeline has no such parts")
+    seconds = measure(trainer, batch, 1 if options.quick else 10)
+    kind, shape, size = devices[0].device_kind, trainer.mesh.shape, trainer.mesh.size
+    chips = {"rows": rows, "context": context, "mesh": shape, "device_kind": kind, "devices": size}
+    estimate = forecast(graph, pretrain, recipe.parallel, **chips)
+    planned = estimate[1].phases(graph.loss) | {"step": estimate[1].seconds} if estimate else {}
+    results: list[Result] = [result(name, seconds[name], "s", planned.get(name)) for name in NAMES]
+    rates = {"tokens_per_second": rows * context / seconds["step"]}
+    rates["flops_per_second"] = trainer.flops_per_step / seconds["step"]
+    finish("step", results, recipe=recipe.name, device=kind, rows=rows, context=context, **rates)
 
 
 if __name__ == "__main__":

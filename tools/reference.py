@@ -1,9 +1,10 @@
-"""Write the pages of the documentation that are made from the code: settings, layers, verbs, recipes, rooms.
+"""Write the pages of the documentation that are made from the code: settings, layers, verbs, recipes, packages.
 
 python tools/reference.py [FOLDER]     default: docs/reference, which is not kept
 """
 
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -34,34 +35,22 @@ _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", ByteSize: "bytes", Any: "any value"}
 
 
-class Setting(NamedTuple):
-    """One key of a recipe."""
-
-    key: str
-    """Dotted; `*` stands for a name of the user's, `[]` for a place in a list."""
-    type: str
-    """In words, with bounds."""
-    default: str
-    """As YAML, "" where the key must be given."""
-    meaning: str
-    """Empty where the name says it all."""
-
-
 class Section(NamedTuple):
     """The settings of one class, as they stand in one place of the recipe; its key is "" for the recipe itself."""
 
     key: str
     meaning: str
-    settings: tuple[Setting, ...]
+    rows: tuple[tuple[str, str, str, str], ...]
+    """Key (`*` is a name of the user's, `[]` a place in a list), type in words, default as YAML, and meaning."""
 
 
 def sections(model: type[Settings], key: str = "") -> Iterator[Section]:
-    """The class's own settings, then those of the classes inside it, depth first.
+    """Yield the class's own settings, then those of the classes inside it, depth first.
 
     What all trainings share stands once, in the section `training`.
     """
     inside: list[tuple[str, type[Settings]]] = []
-    found = []
+    rows = []
     shared = TrainSettings.model_fields if issubclass(model, TrainSettings) and model is not TrainSettings else {}
     for name, field in model.model_fields.items():
         if name in shared:
@@ -69,28 +58,17 @@ def sections(model: type[Settings], key: str = "") -> Iterator[Section]:
         dotted = f"{key}.{name}" if key else name
         inner = [(dotted + place, child) for place, child in classes_in(field.annotation)]
         if name == TRAININGS[0]:
-            found.append(Setting("training", "section", "left out", ""))
-            inner.insert(0, ("training", TrainSettings))
+            rows.append(("training", "section", "left out", ""))
+            inside.append(("training", TrainSettings))
         inside += inner
-        found.append(Setting(dotted, _type(field), _default(field, bool(inner)), meaning(field)))
-    yield Section(key, inspect.cleandoc(model.__doc__ or ""), tuple(found))
+        signs = [
+            f"{_BOUNDS[bound]} {getattr(m, bound):g}" for m in field.metadata for bound in _BOUNDS if hasattr(m, bound)
+        ]
+        kind = f"{_words(field.annotation)} {', '.join(signs)}".rstrip()
+        rows.append((name, kind, _default(field, bool(inner)), " ".join((field.description or "").split())))
+    yield Section(key, inspect.cleandoc(model.__doc__ or ""), tuple(rows))
     for dotted, child in inside:
         yield from sections(child, dotted)
-
-
-def meaning(field: FieldInfo) -> str:
-    """The docstring of a setting in one line."""
-    return " ".join((field.description or "").split())
-
-
-def _type(field: FieldInfo) -> str:
-    found = [
-        f"{sign} {bound:g}"
-        for constraint in field.metadata
-        for name, sign in _BOUNDS.items()
-        if (bound := getattr(constraint, name, None)) is not None
-    ]
-    return f"{_words(field.annotation)} {', '.join(found)}".rstrip()
 
 
 def _words(annotation: Any) -> str:
@@ -121,12 +99,6 @@ def _default(field: FieldInfo, is_section: bool) -> str:
     return as_yaml(value)
 
 
-def head(path: Path) -> str:
-    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
-    comment = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))
-    return re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.MULTILINE).rstrip("\n")
-
-
 def settings_page() -> str:
     """Every setting of a recipe; those that pretraining and tuning share, once."""
     lines = [
@@ -137,8 +109,7 @@ def settings_page() -> str:
     ]
     seen: dict[tuple[str, ...], str] = {}
     for section in sections(Recipe):
-        same = tuple(setting.key.removeprefix(section.key) for setting in section.settings)
-        first = seen.setdefault((section.meaning, *same), section.key)
+        first = seen.setdefault((section.meaning, *(key for key, *_ in section.rows)), section.key)
         lines += [f"## {section.key or 'The recipe'}", "", section.meaning, ""]
         if first != section.key:
             lines += [f"The same settings as [`{first}`](#{_anchor(first)}).", ""]
@@ -147,7 +118,7 @@ def settings_page() -> str:
     return "\n".join(lines)
 
 
-def kinds_page() -> str:
+def layers_page() -> str:
     """Every layer with its settings."""
     lines = [
         "# Layers",
@@ -160,7 +131,7 @@ def kinds_page() -> str:
         lines += [f"## {name}", "", own.meaning, ""]
         if kind.takes:
             lines += [f"Reads: {', '.join(f'`{taken}`' for taken in kind.takes)}.", ""]
-        if own.settings:
+        if own.rows:
             lines += _table(own)
         for section in inside:
             lines += [f"### {name}: {section.key}", "", section.meaning, "", *_table(section)]
@@ -169,19 +140,15 @@ def kinds_page() -> str:
 
 def verbs_page() -> str:
     """Every verb of the command line with its arguments and options."""
-    lines = ["# The command line", "", _paragraph(app.info.help), ""]
-    lines += [EXITS, ""]
+    lines = ["# The command line", "", _paragraph(app.info.help), "", EXITS, ""]
     for path, command in _commands(get_command(app), ()):
         lines += [f"## affinage {' '.join(path)}", "", _paragraph(command.help), ""]
         rows = []
         for parameter in command.params:
-            if parameter.name in ("help", "install_completion", "show_completion"):
-                continue
             words = getattr(parameter, "metavar", None) or ""
-            option = parameter.param_type_name == "option"
-            name = (
-                ", ".join(parameter.opts) + (f" {words}" if words else "") if option else words or str(parameter.name)
-            )
+            name = words or str(parameter.name)
+            if parameter.param_type_name == "option":
+                name = f"{', '.join(parameter.opts)} {words}".rstrip()
             rows.append(f"| `{_cell(name)}` | {_cell(getattr(parameter, 'help', '') or '')} |")
         if rows:
             lines += ["| argument | what it does |", "|---|---|", *rows, ""]
@@ -192,18 +159,16 @@ def recipes_page() -> str:
     """The gallery."""
     lines = ["# Recipes", "", "They come along: `affinage run NAME`, `affinage new MINE --like NAME`.", ""]
     for name, path in packaged_recipes().items():
-        lines += [f"## {name}", "", "```", head(path), "```", ""]
+        comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        lines += [f"## {name}", "", "```", *(line.removeprefix("#").removeprefix(" ") for line in comment), "```", ""]
     return "\n".join(lines)
 
 
-def room_page(package: Path) -> str:
-    """A room's public modules, from their docstrings."""
-    lines = [f"# affinage.{package.name}", ""]
-    for module in sorted(package.rglob("*.py")):
-        dotted = ".".join(module.relative_to(ROOT / "src").with_suffix("").parts)
-        if module.name != "__init__.py":
-            lines += [f"::: {dotted}", ""]
-    return "\n".join(lines)
+def package_page(package: Path) -> str:
+    """A package's public modules, from their docstrings."""
+    modules = [module for module in sorted(package.rglob("*.py")) if module.name != "__init__.py"]
+    names = (".".join(module.relative_to(ROOT / "src").with_suffix("").parts) for module in modules)
+    return "\n".join([f"# affinage.{package.name}", "", *(f"::: {name}\n" for name in names)])
 
 
 def _commands(command: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -216,12 +181,11 @@ def _commands(command: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[st
 
 
 def _table(section: Section) -> list[str]:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for setting in section.settings:
-        key = setting.key.removeprefix(section.key).lstrip(".")
-        default = f"`{_cell(setting.default)}`" if setting.default else "must be given"
-        rows.append(f"| `{key}` | {_cell(setting.type)} | {default} | {_cell(setting.meaning)} |")
-    return [*rows, ""]
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key, kind, default, meaning in section.rows:
+        shown = f"`{_cell(default)}`" if default else "must be given"
+        lines.append(f"| `{key}` | {_cell(kind)} | {shown} | {_cell(meaning)} |")
+    return [*lines, ""]
 
 
 def _cell(text: str) -> str:
@@ -238,14 +202,14 @@ def _paragraph(text: str | None) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "reference"
-    pages = {"settings": settings_page, "kinds": kinds_page, "verbs": verbs_page, "recipes": recipes_page}
+    pages = {"settings": settings_page, "kinds": layers_page, "verbs": verbs_page, "recipes": recipes_page}
     (folder / "api").mkdir(parents=True, exist_ok=True)
     for name, page in pages.items():
         (folder / f"{name}.md").write_text(page() + "\n", encoding="utf-8")
     (folder / "api" / "api.md").write_text("# affinage.api\n\n::: affinage.api\n", encoding="utf-8")
     for package in sorted((ROOT / "src" / "affinage").iterdir()):
         if (package / "__init__.py").is_file():
-            (folder / "api" / f"{package.name}.md").write_text(room_page(package), encoding="utf-8")
+            (folder / "api" / f"{package.name}.md").write_text(package_page(package), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ def compiler(fixed, per_layer, room=30.75, silent=False):
 
 
 @pytest.mark.parametrize(("fixed", "per_layer", "silent"), [(2.0, 0.22, False), (9.0, 0.3, True)])
-def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent):
-    found = capacity(
-        "capacity", shape(5120, WHERE), WHERE, tries=20, compiler=compiler(fixed, per_layer, silent=silent)
-    )
+def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent, monkeypatch):
+    monkeypatch.setattr("affinage.planning.capacity.compile_on", compiler(fixed, per_layer, silent=silent))
+    found = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
     assert found.largest.layers == int((30.75 - fixed) / per_layer // 2) * 2
     assert len({one.layers for one in found.attempts}) == len(found.attempts) <= (12 if silent else 5)
     assert found.plan.facts.parameters == found.largest.parameters

@@ -8,7 +8,7 @@ from small_plans import SMALL, plan_of, told
 
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
-from affinage.planning.compiled import attention_in, collectives_in, compile_on, compile_step, loops_of, out_of_memory
+from affinage.planning.compiled import attention_in, compile_on, compile_step, out_of_memory
 from affinage.planning.plan import NOTHING_COUNTED
 
 SIX = "model.nodes.blocks.repeat=6"
@@ -64,24 +64,9 @@ def test_the_estimate_is_near_what_the_processors_compiler_takes():
     assert planned.total == pytest.approx(report.peak_bytes, rel=0.3)
 
 
-def test_a_collective_in_a_loop_is_told_from_one_behind_it():
-    program = "\n\n".join(
-        [
-            "HloModule step",
-            "%added (a: f32[], b: f32[]) -> f32[] {\n  ROOT %c = f32[] add(%a, %b)\n}",
-            "%inner (x: f32[4]) -> f32[4] {\n  %r = f32[4]{0} all-reduce(%x), to_apply=%added\n}",
-            "%outer (x: f32[4]) -> f32[4] {\n  %w = f32[4]{0} while(%x), condition=%until, body=%inner\n}",
-            "ENTRY %main (x: f32[4]) -> f32[4] {\n  %w = f32[4]{0} while(%x), condition=%until, body=%outer\n"
-            "  %r = f32[4]{0} all-reduce(%w), to_apply=%added\n}",
-        ]
-    )
-    assert collectives_in(program) == {"all-reduce": 2}
-    assert collectives_in(loops_of(program)) == {"all-reduce": 1}
-
-
 def test_a_compiler_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name, fix in (("v3-8", "leave out --compile"), ("v4-8", "affinage[tpu]"), ("h100x8", "affinage[gpu-plan]")):
+    for name, fix in (("v3-8", "Leave out --compile"), ("v4-8", "affinage[tpu]"), ("h100x8", "affinage[gpu-plan]")):
         with pytest.raises(UserError) as refused:
             compile_on(SMALL, [], find_slice(name))
         assert fix in refused.value.fix

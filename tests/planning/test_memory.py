@@ -134,7 +134,6 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest)
         ({"fsdp": 3}, {}, "3", ""),
         ({"tensor": 8}, {}, "heads = 4", "8"),
         ({"data": 2}, {}, "2 devices", "auto"),
-        ({"data": 2, "tensor": 2}, {}, "4 devices", "--set 'mesh={data: 4, tensor: 2}'"),
     ],
     ids=str,
 )

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from small_plans import EXPERTS, SMALL, blocks_of, plan_of, rarer, told
+from small_plans import EXPERTS, SMALL, blocks_of, plan_of, told
 
-from affinage.cli.output import emit
-from affinage.cli.plan import comparison_view
 from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
@@ -18,8 +16,6 @@ from affinage.model.apply_config import with_remat
 from affinage.model.layers.attention_ops import Workload, choose
 from affinage.planning.auto_remat import LADDER, ROOM, present
 from affinage.planning.plan import compare, make_plan, planned_graph
-
-CUDNN = "pretrain.attention=cudnn"
 
 
 def test_time_money_and_utilisation_are_of_one_step():
@@ -47,12 +43,8 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
     ("given", "named"),
     [
         (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn"), "cudnn"),
-        (
-            ("mesh={fsdp: 4}", "pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"),
-            "gradient_accumulation_steps is 2",
-        ),
+        (("pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"), "gradient_accumulation_"),
         (("pretrain.optimizer_in_backward=true", "parallel.remat=dots"), "`dots`"),
-        (("pretrain.optimizer_in_backward=true", "parallel.remat={keep: [query]}"), "query"),
         (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
     ],
     ids=str,
@@ -63,16 +55,15 @@ def test_what_a_run_refuses_is_not_planned(given, named):
 
 
 HEADS = "model.nodes.blocks.attention.heads=2"
+TUNING = "sft={steps: 50, batch_size: 8, sources: [chats.jsonl], schedule: {peak_lr: 1.0e-4, min_lr: 0}, seq_len: 256}"
 
 
 @pytest.mark.parametrize(
     ("name", "given", "word", "warned"),
     [
-        ("v4-8", ("model.nodes.blocks.attention.dropout=0.1",), "dropout of attention", True),
         ("v4-8", (HEADS,), "matrix unit", False),
         ("v6e-4", (HEADS,), "matrix unit", True),  # of 256, and heads have 128
         ("h100x4", (EXPERTS,), "capacity_factor", True),
-        rarer("h100x4", (EXPERTS[:-1] + ", capacity_factor: 2.0}",), "capacity_factor", False),
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
@@ -91,12 +82,12 @@ def test_dropout_of_attention_is_warned_of_with_what_it_costs():
     assert dropping.time.seconds > 1.5 * without.time.seconds
 
 
-def test_more_than_a_few_epochs_are_warned_of():
-    loaded = load_recipe(SMALL)
-    graph, where, tokens = planned_graph(loaded), find_slice("v4-8"), 100 * 64 * 512
-    for epochs, warned in ((10, True), (2, False)):
-        made = make_plan(loaded.recipe, graph, where, data_tokens=tokens // epochs)
-        assert any("epochs" in warning for warning in made.warnings) == warned
+def test_more_than_a_few_epochs_are_warned_of_and_the_step_at_which_their_limit_ends_a_training():
+    loaded = load_recipe(SMALL, [TUNING, "model.nodes.blocks.repeat=2", "sft.num_epochs=2", "pretrain=null"])
+    graph, where, tokens = planned_graph(loaded), find_slice("v4-8"), 50 * 8 * 256
+    for epochs, rows, words in ((10, 100, ["epochs over", "after step 25 of 50"]), (2, 200, [])):
+        made = make_plan(loaded.recipe, graph, where, tokens // epochs, rows)
+        assert [word for word in ("epochs over", "after step 25 of 50") if word in " ".join(made.warnings)] == words
 
 
 def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
@@ -114,16 +105,6 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
     plans = [entry for entry in compare(loaded.recipe, planned_graph(loaded)) if not isinstance(entry, tuple)]
     keys = [(not made.fits, made.cost_per_billion) for made in plans]
     assert keys == sorted(keys) and len(plans) > 20
-
-
-def test_what_is_nearly_full_and_what_trains_on_other_tokens_is_told(capsys):
-    rows = ("pretrain.batch_size=null", "pretrain.per_device_batch_size=16")
-    small, large = (plan_of(SMALL, name, *rows) for name in ("v4-8", "v4-16"))
-    full = dataclasses.replace(small, where=with_memory(small.where, small.memory.total / 0.95))
-    emit({}, False, comparison_view([full, large]))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[2] for line in lines[1:3]] == ["nearly", "yes"]
-    assert f"{100 * 64 * 512:,} to {100 * 128 * 512:,} tokens" in " ".join(lines)
 
 
 def test_the_verb_prints_and_speaks_json(capsys):
@@ -145,9 +126,7 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
     ("words", "named"),
     [
         ((SMALL, "--on", "v4-9"), "v4-9"),
-        ((SMALL, "--on", "v4-8", "--which"), "--which"),
         ((SMALL, "--which", "--search"), "--search"),
-        ((SMALL, "--on", "v4-8", "--curve", "weak", "--compile"), "--compile"),
         ((SMALL, "--curve", "weak"), "processor"),
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "8 devices"),
         ((SMALL, "--training", "dpo"), "`dpo`"),
@@ -158,16 +137,6 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
 def test_mistakes_are_one_message(capsys, words, named):
     status, out, err = told(capsys, *words)
     assert status == EXIT_USER_ERROR and named in err and "Traceback" not in err and not out
-
-
-TUNING = "sft={steps: 50, batch_size: 8, sources: [chats.jsonl], schedule: {peak_lr: 1.0e-4, min_lr: 0}, seq_len: 256}"
-
-
-def test_a_plan_names_the_step_at_which_the_limit_of_epochs_ends_it():
-    loaded = load_recipe(SMALL, [TUNING, "model.nodes.blocks.repeat=2", "sft.num_epochs=2", "pretrain=null"])
-    for rows, named in ((200, False), (100, True)):
-        made = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-8"), data_rows=rows)
-        assert any("after step 25 of 50" in warning for warning in made.warnings) == named
 
 
 def with_memory(where, size):
@@ -199,15 +168,3 @@ def test_what_jax_was_given_of_a_gpu_is_what_there_is():
     given = {"bytes_limit": 50 * 2**30}
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: given)
     assert present([gpu]).memory_per_device == given["bytes_limit"]
-
-
-def test_of_a_gpu_a_program_may_take_what_jax_takes(monkeypatch):
-    filling = ("mesh={fsdp: 1}", CUDNN, "pretrain.batch_size=1536")
-    made = plan_of(SMALL, "h100", *filling)
-    whole = made.where.chip.memory_bytes
-    assert made.capacity == 0.75 * whole < made.memory.total < 0.92 * whole
-    assert "XLA_CLIENT_MEM_FRACTION=0.92" in made.warnings[0]
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.92")
-    plan_of.cache_clear()
-    assert plan_of(SMALL, "h100", *filling).fits
-    plan_of.cache_clear()

@@ -27,7 +27,7 @@ DATA, PARTS = "mesh={data: 4}", "pretrain.gradient_accumulation_steps=4"
 )
 def test_gathering_takes_what_arrives_over_the_links(name, sizes, axis, parts, seconds):
     link = links(name, **sizes)[axis]
-    assert link.all_gather(parts * GB) == link.reduce_scatter(parts * GB) == pytest.approx(seconds)
+    assert link.all_gather(parts * GB) == pytest.approx(seconds)
     assert link.all_reduce(parts * GB) == pytest.approx(2 * seconds)
     if name == "v5e-256":
         assert link.all_to_all(parts * GB) == pytest.approx(15 / 4 / 100 + 8 * HOP)

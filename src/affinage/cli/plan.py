@@ -86,7 +86,7 @@ def plan(
     elif width is not None:
         _capacity(planned, where, width, tries, as_json)
     elif curve:
-        from affinage.planning.curve import curve as scaled
+        from affinage.planning.search import curve as scaled
 
         points = scaled(planned.loaded.recipe, planned.graph, curve, where)
         facts = [point.plan.to_dict() | {"efficiency": point.efficiency, "why": point.why} for point in points]
@@ -351,7 +351,7 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         "parameters": largest.parameters,
         "seconds": result.plan.time.seconds,
         "fax": vars(fax) | {"ratio": largest.parameters / fax.parameters} if fax else None,
-        "overrides": list(result.overrides),
+        "overrides": result.overrides,
         "attempts": [
             {"layers": each.layers, "parameters": each.parameters, "compiled": vars(each.report)}
             for each in result.attempts

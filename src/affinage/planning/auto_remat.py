@@ -29,13 +29,7 @@ LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("bl
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` stands for.
-
-    Attributes:
-        remat: the setting.
-        needed: bytes of a device by the estimate.
-        capacity: bytes that a program may take there.
-    """
+    """The setting that `auto` stands for, and the bytes of a device that it needs (estimated) and that there are."""
 
     remat: Remat
     needed: int
@@ -59,16 +53,16 @@ def choose_remat(device: PerDevice) -> Choice:
     If the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
     """
     capacity = device.chip.memory_per_device or 0
-    tried = []
+    choices = []
     for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else LADDER:
         if device.platform == "cpu" and not isinstance(remat, str):
             continue
         parallel = device.parallel.model_copy(update={"remat": remat})
         needed = step_memory(dataclasses.replace(device, parallel=parallel)).total
-        tried.append(Choice(remat, needed, capacity))
-        if not capacity or tried[-1].fits:
-            return tried[-1]
-    return min(tried, key=lambda choice: choice.needed)
+        choices.append(Choice(remat, needed, capacity))
+        if not capacity or choices[-1].fits:
+            return choices[-1]
+    return min(choices, key=lambda choice: choice.needed)
 
 
 def remat_for_devices(
@@ -84,8 +78,8 @@ def remat_for_devices(
     from jax.experimental import multihost_utils
 
     devices = list(layout.mesh.devices.flat)
-    platform, sizes = devices[0].platform, dict(layout.mesh.shape)
-    device = PerDevice(graph, settings, sizes, rows, context, parallel, present(devices), platform)
+    sizes = dict(layout.mesh.shape)
+    device = PerDevice(graph, settings, sizes, rows, context, parallel, present(devices), devices[0].platform)
     choice = choose_remat(device)
     if jax.process_count() > 1:
         index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from affinage.config.load import load_recipe
+from affinage.config.recipe import Recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice
+from affinage.model import Graph
 from affinage.model.analysis import parameters
 from affinage.planning.compiled import CompileReport, compile_on
 from affinage.planning.per_device import per_device
@@ -49,39 +51,31 @@ class Capacity:
 
     Attributes:
         attempts: all of them.
-        overrides: settings of the largest, beside the recipe's.
+        largest: the one with the most layers that fits.
+        overrides: its settings, beside the recipe's.
         plan: its estimate, for the time of a step.
+        fax: FAX's model of this width on this slice.
     """
 
-    attempts: tuple[Attempt, ...]
-    overrides: tuple[str, ...]
+    attempts: list[Attempt]
+    largest: Attempt
+    overrides: list[str]
     plan: Plan
-
-    @property
-    def largest(self) -> Attempt:
-        """The one that `plan` is of."""
-        return max((one for one in self.attempts if one.report.fits), key=lambda one: one.layers)
-
-    @property
-    def fax(self) -> FaxRow | None:
-        """FAX's model of this width on this slice."""
-        return FAX.get((self.plan.where.name, self.plan.device.graph.shapes["blocks"].width))
+    fax: FaxRow | None
 
 
 def shape(width: int, where: Slice) -> list[str]:
     """The overrides for a model of `width`, heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
     if width % HEAD:
-        below = max(HEAD, width // HEAD * HEAD)
-        fix = f"The nearest widths: {below} or {below + HEAD}."
+        fix = f"Take a multiple of {HEAD}, such as {width // HEAD * HEAD + HEAD}."
         raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=fix)
     heads = width // HEAD
     tensor = math.gcd(math.gcd(heads, where.devices), _MOST_TENSOR)
     ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE
-    blocks = "model.nodes.blocks"
     return [
         f"model.nodes.embed.width={width}",
-        f"{blocks}.attention.heads={heads}",
-        f"{blocks}.ffn.width={ffn}",
+        f"model.nodes.blocks.attention.heads={heads}",
+        f"model.nodes.blocks.ffn.width={ffn}",
         f"mesh={{fsdp: {where.devices // tensor}, tensor: {tensor}}}",
     ]
 
@@ -94,7 +88,6 @@ def capacity(
     tries: int = 6,
     on_attempt: Callable[[Attempt], None] = lambda _: None,
     counted: Counted = NOTHING_COUNTED,
-    compiler: Callable[[str, Sequence[str], Slice, Counted], CompileReport] | None = None,
 ) -> Capacity:
     """Search the most layers, a multiple of 2, that the slice's compiler lets train.
 
@@ -105,32 +98,40 @@ def capacity(
         tries: compilations at most; the search ends when the next larger model was refused, or with these.
         on_attempt: called after each compilation.
         counted: see `planned_graph`.
-        compiler: compiles; None: the slice's own.
 
     Raises:
         UserError: if no model was found that fits.
     """
-    attempts: list[Attempt] = []
-    compile_step = compiler or compile_on
-    fixed, per_layer = _state_bytes(recipe, overrides, where, counted)
-    room = where.chip.memory_per_device or 0
-    layers: int | None = _whole((_SHARE_OF_STATE * room - fixed) / per_layer)
-    while layers is not None and len(attempts) < tries:
+
+    def with_layers(layers: int) -> tuple[list[str], Recipe, Graph]:
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
-        count = parameters(planned_graph(load_recipe(recipe, settings), counted)).total
-        attempts.append(Attempt(layers, count, compile_step(recipe, settings, where, counted)))
+        loaded = load_recipe(recipe, settings)
+        return settings, loaded.recipe, planned_graph(loaded, counted)
+
+    def state(layers: int) -> float:
+        """Bytes of weights and moments on a device."""
+        _, model, graph = with_layers(layers)
+        _, settings, context = training_settings(model)
+        mesh = {str(axis): size for axis, size in model.mesh.items()}
+        device = per_device(graph, settings, mesh, context, where, model.parallel)
+        return device.bytes_of(device.state)
+
+    two, four = state(2), state(4)
+    per_layer, room = (four - two) / 2, where.chip.memory_per_device or 0
+    layers: int | None = _whole((_SHARE_OF_STATE * room - (2 * two - four)) / per_layer)
+    attempts: list[Attempt] = []
+    while layers is not None and len(attempts) < tries:
+        settings, _, graph = with_layers(layers)
+        attempts.append(Attempt(layers, parameters(graph).total, compile_on(recipe, settings, where, counted)))
         on_attempt(attempts[-1])
         layers = _next(attempts, per_layer, room)
-    fitting = [one.layers for one in attempts if one.report.fits]
-    if not fitting:
-        raise UserError(
-            f"none of {', '.join(str(one.layers) for one in attempts)} layers fits {where.name}",
-            where="--on",
-            fix="Take a larger slice or a smaller width.",
-        )
-    best = [*overrides, f"model.nodes.blocks.repeat={max(fitting)}"]
-    loaded = load_recipe(recipe, best)
-    return Capacity(tuple(attempts), tuple(best), make_plan(loaded.recipe, planned_graph(loaded, counted), where))
+    largest = max((each for each in attempts if each.report.fits), key=lambda each: each.layers, default=None)
+    if largest is None:
+        what = f"none of {', '.join(str(each.layers) for each in attempts)} layers fits {where.name}"
+        raise UserError(what, where="--on", fix="Take a larger slice or a smaller width.")
+    settings, model, graph = with_layers(largest.layers)
+    fax = FAX.get((where.name, graph.shapes["blocks"].width))
+    return Capacity(attempts, largest, settings, make_plan(model, graph, where), fax)
 
 
 def _whole(layers: float) -> int:
@@ -152,18 +153,3 @@ def _next(attempts: list[Attempt], per_layer: float, room: float) -> int | None:
         predicted = newest + (room - peak) / per_layer
         layers = predicted if low <= predicted and not (high and predicted > high) else layers
     return min(max(_whole(layers), low + _STEP), high - _STEP if high else _whole(layers) + low + _STEP)
-
-
-def _state_bytes(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> tuple[float, float]:
-    """Bytes of weights and moments on a device: what does not depend on the layers, and that of one layer."""
-
-    def state(layers: int) -> float:
-        loaded = load_recipe(recipe, [*overrides, f"model.nodes.blocks.repeat={layers}"])
-        _, settings, context = training_settings(loaded.recipe)
-        mesh = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
-        graph = planned_graph(loaded, counted)
-        device = per_device(graph, settings, mesh, context, where, loaded.recipe.parallel)
-        return device.bytes_of(device.state)
-
-    two, four = state(2), state(4)
-    return 2 * two - four, (four - two) / 2

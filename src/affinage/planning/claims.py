@@ -22,12 +22,9 @@ class Facts:
     """What follows from a recipe.
 
     Attributes:
-        steps: updates.
         rows: sequences of a step.
         context: tokens of a sequence.
-        parameters: learned numbers.
-        active: of these, what one token uses.
-        warmup: steps.
+        active: of the parameters, what one token uses.
         flops: of the whole training, counted node by node (see `affinage.model.analysis`).
         data_tokens: of the training data, None if they are not known.
     """
@@ -37,7 +34,6 @@ class Facts:
     context: int
     parameters: int
     active: int
-    warmup: int
     flops: int
     data_tokens: int | None
 
@@ -71,7 +67,6 @@ def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, dat
         context=context,
         parameters=count.total,
         active=count.active,
-        warmup=settings.schedule.warmup(settings.steps),
         flops=split_params(graph, settings).step_flops(rows, context) * settings.steps,
         data_tokens=data_tokens,
     )
@@ -88,28 +83,29 @@ class Contradiction:
 
 def contradictions(facts: Facts, claims: Claims) -> list[Contradiction]:
     """Every claim that the recipe, or another claim, contradicts."""
-    return [Contradiction(*found) for found in (*_of_size(facts, claims), *_of_data(facts, claims), *_of_sft(claims))]
+    return [*_of_size(facts, claims), *_of_data(facts, claims), *_of_sft(claims)]
 
 
-def _of_size(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
+def _of_size(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     """Tokens, parameters, FLOPs, and the time that these take."""
     where = find_slice(claims.slice) if claims.slice else None
     tokens, size = claims.tokens or facts.tokens, claims.parameters or facts.active
     if not _close(facts.tokens, tokens):
         rows = _claimed_rows(facts, claims)
         share = f": {rows // where.devices} on each of the {where.devices} devices of a {where.name}" if where else ""
-        yield (
+        yield Contradiction(
             "tokens",
             f"{facts.steps:,} steps × {facts.rows:,} sequences × {facts.context:,} tokens is {_count(facts.tokens)} "
             f"tokens, not {_count(tokens)}",
             f"{_count(facts.steps * rows * facts.context)} would be {rows:,} sequences a step{share}",
         )
     if claims.parameters is not None and not _close(facts.parameters, claims.parameters):
-        yield "parameters", f"the model has {facts.parameters:,} parameters, not {_count(claims.parameters)}"
+        what = f"the model has {facts.parameters:,} parameters, not {_count(claims.parameters)}"
+        yield Contradiction("parameters", what)
     flops = 6 * size * tokens
     written = f"6 × {_count(size)} × {_count(tokens)} = {flops:.2g} FLOP"
     if claims.flops is not None and not _close(flops, claims.flops, _ROUGHLY):
-        yield "flops", f"6·N·D = {written}, not {claims.flops:.2g}"
+        yield Contradiction("flops", f"6·N·D = {written}, not {claims.flops:.2g}")
     if where is None or claims.days is None or where.chip.bfloat16_flops is None:
         return
     peak = where.chip.bfloat16_flops * where.chips
@@ -119,7 +115,7 @@ def _of_size(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
         also = (
             "" if _close(facts.tokens, tokens, _ROUGHLY) else f", or of {other:.0%} for {_count(facts.tokens)} tokens"
         )
-        yield (
+        yield Contradiction(
             "days",
             f"{written} at an MFU of {claims.mfu:.0%} take {flops / (claims.mfu * peak) / _DAY:.2f} days of a "
             f"{where.name}, not {claims.days:g}",
@@ -127,49 +123,50 @@ def _of_size(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _of_data(facts: Facts, claims: Claims) -> Iterator[tuple[str, ...]]:
+def _of_data(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     """Sources, epochs, tokens a parameter, and the tokens of checkpoints."""
     tokens, total = claims.tokens or facts.tokens, sum(claims.sources.values())
     if total and claims.tokens is not None and not claims.epochs and not _close(total, tokens):
         reading = f"{_count(tokens)} would be {tokens / total:.2f} epochs over them"
-        yield "sources", f"the sources sum to {_count(total)} tokens, not {_count(tokens)}", reading
+        yield Contradiction("sources", f"the sources sum to {_count(total)} tokens, not {_count(tokens)}", reading)
     data = total or facts.data_tokens
     if claims.epochs is not None and data and not _close(tokens / data, claims.epochs):
         what = f"{_count(tokens)} tokens are {tokens / data:.2f} epochs over {_count(data)}"
-        yield "epochs", f"{what}, not {claims.epochs:g}"
+        yield Contradiction("epochs", f"{what}, not {claims.epochs:g}")
     ratio = tokens / (claims.parameters or facts.active)
     true = "over" if ratio > COMPUTE_OPTIMAL else "under"
     for claimed in claims.compute_optimal:
         if claimed != true:
             what = f"{ratio:.0f} tokens a parameter are {true} the compute-optimal {COMPUTE_OPTIMAL}"
-            yield "compute_optimal", f"{what}, not {claimed}"
+            yield Contradiction("compute_optimal", f"{what}, not {claimed}")
     rows = _claimed_rows(facts, claims)
     of_step = rows * facts.context
     wrong = [point for point in claims.checkpoints if not _close(point.tokens / of_step, point.step, _ROUGHLY)]
     if wrong:
         reached = wrong[0].tokens
         steps = " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
-        yield (
+        yield Contradiction(
             "checkpoints",
             f"{_count(reached)} tokens are said to be reached at {steps}; "
             f"{rows:,} × {facts.context:,} tokens a step reach them at step {reached / of_step:,.0f}",
         )
 
 
-def _of_sft(claims: Claims) -> Iterator[tuple[str, ...]]:
+def _of_sft(claims: Claims) -> Iterator[Contradiction]:
     """Sources and steps of fine-tuning."""
     sft = claims.sft
     if sft.examples is None:
         return
     total = sum(sft.sources.values())
     if total and not _close(total, sft.examples):
-        yield "sft.sources", f"the sources sum to {_count(total)} examples, not {_count(sft.examples)}"
+        what = f"the sources sum to {_count(total)} examples, not {_count(sft.examples)}"
+        yield Contradiction("sft.sources", what)
     if sft.batch_size is None or sft.steps_per_epoch is None:
         return
     steps = math.ceil(sft.examples / sft.batch_size)
     if not _close(steps, sft.steps_per_epoch):
         packed = steps / sft.steps_per_epoch
-        yield (
+        yield Contradiction(
             "sft.steps_per_epoch",
             f"{_count(sft.examples)} examples at batch {sft.batch_size} are {steps:,} steps an epoch, "
             f"not {sft.steps_per_epoch:,}",

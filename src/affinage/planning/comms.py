@@ -49,12 +49,11 @@ class Links:
     single: float
 
     def all_gather(self, whole: float) -> float:
-        """Seconds until every device has the array of `whole` bytes of which each had its part."""
-        return self._moved(whole) / self.bandwidth + self._latency if self.size > 1 else 0.0
+        """Seconds until every device has the array of `whole` bytes of which each had its part.
 
-    def reduce_scatter(self, whole: float) -> float:
-        """Seconds until each device has its part of the sum of arrays of `whole` bytes: an all-gather backwards."""
-        return self.all_gather(whole)
+        A reduce-scatter takes as long: it is an all-gather backwards.
+        """
+        return self._seconds(whole)
 
     def all_reduce(self, whole: float) -> float:
         """Seconds until every device has the sum of arrays of `whole` bytes: a reduce-scatter and an all-gather."""
@@ -65,20 +64,16 @@ class Links:
 
         On a ring a quarter of an all-gather: parts go half the way on average, each over half the links.
         """
-        if self.size == 1:
-            return 0.0
-        return max(0.25, 1 / self.size) * self._moved(whole) / self.bandwidth + self._latency
+        return self._seconds(max(0.25, 1 / self.size) * whole)
 
     def permute(self, part: float) -> float:
         """Seconds to hand `part` bytes to the next device."""
         return part / self.single + HOP_SECONDS if self.size > 1 else 0.0
 
-    def _moved(self, whole: float) -> float:
-        return whole * (self.size - 1) / self.size
-
-    @property
-    def _latency(self) -> float:
-        return self.hops * HOP_SECONDS
+    def _seconds(self, whole: float) -> float:
+        if self.size == 1:
+            return 0.0
+        return whole * (self.size - 1) / self.size / self.bandwidth + self.hops * HOP_SECONDS
 
 
 def links_of(where: Slice, sizes: Mapping[str, int]) -> dict[str, Links]:
@@ -91,20 +86,20 @@ def links_of(where: Slice, sizes: Mapping[str, int]) -> dict[str, Links]:
         return _of_torus(where, sizes) if where.torus else _of_boxes(where, sizes)
     # One axis goes over the network: what its devices in a slice have summed or hold together, by all their cards.
     across = dict(zip(AXES, across_slices(sizes, where.slices), strict=True))
-    found = _of_torus(where, {axis: sizes[axis] // across[axis] for axis in AXES})
+    links = _of_torus(where, {axis: sizes[axis] // across[axis] for axis in AXES})
     network = where.chip.network_bandwidth / where.chip.devices
     for axis in (axis for axis in AXES if across[axis] > 1):
-        near = found[axis]
+        near = links[axis]
         bandwidth = network * near.size if near.size == 1 else min(near.bandwidth, network * near.size)
-        found[axis] = Links(sizes[axis], bandwidth, near.hops, network)
-    return found
+        links[axis] = Links(sizes[axis], bandwidth, near.hops, network)
+    return links
 
 
 def _of_torus(where: Slice, sizes: Mapping[str, int]) -> dict[str, Links]:
     link = where.chip.link_bandwidth
     free = [[size, size, wrap] for size, wrap in zip(where.shape, where.wrap, strict=True)]  # [left, of, closed]
     inside = where.chip.devices  # devices of a chip, which share its memory's wires
-    found = {}
+    links = {}
     for axis in reversed(AXES):
         size, dimensions = sizes[axis], []
         shared = math.gcd(size, inside)
@@ -123,8 +118,8 @@ def _of_torus(where: Slice, sizes: Mapping[str, int]) -> dict[str, Links]:
         else:
             bandwidth = link * where.chip.links
         hops = sum(part // 2 if closed else part - 1 for part, closed in dimensions)
-        found[axis] = Links(size, bandwidth, max(1, hops), link)
-    return found
+        links[axis] = Links(size, bandwidth, max(1, hops), link)
+    return links
 
 
 def _exact(free: list[list[int]], size: int) -> list[list[int]] | None:
@@ -139,15 +134,15 @@ def _exact(free: list[list[int]], size: int) -> list[list[int]] | None:
 def _of_boxes(where: Slice, sizes: Mapping[str, int]) -> dict[str, Links]:
     inside = where.shape[-1]
     link = where.chip.link_bandwidth * max(1, where.chip.links)
-    found = {}
+    links = {}
     for axis in reversed(AXES):
         size = sizes[axis]
         near = math.gcd(size, inside)
         inside //= near
         # What goes between boxes goes over the network cards of all GPUs of the axis in a box at once.
         bandwidth = link if near == size else min(link, where.chip.network_bandwidth * near)
-        found[axis] = Links(size, bandwidth or 1.0, 1, link if near == size else where.chip.network_bandwidth)
-    return found
+        links[axis] = Links(size, bandwidth or 1.0, 1, link if near == size else where.chip.network_bandwidth)
+    return links
 
 
 def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tuple[Seconds, Seconds]:
@@ -158,9 +153,9 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     """
     sizes, parts, parallel = device.sizes, device.micro_batches, device.parallel
     width = jnp.dtype(device.apply_config.compute_dtype).itemsize
-    # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
-    declared = device.local_graph.parameters
-    weights, trained = (_numbers(node, tree) for tree in (declared, _trained(device)))
+    # The node's numbers as the fsdp axis sees them: what tensor, expert and pipeline leave of them to a device.
+    trees = device.local_graph.parameters, _trained(device)
+    weights, trained = (sum(p.size for p in parameters_in(tree.get(node.name, {}))) for tree in trees)
     # A reference model goes through all but the loss once more, forward.
     forward_again = device.split.reference and node.name != device.graph.loss
     hidden = _sums_of_gradients(device, node, links)
@@ -169,7 +164,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
         # Gathered forward and again backward; the gradients are summed and scattered. In a pipeline in every tick.
         times = parts * (device.ticks / parallel.pipeline_rounds if node.repeat else 1)
         gathered = (2 + forward_again) * links["fsdp"].all_gather(weights * width)
-        hidden["fsdp"] = times * (gathered + links["fsdp"].reduce_scatter(trained * width))
+        hidden["fsdp"] = times * (gathered + links["fsdp"].all_gather(trained * width))
     if node.repeat is None:
         return hidden, exposed
     residual = device.local_rows * device.local_seq_len * device.graph.shapes[node.name].width * width
@@ -184,8 +179,12 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
         whole = residual * sent_per_token(experts, device.seq_len, sizes["expert"]) * sizes["expert"]
         times = _EXCHANGES + 2 * (parallel.remat != "none")
         exposed["expert"] = passes * parts * layers * times * links["expert"].all_to_all(whole)
+    attention = getattr(device.local_graph[node.name].layer, "attention", None)
     if sizes["context"] > 1:
-        whole = _keys_and_values(device, node, width) * sizes["context"]
+        whole = 0.0
+        if attention is not None:  # keys and values
+            numbers = attention.groups_of * attention.head_width(device.graph.shapes[node.name].width)
+            whole = 2.0 * device.local_rows * device.local_seq_len * numbers * width * sizes["context"]
         exposed["context"] = passes * parts * layers * 3 * links["context"].all_gather(whole)
     if sizes[STAGES] > 1:
         # Once round for every part and round, forward and backward; the bubble has the ticks without work. Beside the
@@ -204,20 +203,6 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 def _trained(device: PerDevice) -> Mapping[str, Any]:
     adapters = split_params(device.local_graph, device.settings).adapters
     return device.local_graph.parameters if adapters is None else adapters.parameters
-
-
-def _numbers(node: Node, declared: Mapping[str, Any]) -> int:
-    """A node's parameters as far as tensor, expert and pipeline leave them to one device."""
-    return sum(p.size for p in parameters_in(declared.get(node.name, {})))
-
-
-def _keys_and_values(device: PerDevice, node: Node, width: int) -> float:
-    """Bytes of those that a device makes in a layer, of numbers of `width` bytes; of grouped queries they are fewer."""
-    attention = getattr(device.local_graph[node.name].layer, "attention", None)
-    if attention is None:
-        return 0.0
-    head = attention.head_width(device.graph.shapes[node.name].width)
-    return 2.0 * device.local_rows * device.local_seq_len * attention.groups_of * head * width
 
 
 def _sums_of_gradients(device: PerDevice, node: Node, links: Mapping[str, Links]) -> Seconds:

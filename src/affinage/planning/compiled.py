@@ -26,9 +26,6 @@ from affinage.plugins import load_plugins
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"|%(splash_\w+)\S* = [^\n]* custom-call\(')
-_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(")
-_BODY = re.compile(r" body=%?([\w.\-]+)")
-_CALLED = re.compile(r"(?:body|calls|to_apply)=%?([\w.\-]+)")
 # CompileTimeHbmOom has two forms: of the temporaries alone, or of everything.
 _NEEDED = re.compile(r"(?:required[^()]*\(|Used |needs )([\d.]+)([KMGT])(?:\)| of)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -36,19 +33,18 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler said.
+    """What the compiler reported.
 
     Attributes:
         fits: whether the program exists.
-        peak_bytes: of one device, arguments included; of a program that does not fit what it said would be needed.
+        peak_bytes: of one device, arguments included; of a program that does not fit, what the compiler said it needs.
         argument_bytes: of the state and the batch.
         temporary_bytes: beside them.
         host_bytes: offloaded to the host's memory.
-        collectives: names and how often they stand in the program, those of a loop once; None where it is not known.
-        looped: of these, the ones that stand in a loop, over layers or micro-batches.
-        attention: kernels of attention in the program and how often they stand in it; empty where it has none.
+        collectives: names and their number in the program, those of a loop once; None if unknown.
+        attention: kernels of attention and their number, in the same way.
         seconds: the compilation took.
-        message: of the compiler, where it refused.
+        message: of the compiler, if it refused.
     """
 
     fits: bool
@@ -57,7 +53,6 @@ class CompileReport:
     temporary_bytes: int = 0
     host_bytes: int = 0
     collectives: dict[str, int] | None = None
-    looped: dict[str, int] | None = None
     attention: dict[str, int] | None = None
     seconds: float = 0.0
     message: str = ""
@@ -69,103 +64,40 @@ def compile_on(
     """Compile a recipe's training step for a slice, in a process of its own, which loads the recipe's plug-ins.
 
     Raises:
-        UserError: where there is no compiler for the slice here, or the step cannot be laid out.
+        UserError: if there is no compiler for the slice here, or the step cannot be laid out.
     """
     check_compiler(where)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        asked = json.dumps([recipe, list(overrides), where.name, asdict(counted)])
-        command = [sys.executable, "-m", "affinage.planning.compiled", str(answer), asked]
-        done = subprocess.run(command, env=_environment(where), capture_output=True, text=True, check=False)
-        if not answer.is_file():
-            raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")
-        told = json.loads(answer.read_text())
-    if "error" in told:
-        raise UserError(**told["error"])
-    return CompileReport(**told)
-
-
-def _environment(where: Slice) -> dict[str, str]:
-    """Of a process that must not look for devices or for the cloud it might run in."""
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Another process here may have libtpu open, to train or to plan: its lock is for those that use the chips.
-    quiet = {
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    # The process must not look for devices or for its cloud, and ignores libtpu's lock, which protects the chips.
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": paths,
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "GRPC_VERBOSITY": "NONE",
     }
     if where.platform == "gpu":
-        quiet["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
-    return os.environ | quiet | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        request = json.dumps([recipe, list(overrides), where.name, asdict(counted)])
+        command = [sys.executable, "-m", "affinage.planning.compiled", str(answer), request]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not answer.is_file():
+            raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        result = json.loads(answer.read_text())
+    if "error" in result:
+        raise UserError(**result["error"])
+    return CompileReport(**result)
 
 
 def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> CompileReport:
     """The same in this process.
 
     Raises:
-        UserError: where the step cannot be laid out on the slice.
+        UserError: if the step cannot be laid out on the slice.
     """
-    program = _program(recipe, overrides, where, counted)
-    start = time.monotonic()
-    try:
-        compiled: Any = program.compile_training()
-    except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) and "hbm" not in str(error).lower():
-            raise
-        return out_of_memory(str(error), time.monotonic() - start)
-    memory = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    room = where.chip.memory_per_device
-    try:
-        text = compiled.as_text()
-    except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
-        text = None
-    # Only a TPU's compiler refuses by itself.
-    return CompileReport(
-        fits=where.platform == "tpu" or room is None or peak <= room,
-        peak_bytes=peak,
-        argument_bytes=memory.argument_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
-        collectives=None if text is None else collectives_in(text),
-        looped=None if text is None else collectives_in(loops_of(text)),
-        attention=None if text is None else attention_in(text),
-        seconds=time.monotonic() - start,
-    )
-
-
-def collectives_in(text: str) -> dict[str, int]:
-    """Names of the collectives that stand in a compiled program, or in a part of one, and how many."""
-    return dict(collections.Counter(_COLLECTIVE.findall(text)))
-
-
-def attention_in(text: str) -> dict[str, int]:
-    """Names of the attention kernels that stand in a compiled program, and how many."""
-    return dict(collections.Counter(cudnn or splash for cudnn, splash in _ATTENTION.findall(text)))
-
-
-def loops_of(text: str) -> str:
-    """Of a compiled program what its loops do, with what that calls."""
-    computations = {found[1]: block for block in text.split("\n\n") if (found := _COMPUTATION.match(block))}
-    inside: set[str] = set()
-    reached = set(_BODY.findall(text))
-    while reached:
-        inside |= reached
-        called = (_CALLED.findall(computations.get(name, "")) for name in reached)
-        reached = {name for names in called for name in names} - inside
-    return "\n".join(computations.get(name, "") for name in sorted(inside))
-
-
-def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
-    """The report in the compiler's refusal."""
-    needed = _NEEDED.search(message)
-    amount = int(float(needed[1]) * _UNITS[needed[2]]) if needed else 0
-    return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
-
-
-def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> Any:
     import numpy as np
 
     from affinage.model.forward import batch_shapes
@@ -185,31 +117,65 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Count
     parallel = loaded.recipe.parallel
     if parallel.remat == "auto":
         parallel = make_plan(loaded.recipe, graph, where).device.parallel
-    nothing: Any = None
     job = TrainJob(
         graph=graph,
         settings=settings,
         mesh=sizes,
         seed=loaded.recipe.seed,
-        feed=nothing,
+        feed=None,  # type: ignore[arg-type]
         hardware=hardware,
         folder=Path(),
         name=name,
         parallel=parallel,
     )
-    return Trainer(job, mesh, batch)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """File for the answer; JSON of recipe, overrides, slice, what was counted."""
-    answer, asked = arguments
-    recipe, overrides, name, counted = json.loads(asked)
+    program = Trainer(job, mesh, batch)
+    start = time.monotonic()
     try:
-        told: dict[str, Any] = asdict(compile_step(recipe, overrides, find_slice(name), Counted(**counted)))
-    except UserError as error:
-        told = {"error": {"what": error.what, "where": error.where, "fix": error.fix}}
-    Path(answer).write_text(json.dumps(told))
+        compiled: Any = program.compile_training()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "hbm" not in str(error).lower():
+            raise
+        return out_of_memory(str(error), time.monotonic() - start)
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    room = where.chip.memory_per_device
+    try:
+        text = compiled.as_text()
+    except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
+        text = None
+    return CompileReport(
+        fits=where.platform == "tpu" or room is None or peak <= room,  # only a TPU's compiler refuses by itself
+        peak_bytes=peak,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes,
+        collectives=None if text is None else collectives_in(text),
+        attention=None if text is None else attention_in(text),
+        seconds=time.monotonic() - start,
+    )
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def collectives_in(text: str) -> dict[str, int]:
+    """Names of the collectives that stand in a compiled program, or in a part of one, and how many."""
+    return dict(collections.Counter(_COLLECTIVE.findall(text)))
+
+
+def attention_in(text: str) -> dict[str, int]:
+    """Names of the attention kernels that stand in a compiled program, and how many."""
+    return dict(collections.Counter(cudnn or splash for cudnn, splash in _ATTENTION.findall(text)))
+
+
+def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
+    """The report in the compiler's refusal."""
+    needed = _NEEDED.search(message)
+    amount = int(float(needed[1]) * _UNITS[needed[2]]) if needed else 0
+    return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
+
+
+if __name__ == "__main__":  # with the file for the answer, and JSON of recipe, overrides, slice and what was counted
+    _recipe, _overrides, _name, _counted = json.loads(sys.argv[2])
+    try:
+        _answer = asdict(compile_step(_recipe, _overrides, find_slice(_name), Counted(**_counted)))
+    except UserError as _error:
+        _answer = {"error": {"what": _error.what, "where": _error.where, "fix": _error.fix}}
+    Path(sys.argv[1]).write_text(json.dumps(_answer))

@@ -7,7 +7,7 @@ collectives that XLA runs beside a node's products take the time that these leav
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from affinage.hardware.slices import Slice
@@ -54,32 +54,23 @@ class Memory:
     host: int = 0
 
     @property
-    def state(self) -> int:
-        """What is there between steps."""
-        return self.weights + self.frozen + self.optimizer + self.ema
-
-    @property
     def total(self) -> int:
         """At the peak of a step."""
-        return self.state + self.batch + self.weight_copies + self.gradients + self.transient
-
-    @property
-    def transient(self) -> int:
-        """Of the rows at hand."""
-        return self.activations + self.logits + self.buffers + self.working
+        return sum(size for name, size in vars(self).items() if name != "host")
 
 
 def step_memory(device: PerDevice) -> Memory:
     """Memory of the training step that would run; it is traced, not compiled."""
-    peak = {kind: int(size) for kind, size in device.traced.peak.items()}
+    peak, state = device.traced.peak, device.state
+    kinds = ("gradients", "activations", "logits", "buffers", "working")
     return Memory(
-        weights=device.bytes_of(device.state.params),
-        frozen=device.bytes_of(device.state.frozen),
-        optimizer=device.bytes_of(device.state.opt_state),
-        ema=device.bytes_of(device.state.ema_params),
+        weights=device.bytes_of(state.params),
+        frozen=device.bytes_of(state.frozen),
+        optimizer=device.bytes_of(state.opt_state),
+        ema=device.bytes_of(state.ema_params),
         batch=sum(leaf.size * leaf.dtype.itemsize for leaf in device.batch.values()),
-        weight_copies=peak.get("weights", 0),
-        **{kind: peak.get(kind, 0) for kind in ("gradients", "activations", "logits", "buffers", "working")},
+        weight_copies=int(peak.get("weights", 0)),
+        **{kind: int(peak.get(kind, 0)) for kind in kinds},
         host=int(device.traced.offloaded / device.micro_batches),
     )
 
@@ -95,7 +86,7 @@ class NodeTime:
         hidden: of collectives, and copies to and from the host, beside the products.
         exposed: of collectives that are waited for.
         flops: of its matrix products on one device, those that are computed again included.
-        forward: of `seconds`, the forward pass.
+        forward: the share of the forward pass.
         axes: of collectives along each mesh axis, hidden and exposed.
     """
 
@@ -104,9 +95,9 @@ class NodeTime:
     memory: float
     hidden: float
     exposed: float
-    flops: float = 0.0
-    forward: float = 0.0
-    axes: Mapping[str, float] = field(default_factory=dict)
+    flops: float
+    forward: float
+    axes: Mapping[str, float]
 
     @property
     def seconds(self) -> float:
@@ -164,8 +155,8 @@ class StepTime:
     @property
     def collectives(self) -> dict[str, float]:
         """Seconds of collectives along each mesh axis that has any, be they beside the products or waited for."""
-        found = {axis: sum(node.axes.get(axis, 0.0) for node in self.nodes) for axis in AXES}
-        return {axis: seconds for axis, seconds in found.items() if seconds}
+        totals = {axis: sum(node.axes.get(axis, 0.0) for node in self.nodes) for axis in AXES}
+        return {axis: seconds for axis, seconds in totals.items() if seconds}
 
     def phases(self, loss: str) -> dict[str, float]:
         """Seconds of forward, loss, backward and optimizer, as `benchmarks/step.py` measures them.
@@ -174,7 +165,7 @@ class StepTime:
         pass.
         """
         model = [node for node in self.nodes if node.name != loss]
-        forward = sum(node.forward for node in model)
+        forward = sum(node.forward * node.seconds for node in model)
         return {
             "forward": forward + self.bubble / 3,
             "loss": sum(node.seconds for node in self.nodes if node.name == loss),
@@ -192,24 +183,22 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
         whole: a step of one device whose operations are taken in place of the step's own, divided over its devices: a
             bound that needs no trace of the step itself.
     """
-    clock = _Clock(device, where)
     own = whole or device
     shared = device.devices / own.devices
     links = links_of(where, device.sizes)
-    names = [node.name for node in device.graph.nodes]
-    ops: dict[str, list[Op]] = {name: [] for name in names}
+    ops: dict[str, list[Op]] = {node.name: [] for node in device.graph.nodes}
     others: list[Op] = []
     for op in own.traced.ops:
-        ops.get(_node_of(op.scope, names), others).append(op)
+        words = set(re.findall(r"[^()/]+", op.scope))
+        ops.get(next((name for name in ops if name in words), ""), others).append(op)
     # Of a pipeline's M + P - 1 ticks every stage waits in P - 1 (GPipe; Huang et al., 2019).
-    working = device.pipeline_parts * device.parallel.pipeline_rounds
-    idle = (device.stages - 1) / working
+    idle = (device.stages - 1) / (device.pipeline_parts * device.parallel.pipeline_rounds)
     nodes, bubble = [], 0.0
     pending: dict[str, float] = {}  # collectives of nodes whose operations are those of the next, as logits' of a loss
     for node in device.graph.nodes:
-        busy = 1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0
-        compute, memory = (seconds / shared * busy for seconds in clock.seconds(ops[node.name]))
-        ahead = sum(clock.seconds([op for op in ops[node.name] if "transpose" not in op.scope])) / shared * busy
+        part = (1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0) / shared
+        compute, memory = (seconds * part for seconds in _seconds(ops[node.name], where))
+        ahead = sum(_seconds([op for op in ops[node.name] if "transpose" not in op.scope], where)) * part
         beside, waited = collectives(device, node, links)
         if not compute + memory and node.name != device.graph.loss:
             pending = {axis: pending.get(axis, 0.0) + seconds for axis, seconds in beside.items()}
@@ -217,54 +206,39 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
         else:
             beside = {axis: beside.get(axis, 0.0) + pending.get(axis, 0.0) for axis in {**beside, **pending}}
             pending = {}
-        hidden = sum(beside.values())
+        hidden, exposed = sum(beside.values()), sum(waited.values())
         if node.repeat is not None:
             hidden = max(hidden, 2 * own.traced.offloaded / shared * where.chip.devices / HOST_BANDWIDTH)
         time = NodeTime(
-            node.name,
-            compute,
-            memory,
-            hidden,
-            sum(waited.values()),
-            flops=sum(op.flops * op.times for op in ops[node.name]) / shared * busy,
+            name=node.name,
+            compute=compute,
+            memory=memory,
+            hidden=hidden,
+            exposed=exposed,
+            flops=sum(op.flops * op.times for op in ops[node.name]) * part,
+            forward=ahead / (compute + memory) if compute + memory else 1 / 3,
             axes={axis: beside.get(axis, 0.0) + waited.get(axis, 0.0) for axis in AXES if axis in {**beside, **waited}},
         )
-        share = ahead / (compute + memory) if compute + memory else 1 / 3
-        nodes.append(replace(time, forward=share * time.seconds))
+        nodes.append(time)
         bubble += time.seconds * idle if node.repeat else 0.0
-    looped = [op for op in others if op.times > 1]
-    once = [op for op in others if op.times == 1]
     stored = device.bytes_of(device.state) / own.bytes_of(own.state) if whole else 1.0
-    return StepTime(tuple(nodes), stored * sum(clock.seconds(once)), stored * sum(clock.seconds(looped)), bubble)
+    update = stored * sum(_seconds([op for op in others if op.times == 1], where))
+    return StepTime(tuple(nodes), update, stored * sum(_seconds([op for op in others if op.times > 1], where)), bubble)
 
 
-def _node_of(scope: str, names: Iterable[str]) -> str:
-    words = set(re.findall(r"[^()/]+", scope))
-    return next((name for name in names if name in words), "")
-
-
-class _Clock:
-    """How long operations take on one device."""
-
-    def __init__(self, device: PerDevice, where: Slice) -> None:
-        chip = where.chip
-        datasheet = chip.flops_per_device or chip.float32_flops  # a processor's is measured
-        assert datasheet is not None and chip.memory_bandwidth is not None
-        self.peak = datasheet * chip.achievable
-        self.bandwidth = chip.memory_bandwidth / chip.devices * MEMORY_ACHIEVABLE
-        self.gpu = where.platform == "gpu"
-
-    def seconds(self, ops: Iterable[Op]) -> tuple[float, float]:
-        """Of operations that multiplying bounds, and of those that memory bounds."""
-        compute = memory = 0.0
-        for op in ops:
-            # In float32 XLA multiplies in TensorFloat-32 on GPUs, at half the rate.
-            multiplying = op.flops / self.peak * (2 if self.gpu and op.dtype == "float32" else 1)
-            moving = (op.bytes_in + op.bytes_out) / self.bandwidth
-            if self.gpu:
-                moving = max(moving, op.kernels * _LAUNCH)
-            if multiplying > moving:
-                compute += multiplying * op.times
-            else:
-                memory += moving * op.times
-        return compute, memory
+def _seconds(ops: Iterable[Op], where: Slice) -> tuple[float, float]:
+    """On one device: of the operations that multiplying bounds, and of those that memory bounds."""
+    chip, gpu = where.chip, where.platform == "gpu"
+    datasheet = chip.flops_per_device or chip.float32_flops  # a processor's is measured
+    assert datasheet is not None and chip.memory_bandwidth is not None
+    peak, bandwidth = datasheet * chip.achievable, chip.memory_bandwidth / chip.devices * MEMORY_ACHIEVABLE
+    compute = memory = 0.0
+    for op in ops:
+        # In float32 XLA multiplies in TensorFloat-32 on GPUs, at half the rate.
+        multiplying = op.flops / peak * (2 if gpu and op.dtype == "float32" else 1)
+        moving = max((op.bytes_in + op.bytes_out) / bandwidth, op.kernels * _LAUNCH if gpu else 0.0)
+        if multiplying > moving:
+            compute += multiplying * op.times
+        else:
+            memory += moving * op.times
+    return compute, memory

@@ -47,11 +47,8 @@ from affinage.training.layerwise import as_it_is_done, check_remat, check_update
 from affinage.training.state import TrainState, abstract_state
 from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
-_COLLECTIVE_AXES = {
-    "experts": "owner",
-    "sequence": "neighbor",
-    "stages": "stage",
-}  # named axes of the collectives of a traced step
+# Named axes of the collectives of a traced step.
+_COLLECTIVE_AXES = {"experts": "owner", "sequence": "neighbor", "stages": "stage"}
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
 _BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})
 
@@ -162,43 +159,41 @@ class PerDevice:
 
     @cached_property
     def _local_text(self) -> str:
-        """JSON of the local model, but with the experts of all `owners`."""
+        """JSON of the local model, but with the experts of all `owners`.
+
+        The settings of nodes are divided along the logical axes of their parameters.
+        """
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
-            self._divide(entry, self.graph[name].layer)
+            if isinstance(entry.get("vocab"), int):
+                entry["vocab"] = max(2, entry["vocab"] // self.parts("vocab"))
+            attention, ffn = getattr(self.graph[name].layer, "attention", None), entry.get("ffn")
+            if attention is not None:
+                entry["attention"] |= {
+                    "heads": max(1, attention.heads // self.parts("heads")),
+                    "kv_heads": max(1, attention.groups_of // self.parts("kv_heads")),
+                    "head_dim": attention.head_width(self.graph.shapes[entry["in"]].width),
+                }
+            if isinstance(ffn, dict):
+                ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
+                if "experts" in ffn and self.owners == 1:
+                    ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
             if "repeat" in entry:
                 entry["repeat"] //= self.stages
-            if "repeat" in entry and self.platform == "gpu":
-                entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
+                if self.platform == "gpu":
+                    entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return json.dumps(graph)
-
-    def _divide(self, entry: dict[str, Any], kind: Any) -> None:
-        """Divide a node's settings along the logical axes of its parameters."""
-        if isinstance(entry.get("vocab"), int):
-            entry["vocab"] = max(2, entry["vocab"] // self.parts("vocab"))
-        attention = getattr(kind, "attention", None)
-        if attention is not None:
-            entry["attention"] |= {
-                "heads": max(1, attention.heads // self.parts("heads")),
-                "kv_heads": max(1, attention.groups_of // self.parts("kv_heads")),
-                "head_dim": attention.head_width(self.graph.shapes[entry["in"]].width),
-            }
-        ffn = entry.get("ffn")
-        if isinstance(ffn, dict):
-            ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
-            if "experts" in ffn and self.owners == 1:
-                ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
 
     @cached_property
     def shares(self) -> dict[tuple[int, ...], float]:
         """Shape of a whole weight in `local_graph` -> the part of it that one device stores."""
-        found: dict[tuple[int, ...], float] = {}
+        shares: dict[tuple[int, ...], float] = {}
         pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
             spec = partition_spec(whole.axes, self.layout.mesh, self.table)
             elements = math.prod(shard_shape(whole.shape, spec, self.sizes))
-            found[local.shape] = min(found.get(local.shape, 1.0), elements / local.size)
-        return found
+            shares[local.shape] = min(shares.get(local.shape, 1.0), elements / local.size)
+        return shares
 
     @cached_property
     def split(self) -> ParamSplit:
@@ -238,22 +233,24 @@ class PerDevice:
         changed: dict[str, Any] = {"sharding": {}, "xla_flags": {}}  # which are in the shapes, or not in the program
         if self.stages > 1:
             changed["pipeline_micro_batches"] = self.pipeline_parts
-        neighbors = self.parts("sequence")
-        program = _Program(
-            graph_text=self._local_text,
-            settings_class=type(settings),
-            settings_text=settings.model_dump_json(),
-            parallel_text=self.parallel.model_copy(update=changed).model_dump_json(),
-            rows=self.local_rows // self.stages,
-            seq_len=self.local_seq_len,
-            dtype=str(compute_dtype(settings.precision, self.chip)),
-            platform=self.platform,
-            capability=self._capability,
-            stages=self.stages,
-            owners=self.owners,
-            neighbors=neighbors,
+        capability = None
+        if self.platform == "gpu":
+            capability = (8, 0) if self.chip.name in _BEFORE_HOPPER else HOPPER
+        jaxpr, count = _trace(
+            self._local_text,
+            type(settings),
+            settings.model_dump_json(),
+            self.parallel.model_copy(update=changed).model_dump_json(),
+            self.local_rows // self.stages,
+            self.local_seq_len,
+            (str(compute_dtype(settings.precision, self.chip)), self.platform, capability),
+            _DeviceLayout(
+                _abstract_mesh({}),  # type: ignore[arg-type]
+                owners=self.owners,
+                neighbors=self.parts("sequence"),
+                pipeline=self.stages,
+            ),
         )
-        jaxpr, count = _trace(program)
         kinds = [node.layer for node in self.local_graph.nodes]
         weights = Weights(
             count=count,
@@ -268,13 +265,6 @@ class PerDevice:
     def matrix_unit(self) -> int:
         """Rows and columns that a TPU multiplies at once; 1 on other chips, whose units are smaller than any model."""
         return 1 if self.platform != "tpu" else 256 if self.chip.name in _WIDER_UNITS else 128
-
-    @property
-    def _capability(self) -> tuple[int, int] | None:
-        """Of a GPU, as far as attention asks for it: whether it is a Hopper or newer."""
-        if self.platform != "gpu":
-            return None
-        return (8, 0) if self.chip.name in _BEFORE_HOPPER else HOPPER
 
     def _kernel_flops(self, node: Any) -> float:
         """Operations of one product of a kernel of attention, on the device whose queries see most keys."""
@@ -305,11 +295,10 @@ def per_device(
     sizes, devices = axis_sizes(mesh, where.devices), where.devices
     used = math.prod(sizes.values())
     if used != devices:
-        near = " or ".join(f"--set 'mesh={mesh}'" for mesh in _nearest_meshes(sizes, devices))
         raise UserError(
             f"the mesh has {used} device{'s' if used > 1 else ''}, the slice {devices}",
             where="mesh",
-            fix=f"The nearest meshes: {near}. Or --set mesh.{axis_to_free(mesh)}=auto, which takes all there are.",
+            fix=f"Set one axis to auto, which takes all there are: --set mesh.{axis_to_free(mesh)}=auto.",
         )
     requested = parallel or ParallelSettings()
     check_remat(settings, requested.remat)
@@ -336,20 +325,6 @@ def sent_per_token(experts: MoeSettings, length: int, owners: int) -> float:
     if experts.capacity_factor is None:  # nothing is dropped, so there is room for all choices at every owner
         return owners * experts.top_k
     return experts.experts * experts.capacity(length) / length
-
-
-def _nearest_meshes(sizes: Mapping[str, int], devices: int) -> list[str]:
-    """Meshes of the slice in which one axis differs, the two that change it least; else FSDP alone."""
-    found: list[tuple[float, str]] = []
-    for axis in AXES:
-        others = math.prod(size for name, size in sizes.items() if name != axis)
-        if devices % others == 0 and (sizes[axis] > 1 or axis in ("data", "fsdp")):
-            changed = {**sizes, axis: devices // others}
-            shown = ", ".join(f"{name}: {changed[name]}" for name in AXES if changed[name] > 1)
-            found.append((abs(math.log(changed[axis] / sizes[axis])), f"{{{shown}}}"))
-    near = list(dict.fromkeys(shown for _, shown in sorted(found, key=lambda pair: pair[0])))
-    alone = {name: 1 for name in AXES if sizes[name] > 1} | {"fsdp": devices}  # the sizes that it replaces, too
-    return near[:2] or ["{" + ", ".join(f"{name}: {size}" for name, size in alone.items()) + "}"]
 
 
 def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -388,51 +363,42 @@ def _parsed(text: str, owners: int) -> Graph:
     return replace(graph, nodes=tuple(replace(node, layer=own(node.layer)) for node in graph.nodes))
 
 
-@dataclass(frozen=True)
-class _Program:
-    """The step of one device, written out so that it can be hashed: devices of many meshes run the same one."""
-
-    graph_text: str  # JSON of the local model, with the experts of all owners
-    settings_class: type[TrainSettings]
-    settings_text: str  # JSON
-    parallel_text: str  # JSON of what is recomputed, and of how a pipeline and a ring run
-    rows: int  # of a micro-batch; beside the stages of a pipeline
-    seq_len: int  # tokens of a row that the device has
-    dtype: str  # of matrix products
-    platform: str
-    capability: tuple[int, int] | None  # of a GPU
-    stages: int
-    owners: int  # devices that the experts lie on
-    neighbors: int  # devices that the positions of a row lie on
-
-
 @lru_cache(maxsize=128)
-def _trace(program: _Program) -> tuple[Jaxpr, int]:
-    """The training step of one device, and how many of its arguments are weights (the first ones)."""
-    graph = _parsed(program.graph_text, program.owners)
-    settings = program.settings_class.model_validate_json(program.settings_text)
-    parallel = ParallelSettings.model_validate_json(program.parallel_text)
+def _trace(
+    graph_text: str,
+    kind: type[TrainSettings],
+    settings_text: str,
+    parallel_text: str,
+    rows: int,
+    seq_len: int,
+    target: tuple[str, str, tuple[int, int] | None],
+    layout: "_DeviceLayout",
+) -> tuple[Jaxpr, int]:
+    """The training step of one device, and how many of its arguments are weights (the first ones).
+
+    Devices of many meshes run the same step, so all arguments can be hashed: model, settings and parallel settings are
+    JSON, the model with the experts of all owners; `rows` of a micro-batch have `seq_len` tokens here; `target` is the
+    dtype of the products, the platform, and the capability of a GPU.
+    """
+    graph = _parsed(graph_text, layout.owners)
+    settings = kind.model_validate_json(settings_text)
+    parallel = ParallelSettings.model_validate_json(parallel_text)
     split = split_params(graph, settings)
-    layout = _DeviceLayout(
-        _abstract_mesh({}),  # type: ignore[arg-type]
-        owners=program.owners,
-        neighbors=program.neighbors,
-        pipeline=program.stages,
-    )
+    dtype, platform, capability = target
     config = ApplyConfig(
-        compute_dtype=jnp.dtype(program.dtype),
-        platform=program.platform,
-        capability=program.capability,
+        compute_dtype=jnp.dtype(dtype),
+        platform=platform,
+        capability=capability,
         attention=settings.attention,
         layout=layout,
         ring_attention=parallel.context_attention == "ring",
     )
     config = with_remat(config, parallel.remat)
-    if program.stages > 1:
+    if layout.pipeline > 1:
         config = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(config)
     step = step_of(split, settings, config, seed=0)
     state = abstract_state(split, settings, optimizer_of(split, settings), layout)
-    batch = batch_shapes(graph, program.rows * settings.gradient_accumulation_steps, program.seq_len)
+    batch = batch_shapes(graph, rows * settings.gradient_accumulation_steps, seq_len)
 
     def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:
         params, frozen = weights

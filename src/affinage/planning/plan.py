@@ -30,7 +30,6 @@ TRAININGS = get_args(Training)
 NEARLY_FULL = 0.9
 _ANSWER = 128  # tokens of a prompt with an answer, if nobody has counted them yet
 _HOUR = 3600
-_OF_A_GPU = 0.92  # of its memory, what JAX may well be given; the rest is for libraries of kernels and collectives
 _FEW_EPOCHS = 4  # repeated data are worth nearly as much as new ones up to here (Muennighoff et al., 2023)
 _WORTH_A_HINT = 0.03  # share of a step
 _SMALL_BATCH = 0.25  # share of a step that does not grow with the batch
@@ -129,39 +128,24 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        where, device = self.where, self.device
-        derived = {
-            name: getattr(self.facts, name) for name in ("tokens", "flops_by_rule", "tokens_per_parameter", "epochs")
-        }
+        where, device, time = self.where, self.device, self.time
+        derived = ("tokens", "flops_by_rule", "tokens_per_parameter", "epochs")
+        place = {name: getattr(where, name) for name in ("name", "chips", "devices", "hosts", "shape")}
+        step = {"seconds": time.seconds, "bound": time.bound, "collectives": time.collectives}
         return {
             "recipe": self.recipe,
             "stage": self.section,
-            "slice": {
-                "name": where.name,
-                "chip": where.chip.name,
-                "chips": where.chips,
-                "devices": where.devices,
-                "hosts": where.hosts,
-                "shape": list(where.shape),
-            },
+            "slice": place | {"chip": where.chip.name},
             "mesh": {axis: size for axis, size in device.sizes.items() if size > 1} or {"data": 1},
             "rows": device.rows,
             "micro_batches": device.micro_batches,
             "remat": device.parallel.model_dump(mode="json")["remat"],
             "context": device.seq_len,
-            "facts": dataclasses.asdict(self.facts) | derived,
-            "contradictions": [dataclasses.asdict(found) for found in self.contradictions],
+            "facts": dataclasses.asdict(self.facts) | {name: getattr(self.facts, name) for name in derived},
+            "contradictions": [dataclasses.asdict(claim) for claim in self.contradictions],
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
             "fits": self.fits,
-            "step": {
-                "seconds": self.time.seconds,
-                "update": self.time.update,
-                "adding": self.time.adding,
-                "bubble": self.time.bubble,
-                "bound": self.time.bound,
-                "collectives": self.time.collectives,
-                "nodes": [dataclasses.asdict(node) | {"bound": node.bound} for node in self.time.nodes],
-            },
+            "step": step | dataclasses.asdict(time),
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "seconds": self.seconds,
@@ -179,12 +163,10 @@ def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
     Raises:
         UserError: for a recipe that trains nothing.
     """
-    if recipe.pretrain is not None:
-        return "pretrain", recipe.pretrain, recipe.packing.seq_len
-    if recipe.sft is not None:
-        return "sft", recipe.sft, recipe.sft.seq_len or recipe.packing.seq_len
-    if recipe.dpo is not None:
-        return "dpo", recipe.dpo, recipe.dpo.seq_len or recipe.packing.seq_len
+    for name in TRAININGS:
+        settings = getattr(recipe, name)
+        if settings is not None:
+            return name, settings, getattr(settings, "seq_len", None) or recipe.packing.seq_len
     raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
 
 
@@ -195,9 +177,7 @@ def only(stage: Training, recipe: Recipe) -> list[str]:
         UserError: if the recipe does not have it.
     """
     if getattr(recipe, stage) is None:
-        has = [name for name in TRAININGS if getattr(recipe, name) is not None]
-        fix = f"It has: {', '.join(has)}." if has else f"Add a `{stage}:` section."
-        raise UserError(f"{recipe.name} has no `{stage}`", where="--training", fix=fix)
+        raise UserError(f"{recipe.name} has no `{stage}`", where="--training", fix=f"Add a `{stage}:` section.")
     return [f"{name}=null" for name in TRAININGS if name != stage and getattr(recipe, name) is not None]
 
 
@@ -263,19 +243,19 @@ def make_plan(
     own = own_price(recipe, where)
     price, source = (where.chip.price, where.chip.price_source) if own is None else (own, "")
     return Plan(
-        recipe.name,
-        section,
-        where,
-        device,
-        step_memory(device),
-        step_time(device, where),
-        facts,
-        tuple(claimed),
-        price,
-        source,
-        choice,
-        data_rows,
-        recipe.runtime.checkpoint.keep_last,
+        recipe=recipe.name,
+        section=section,
+        where=where,
+        device=device,
+        memory=step_memory(device),
+        time=step_time(device, where),
+        facts=facts,
+        contradictions=tuple(claimed),
+        price=price,
+        price_source=source,
+        choice=choice,
+        data_rows=data_rows,
+        saves=recipe.runtime.checkpoint.keep_last,
     )
 
 
@@ -293,17 +273,7 @@ def forecast(
     """The estimate for a training on the devices that it runs on, or ran on; None for chips that no table knows.
 
     A processor is one device, however many JAX is set to see in it: they share its cores. Its speed is measured now, in
-    seconds of its own: the estimate is for an idle one.
-
-    Args:
-        graph: the model.
-        settings: of the training.
-        parallel: how it is split beside the mesh.
-        rows: of a step.
-        context: tokens of a row.
-        mesh: devices along its axes.
-        device_kind: as JAX calls it.
-        devices: how many.
+    seconds of its own: the estimate is for an idle one. `rows` are of a step, and `context` is the tokens of a row.
     """
     where = slice_of(device_kind, devices)
     if where is None:
@@ -347,15 +317,15 @@ def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]
     if not isinstance(recipe.hardware.price, dict) and _own_slice(recipe) is None:
         # A single price without a slice cannot be that of all chips.
         recipe = recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"price": None})})
-    found: list[Plan] = []
+    plans: list[Plan] = []
     refused: list[Plan | tuple[Slice, UserError]] = []
     for where in compared():
         try:
-            found.append(make_plan(recipe, graph, where))
+            plans.append(make_plan(recipe, graph, where))
         except UserError as error:
             refused.append((where, error))
-    found.sort(key=lambda plan: (not plan.fits, math.inf if plan.cost is None else plan.cost_per_billion))
-    return [*found, *refused]
+    plans.sort(key=lambda plan: (not plan.fits, math.inf if plan.cost is None else plan.cost_per_billion))
+    return [*plans, *refused]
 
 
 def measured(where: Slice) -> Slice:
@@ -369,17 +339,13 @@ def measured(where: Slice) -> Slice:
 def _warnings(plan: Plan) -> Iterator[str]:
     device, settings, time = plan.device, plan.settings, plan.time
     if not plan.fits:
-        missing = f"does not fit: {memory_text(plan.memory.total - plan.capacity)} too much"
-        if plan.where.platform == "gpu" and plan.memory.total <= _OF_A_GPU * (plan.where.chip.memory_bytes or 0):
-            yield f"{missing}; it fits with XLA_CLIENT_MEM_FRACTION={_OF_A_GPU} in the environment of run and plan"
-        else:
-            remat = "" if plan.choice else ", or `--set parallel.remat=auto` to compute activations again"
-            yield f"{missing}; find settings that fit with --search{remat}"
+        remat = "" if plan.choice else ", or `--set parallel.remat=auto` to compute activations again"
+        excess = memory_text(plan.memory.total - plan.capacity)
+        yield f"does not fit: {excess} too much; find settings that fit with --search{remat}"
     elif plan.nearly_full:
         yield "nearly full: check with the compiler whether it fits, with --compile"
     yield from _attention_warnings(plan)
-    vocabularies = {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}
-    for vocab in vocabularies:
+    for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
         lost = 1 - 1 / padding(vocab, device.matrix_unit)
         if lost > _WORTH_A_HINT:
             yield (
@@ -412,8 +378,13 @@ def _attention_warnings(plan: Plan) -> Iterator[str]:
         if attention is None or plan.where.platform == "cpu":
             continue
         if attention.dropout > 0:
-            other = _without_dropout(plan, node.name)
-            then, now = (f"{one.time.seconds:.3g} s and {memory_text(one.memory.total)}" for one in (other, plan))
+            graph = device.graph.to_dict()
+            graph["nodes"][node.name]["attention"]["dropout"] = 0.0
+            without = dataclasses.replace(device, graph=parse(graph))
+            then, now = (
+                f"{step_time(each, plan.where).seconds:.3g} s and {memory_text(step_memory(each).total)}"
+                for each in (without, device)
+            )
             yield (
                 f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. "
                 f"With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now {now}"
@@ -428,10 +399,3 @@ def _attention_warnings(plan: Plan) -> Iterator[str]:
                 f"heads of {head} use {1 - lost:.0%} of a matrix unit of {device.matrix_unit}: with fewer, wider heads "
                 f"about {share:.0%} of the products' time is saved"
             )
-
-
-def _without_dropout(plan: Plan, name: str) -> Plan:
-    graph = plan.device.graph.to_dict()
-    graph["nodes"][name]["attention"]["dropout"] = 0.0
-    device = dataclasses.replace(plan.device, graph=parse(graph))
-    return dataclasses.replace(plan, device=device, memory=step_memory(device), time=step_time(device, plan.where))

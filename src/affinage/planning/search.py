@@ -1,18 +1,23 @@
-"""The fastest ways to split a training over a slice: meshes x micro-batches x recomputation x dtype of the moments."""
+"""The fastest ways to split a training over a slice, and over ever larger slices.
+
+A search goes over meshes x micro-batches x recomputation x dtype of the moments.
+"""
 
 import itertools
+import json
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from affinage.config.recipe import Recipe
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.hardware.slices import Slice
+from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
 from affinage.parallel.mesh import AXES
 from affinage.planning.comms import links_of
@@ -20,16 +25,21 @@ from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
 from affinage.training.frozen import split_params
-from affinage.training.layerwise import LAYERWISE_REMAT, check_update
+from affinage.training.layerwise import LAYERWISE_REMAT, check_remat, check_update
 
 REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
 MOMENTS = ("float32", "bfloat16")
 MOST_MICRO_BATCHES = 64
 MOST_STAGES = 16  # of a pipeline: more wait longer than other axes do
+MOST_CHIPS = 4096  # of a curve
+_CURVE_SIZES = (1, 2, 4, 8)  # of `tensor` and of `context` on a curve
 # By how much a step must be faster for other moments than the recipe's, which change its result, and for twice as many
 # micro-batches, which have costs that the estimate does not know.
 _FOREIGN_MOMENTS, _MORE_MICRO_BATCHES = 1.02, 1.01
 _BOUND = 0.98  # of the bound below: the parts of a divided step can be a little cheaper than its share of the whole
+
+Order = tuple[Any, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,26 +63,22 @@ class Candidate:
         """Axes of more than one device, `data` if there is none."""
         return {a: n for a, n in zip(AXES, self.mesh, strict=True) if n > 1} or {"data": 1}
 
-    def settings(self, section: str) -> dict[str, Any]:
+    def settings(self, section: str, mesh: dict[str, int] | None = None) -> dict[str, Any]:
         """As a recipe has them, for its training `section`."""
         training = {"gradient_accumulation_steps": self.micro_batches, "optimizer": {"state_dtype": self.moments}}
-        return {"mesh": self.sizes, "parallel": {"remat": self.remat}, section: training}
+        return {"mesh": mesh or self.sizes, "parallel": {"remat": self.remat}, section: training}
 
     def lines(self, recipe: Recipe, section: str) -> str:
         """The YAML to paste into the recipe. Mappings are merged there, so axes that only the recipe names become 1."""
-        mesh = dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes
-        return yaml.safe_dump(
-            self.settings(section) | {"mesh": mesh}, sort_keys=False, default_flow_style=None
-        ).rstrip()
+        written = self.settings(section, dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes)
+        return yaml.safe_dump(written, sort_keys=False, default_flow_style=None).rstrip()
 
     def overrides(self, recipe: Recipe, section: str) -> list[str]:
         """The same for `--set`."""
-        written = yaml.safe_load(self.lines(recipe, section))
-        training = written[section]
         return [
-            f"mesh={yaml.safe_dump(written['mesh'], default_flow_style=True, sort_keys=False).strip()}",
+            f"mesh={json.dumps(dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes)}",
             f"parallel.remat={self.remat}",
-            f"{section}.gradient_accumulation_steps={training['gradient_accumulation_steps']}",
+            f"{section}.gradient_accumulation_steps={self.micro_batches}",
             f"{section}.optimizer.state_dtype={self.moments}",
         ]
 
@@ -88,9 +94,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The best of a search, best first; how many candidates there were, and how many of them were estimated in full."""
+    """The best of a search, best first; the number of candidates, and of those that were estimated in full."""
 
-    best: tuple[tuple[Candidate, Plan], ...]
+    best: list[tuple[Candidate, Plan]]
     candidates: int
     estimated: int
 
@@ -103,14 +109,7 @@ def search(
     Candidates are estimated in the order of a time that they cannot stay below, until the best are known: the result is
     the same as if all had been estimated. Other moments than the recipe's must save 2 %, twice the micro-batches 1 %;
     equals are ordered by what recomputes less and has the simpler mesh. A sharding table of the recipe's is kept, and
-    so are the rounds and micro-batches of its pipeline.
-
-    Args:
-        recipe: with the training.
-        graph: as `planned_graph` makes it.
-        where: the slice.
-        count: how many.
-        progress: called with a line about what is being done.
+    so are the rounds and micro-batches of its pipeline. `progress` is called with lines about the state of the search.
 
     Raises:
         UserError: if nothing fits, and for settings that go with no way to split.
@@ -125,41 +124,50 @@ def search(
         (order(candidate, bound(device, where, wholes), settings), candidate)
         for candidate, device in candidates(recipe, graph, where)
     ]
-    queue.sort(key=lambda entry: entry[0])
     estimated = 0
+
+    def estimate(share: float, refused: list[Candidate], candidate: Candidate) -> tuple[Order, Plan] | None:
+        nonlocal estimated
+        if any(_needs_more(candidate, other) for other in refused):
+            return None
+        plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
+        progress(f"{estimated} of {len(queue):,} ways estimated in full")
+        if plan.memory.total > share * plan.capacity:
+            refused.append(candidate)
+            return None
+        return order(candidate, plan.time.seconds, settings), plan
+
     for share in (NEARLY_FULL, 1.0):
-        best: list[tuple[Order, Candidate, Plan]] = []
-        refused: list[Candidate] = []
-        for least, candidate in queue:
-            if len(best) >= count and best[count - 1][0] <= least:
-                break  # none of the others can be faster
-            if any(_needs_more(candidate, other) for other in refused):
-                continue
-            plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
-            progress(f"{estimated} of {len(queue):,} ways estimated in full")
-            if plan.memory.total > share * plan.capacity:
-                refused.append(candidate)
-            else:
-                insort(best, (order(candidate, plan.time.seconds, settings), candidate, plan), key=lambda one: one[0])
-        if best:
-            return Found(tuple((candidate, plan) for _, candidate, plan in best[:count]), len(queue), estimated)
+        if best := _fastest(queue, count, partial(estimate, share, [])):
+            return Found(best, len(queue), estimated)
     what = f"nothing fits: none of {len(queue)} ways to split {recipe.name} over {where.name}"
     if not queue:
-        what = f"nothing fits: weights and moments of {recipe.name} alone are more than a device of {where.name} holds"
-        if next(candidates(recipe, graph, where, fitting=False), None) is None:
-            what = f"no mesh of {where.name} divides {recipe.name}: its batch, its context, its layers or its heads"
+        what = f"no mesh of {where.name} divides {recipe.name}, or its weights and moments alone fill each device"
     fix = "Take more or larger devices, or a smaller model; `affinage plan --which` compares slices."
     raise UserError(what, where="--search", fix=fix)
 
 
-def candidates(
-    recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = True
-) -> Iterator[tuple[Candidate, PerDevice]]:
-    """Those that divide, and, if `fitting`, whose weights and moments alone do not fill a device."""
+def _fastest(
+    queue: list[tuple[Order, T]], count: int, estimate: Callable[[T], tuple[Order, Plan] | None]
+) -> list[tuple[T, Plan]]:
+    """The `count` best of a queue of (an order that an item cannot stay below, the item).
+
+    `estimate` gives an item's real order and its plan, or None if it does not fit.
+    """
+    best: list[tuple[Order, T, Plan]] = []
+    for least, item in sorted(queue, key=lambda entry: entry[0]):
+        if len(best) >= count and best[count - 1][0] <= least:
+            break  # none of the others can be faster
+        if (result := estimate(item)) is not None:
+            insort(best, (result[0], item, result[1]), key=lambda entry: entry[0])
+    return [(item, plan) for _, item, plan in best[:count]]
+
+
+def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Candidate, PerDevice]]:
+    """Those that divide, and whose weights and moments alone do not fill a device."""
     _, settings, seq_len = training_settings(recipe)
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
-    capacity = where.chip.memory_per_device or 0
     # Layers that are updated one by one are one program with all of them.
     remats: tuple[str, ...] = (LAYERWISE_REMAT,) if settings.optimizer_in_backward else REMATS
     for mesh in _meshes(graph, where.devices):
@@ -173,7 +181,7 @@ def candidates(
                 state = device.bytes_of(device.state)
             except UserError:
                 continue
-            if fitting and state > capacity:
+            if state > (where.chip.memory_per_device or 0):
                 continue
             for remat in remats:
                 candidate = Candidate(mesh, parts, remat, moments)
@@ -190,9 +198,6 @@ def bound(device: PerDevice, where: Slice, wholes: dict[str, PerDevice]) -> floa
         settings = device.settings.model_copy(update={"gradient_accumulation_steps": 1})
         wholes[kind] = replace(device, settings=settings, sizes=dict.fromkeys(AXES, 1))
     return _BOUND * step_time(device, where, whole=wholes[kind]).seconds
-
-
-Order = tuple[Any, ...]
 
 
 def order(candidate: Candidate, seconds: float, settings: TrainSettings) -> Order:
@@ -225,7 +230,8 @@ def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
     experts = "experts" in str(graph.parameters)
     repeated = [node.layers for node in graph.nodes if node.repeat is not None]
     searched = [axis for axis in AXES if (axis != "pipeline" or repeated) and (axis != "expert" or experts)]
-    for sizes in itertools.product(_divisors(devices), repeat=len(searched)):
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for sizes in itertools.product(divisors, repeat=len(searched)):
         if math.prod(sizes) == devices:
             named = dict(zip(searched, sizes, strict=True))
             stages = named.get("pipeline", 1)
@@ -238,5 +244,82 @@ def _micro_batches(settings: TrainSettings, devices: int) -> list[int]:
     return [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+# ---- curves ----
+
+
+@dataclass(frozen=True)
+class Point:
+    """A slice on the curve; `efficiency` is tokens/s a chip, relative to the smallest slice that fits."""
+
+    plan: Plan
+    efficiency: float
+
+    @property
+    def why(self) -> str:
+        """The shares of a step's seconds by what bounds them."""
+        time = self.plan.time
+        return ", ".join(f"{name} {part / time.seconds:.0%}" for name, part in time.parts.items() if part)
+
+
+def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: Slice) -> list[Point]:
+    """The recipe on `first` and on slices of twice, four times, ... its chips, up to 4,096.
+
+    Strong scaling keeps the batch, weak scaling the rows of a device. Each slice takes the fastest of the recipe's own
+    mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context` that fit; slices without one are left
+    out.
+
+    Raises:
+        UserError: if it fits none, for settings that go with no mesh, and for a processor, which has no slices.
+    """
+    if first.platform == "cpu":
+        fix = "Name the first of them, such as --on v4-32 or --on h100x8."
+        raise UserError("a curve goes over ever larger slices, and a processor has none", where="--curve", fix=fix)
+    name, settings, length = training_settings(recipe)
+    check_remat(settings, recipe.parallel.remat)
+    check_update(split_params(graph, settings), settings, in_stages=False)
+    least = "none" if recipe.parallel.remat == "auto" else recipe.parallel.remat
+    parallel = recipe.parallel.model_copy(update={"remat": least})
+    meshes: list[dict[str, int | str]] = [{str(axis): size for axis, size in recipe.mesh.items()}]
+    meshes += [{"fsdp": "auto", "tensor": t, "context": c} for t, c in itertools.product(_CURVE_SIZES, repeat=2)]
+    rows = settings.batch_size or (settings.per_device_batch_size or 1) * first.devices
+    plans: list[Plan] = []
+    for where in _larger(first):
+        batch = rows if kind == "strong" else rows * where.devices // first.devices
+        sized = settings.model_copy(update={"batch_size": batch, "per_device_batch_size": None})
+        queue: list[tuple[Order, Recipe]] = []
+        wholes: dict[str, PerDevice] = {}
+        for number, mesh in enumerate(meshes):
+            try:
+                device = per_device(graph, sized, mesh, length, where, parallel)
+                seconds = bound(device, where, wholes)
+            except UserError:
+                continue
+            queue.append(((seconds, number), recipe.model_copy(update={name: sized, "mesh": mesh})))
+
+        def estimate(changed: Recipe, where: Slice = where) -> tuple[Order, Plan] | None:
+            plan = make_plan(changed, graph, where)
+            return ((plan.time.seconds,), plan) if plan.fits else None
+
+        plans += [plan for _, plan in _fastest(queue, 1, estimate)]
+    if not plans:
+        fix = f"Set more `{name}.gradient_accumulation_steps` or `parallel.remat=block`."
+        raise UserError(f"{recipe.name} fits no slice from {first.name} on", where="--curve", fix=fix)
+    base = plans[0].tokens_per_second / plans[0].where.chips
+    return [Point(plan, plan.tokens_per_second / plan.where.chips / base) for plan in plans]
+
+
+def _larger(first: Slice) -> Iterator[Slice]:
+    if first.platform == "gpu":  # h100 or h100x8
+        family, joint, count = first.name.partition("x")[0], "x", first.devices
+    else:
+        family, joint, number = first.name.rpartition("-")
+        count = int(number)
+    while True:
+        try:
+            where = find_slice(f"{family}{joint}{count}")
+        except UserError:  # no shape of that size, or the family ends
+            return
+        if where.chips > MOST_CHIPS:
+            return
+        yield where
+        count *= 2
