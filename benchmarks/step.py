@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on this machine, part by part, beside what the planner predicts.
+"""Where the time of a training step goes on this machine, part by part; the planner's estimate is the whole's peer.
 
     python benchmarks/step.py [RECIPE] [--set KEY=VALUE ...] [--quick]
 
@@ -129,7 +129,7 @@ def main() -> None:
     kind, shape, size = devices[0].device_kind, trainer.mesh.shape, trainer.mesh.size
     chips = {"rows": rows, "context": context, "mesh": shape, "device_kind": kind, "devices": size}
     estimate = forecast(graph, pretrain, recipe.parallel, **chips)
-    planned = estimate[1].phases(graph.loss) | {"step": estimate[1].seconds} if estimate else {}
+    planned = {"step": estimate[1].seconds} if estimate else {}
     results = [result(part, seconds[part], "s", planned.get(part)) for part in NAMES]
     rates = {"tokens_per_second": rows * context / seconds["step"]}
     rates["flops_per_second"] = trainer.flops_per_step / seconds["step"]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from affinage.config.load import load_recipe, load_saved
-from affinage.config.training import SftSettings
 from affinage.errors import UserError
 
 GOOD = """\
@@ -218,22 +217,3 @@ def test_a_path_is_relative_to_the_file_that_says_it(write: Write, tmp_path: Pat
     assert own.beside(".", ("init_from",)).resolve() == tmp_path / "here"
     told = load_recipe("here/r.yaml", ["init_from=base"])
     assert told.beside("base", ("init_from",)).resolve() == tmp_path / "base", "not there beside the recipe: from here"
-
-
-LEAST = {"sources": ["chats.jsonl"], "steps": 20}
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ({}, (32, 2, 2e-5, 0.01)),
-        ({"optimizer": {"b2": 0.98}, "schedule": {"peak_lr": 1e-3, "min_lr": 0}}, (32, 0, 1e-3, 0.01)),
-        ({"per_device_batch_size": 4}, (None, 2, 2e-5, 0.01)),
-        ({"batch_size": 8, "steps": 20_000}, (8, 1000, 2e-5, 0.01)),
-    ],
-)
-def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(told: dict, expected: tuple):
-    settings = SftSettings.model_validate(LEAST | told)
-    schedule, decay = settings.schedule, settings.optimizer.weight_decay
-    assert (settings.batch_size, schedule.warmup(settings.steps), schedule.peak_lr, decay) == expected
-    assert SftSettings.model_validate_json(settings.model_dump_json()) == settings

@@ -12,7 +12,6 @@ import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
-from affinage.data import executor as executors
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.decontaminate import decontaminate
 from affinage.data.dedup import dedup
@@ -20,7 +19,7 @@ from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split
-from affinage.errors import TransientError, UserError
+from affinage.errors import UserError
 from source_forms import write_lines
 
 
@@ -57,23 +56,6 @@ def test_results_come_in_order_and_mistakes_as_they_are(executor):
         with pytest.raises(UserError) as refused:
             each.map(squared, [1, -1])
         assert (refused.value.where, refused.value.fix) == ("here", "leave it")
-
-
-def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkeypatch):
-    monkeypatch.setattr(executors, "PAUSES", (0.0, 0.0))
-    failures = [ConnectionResetError("gone"), TimeoutError("slow")]
-
-    def fetch(times: int) -> int:
-        if failures and times:
-            raise failures.pop()
-        return 1
-
-    assert Executor(1).map(fetch, [1]) == [1]
-    failures[:] = [ConnectionResetError("gone")] * 3
-    with pytest.raises(TransientError, match="failed 3 times"):
-        Executor(1).map(fetch, [1])
-    with pytest.raises(ZeroDivisionError):
-        Executor(1).map(lambda k: 1 // k, [0])
 
 
 def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor, progress=None) -> tuple:

@@ -1,11 +1,8 @@
 """Web archives, Wikipedia dumps and Gutenberg books become documents with id, URL, language and licence."""
 
-from dataclasses import replace
-
 import pytest
 
 from affinage.config.data import SourceSettings
-from affinage.data import wikipedia
 from affinage.data.files import DamagedFile, SourceFile
 from affinage.data.readers import read_records
 from affinage.data.wikitext import wikitext_to_text
@@ -107,19 +104,6 @@ def test_a_multistream_dump(tmp_path):
     assert rows[0]["text"].startswith("Le Pont\n\nLe Pont (né le 14 juillet")
     assert {(row["language"], row["license"]) for row in rows} == {("fr?", "cc-by-sa-4.0")}
     assert summary["removed"] == {"empty": 1}, "redirects and talk pages are no articles"
-
-
-@pytest.mark.parametrize(("size", "chunk"), [(97, 100), (300, 1), (1000, 1 << 16)])
-def test_a_dump_read_in_parts_gives_every_article_once(tmp_path, monkeypatch, size, chunk):
-    monkeypatch.setattr(wikipedia, "CHUNK_BYTES", chunk)
-    path = tmp_path / "a.xml.bz2"
-    path.write_bytes(b"".join(dump_streams("fr", GROUPS)))
-    whole = SourceFile(str(path), path.name, path.stat().st_size)
-    found = []
-    for start in range(0, whole.bytes, size):
-        part = replace(whole, start=start, stop=min(start + size, whole.bytes))
-        found += [record.id for record in read_records(part, SourceSettings(path=str(path)))]
-    assert found == ["1", "4", "5"]
 
 
 def test_a_book_is_cut_into_chapters(tmp_path):

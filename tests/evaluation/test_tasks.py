@@ -1,7 +1,5 @@
 """Looking up tasks: where their data is, what their items are, which of them can be scored, and what is refused."""
 
-import gzip
-import json
 from pathlib import Path
 
 import jinja2.sandbox
@@ -11,7 +9,7 @@ from lm_eval import utils
 
 from affinage.errors import UserError
 from affinage.evaluation.harness import load_tasks, quiet
-from affinage.evaluation.tasks import find_tasks, read_json_lines
+from affinage.evaluation.tasks import find_tasks
 from choice_task import write_task
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
@@ -37,16 +35,6 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
     assert path == str(tmp_path / "tasks/one.jsonl")
     assert one["custom_dataset"](**one["dataset_kwargs"], version=1)["test"][0] == {"a": "x\u2028y"}
-
-
-def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
-    assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
-    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
-    with pytest.raises(UserError, match="character 6") as refused:
-        read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
-    assert refused.value.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 import tiny_graphs
-from affinage.checkpoint import CheckpointStore
-from affinage.cli.program import main
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
@@ -94,22 +92,6 @@ def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     save_file({**tensors, turned: np.ascontiguousarray(tensors[turned].T)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="shape"):  # as many elements
         read_hub_folder(tmp_path)
-
-
-def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
-    pretrain = tmp_path / "run" / "pretrain"
-    shutil.copytree(imported, pretrain)
-    first = open_model("run/pretrain@0", tmp_path)
-    store = CheckpointStore(pretrain / "checkpoints")
-    store.save(7, {"params": jax.tree.map(lambda p: -p, first.params)}, {})
-    store.wait()
-    for step, sign in ((0, 1), (7, -1)):
-        to = tmp_path / f"step-{step}"
-        with pytest.raises(SystemExit) as ended:
-            main(["export", f"run/pretrain@{step}", "--runs", str(tmp_path), "--to", str(to)])
-        assert ended.value.code == 0
-        written = load_file(to / "model.safetensors")["model.norm.weight"]
-        np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
 
 WRITTEN = [

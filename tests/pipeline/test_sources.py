@@ -1,28 +1,13 @@
-"""Whatever changes outside is seen: files by their content, URLs by what their servers say of them."""
+"""A file that changes is seen by its content."""
 
-import http.server
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from affinage.cli.program import main
-from affinage.data.downloads import CACHE_VARIABLE
 from affinage.pipeline.sources import fingerprints
 
 LARGE = 17_000_000
-RECIPE = """\
-name: web
-model: {{inputs: [tokens], nodes: {{embed: {{kind: embedding, in: tokens}}}}}}
-data: {{sources: ["{url}"], languages: [en], filters: {{min_characters: 3, language_threshold: 0}}}}
-"""
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 def replace(file: Path, content: bytes) -> None:
@@ -43,69 +28,3 @@ def test_a_file_that_is_replaced_by_one_of_the_same_size_and_time_is_seen(tmp_pa
     assert fingerprints([str(file)]) == before
     replace(file, b"1" * size)
     assert fingerprints([str(file)]) != before
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """One file, under any name, with headers of the test's choice."""
-
-    content = b"A text about a river and an old bridge.\n" * 20
-    headers: dict[str, str]
-    asked: list[str]
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.command)
-        self.send_response(200)
-        for name, value in {**self.server.headers, "Content-Length": str(len(self.server.content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(self.server.content)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server(("127.0.0.1", 0), Handler) as serving:
-        serving.headers, serving.asked = {}, []
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
-        yield serving
-        serving.shutdown()
-
-
-def url_of(server: Server) -> str:
-    return f"http://127.0.0.1:{server.server_address[1]}/text.txt"
-
-
-def run(recipe: Path, *words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(recipe), "--until", "ingest", "--runs", str(recipe.parent / "runs"), *words])
-    assert not ended.value.code
-
-
-def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(server: Server, tmp_path: Path, capsys):
-    recipe = tmp_path / "web.yaml"
-    recipe.write_text(RECIPE.format(url=url_of(server)))
-    server.headers = {"ETag": '"1"'}
-    run(recipe)
-    server.asked.clear()
-    run(recipe)
-    assert server.asked == ["HEAD"] and "Nothing to do" in capsys.readouterr().out
-    server.headers, server.content = {"ETag": '"2"'}, b"Another text about the same river.\n" * 20
-    run(recipe)
-    assert "files changed" in capsys.readouterr().out
-    [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
-    assert b"Another text" in text.read_bytes()
-    server.headers, server.content = {}, b"A third one.\n" * 20
-    run(recipe)
-    said = capsys.readouterr()
-    assert "Nothing to do" in said.out and f"cannot check whether {url_of(server)} has changed" in said.err
-    run(recipe, "--force", "ingest")
-    [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
-    assert b"A third one" in text.read_bytes()

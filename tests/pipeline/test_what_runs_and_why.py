@@ -191,12 +191,3 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
 )  # fmt: skip
 def test_how_a_step_is_carried_out_is_in_no_key(load, override):
     assert changed(keys(load()), keys(load(override))) == []
-
-
-def test_changed_user_files_are_noticed(load, tmp_path):
-    before = keys(load())
-    (tmp_path / "texts/b.txt").write_text("b")
-    after = keys(load())
-    assert changed(before, after)[0] == "ingest"
-    (tmp_path / "chat.jsonl").write_text("{} ")
-    assert changed(after, keys(load()))[0] == "sft-data"

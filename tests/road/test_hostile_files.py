@@ -11,8 +11,6 @@ from affinage.config.yaml import parse
 from affinage.errors import UserError
 from affinage.hub.read import INDEX, HubWeights, read_hub_folder
 from affinage.pipeline.imports import fitting_tokenizer
-from affinage.pipeline.models import made_from
-from affinage.pipeline.store import read_request
 
 DEEP = "[" * 100_000
 LLAMA: dict[str, Any] = {
@@ -104,23 +102,6 @@ def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
 
 
 # ---- checkpoints
-
-
-@pytest.mark.parametrize("key", ["../../secret", "/etc/passwd", "a/b", "", 5])
-def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: Path, key: object):
-    folder = tmp_path / "runs" / "store" / "pretrain-0123456789ab"
-    folder.mkdir(parents=True)
-    (tmp_path / "runs" / "store" / "train-tokenizer-0123456789ab").mkdir()
-    request = {"step": "pretrain", "version": 1, "settings": {}, "sources": {}, "key": "0123456789ab"}
-    for inputs in (
-        {"train-tokenizer": key},
-        {f"../{key}": "0123456789ab"},
-        {"train-tokenizer": "0123456789ab", "tokenize": key},
-    ):
-        (folder / "request.json").write_text(json.dumps(request | {"inputs": inputs}))
-        assert read_request(folder) is None and made_from(folder, "train-tokenizer") is None
-    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"train-tokenizer": "0123456789ab"}}))
-    assert made_from(folder, "train-tokenizer") == folder.with_name("train-tokenizer-0123456789ab")
 
 
 # ---- datasets
