@@ -52,20 +52,6 @@ def test_verbs_that_use_a_model_print_the_command_that_trains_it(verb: str, affi
     ]
 
 
-def test_a_model_is_said_to_be_at_its_step_and_what_is_not_trained_yet(affinage):
-    (RUN / "dpo").unlink()
-    status, out, said = affinage("generate", "quickstart/pretrain@18", "x", "--max-new-tokens", "1", "--json")
-    state = {"model": "quickstart/pretrain", "step": 18, "steps": 20, "missing": ["dpo"]}
-    assert status == 0 and json.loads(out).items() >= state.items()
-    assert "quickstart/pretrain, step 18 of 20; not trained yet: dpo" in said
-    status, out, said = affinage("eval", "quickstart/sft", "--limit", "1", "--json")
-    assert status == 0 and json.loads(out).items() >= {"step": 5, "steps": 5, "missing": ["dpo"]}.items(), said
-    (RUN / "pretrain" / MANIFEST).unlink()  # as while it is trained
-    assert "step 20 of 20" in affinage("generate", "quickstart/pretrain", "x", "--max-new-tokens", "1")[2]
-    assert affinage("export", "quickstart/pretrain@18", "--to", "out")[0] == 0
-    assert "step 18 of 20; not trained yet: dpo" in Path("out/README.md").read_text()
-
-
 def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage):
     before = made()
     settings = [word for word in WORDS if word != WORDS[0]]

@@ -1,6 +1,5 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +11,7 @@ from affinage.data import ingest as ingesting
 from affinage.data.hub_datasets import at_commit
 from affinage.errors import UserError
 from hub_server import Fault
-from source_forms import collected, write_lines
+from source_forms import collected
 
 
 @pytest.fixture
@@ -43,17 +42,6 @@ def test_a_folder_of_parquet(tables, tmp_path):
     assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
     summary, rows = collected(tmp_path / "fr", {"dataset": str(tables), "filter": {"lang": "fr"}})
     assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}
-
-
-def test_a_folder_of_json_lines_and_a_saved_dataset(tmp_path):
-    write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
-    _, rows = collected(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
-    assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
-    saved = datasets.Dataset.from_dict({"body": [f"line {i}" for i in range(9)]})
-    datasets.DatasetDict({"train": saved, "test": saved.select(range(2))}).save_to_disk(tmp_path / "saved")
-    source = {"dataset": str(tmp_path / "saved"), "text_key": "body"}
-    assert [row["text"] for row in collected(tmp_path / "two", source)[1]] == [row["text"] for row in rows]
-    assert len(collected(tmp_path / "three", {**source, "split": "test"})[1]) == 2
 
 
 def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):

@@ -1,10 +1,7 @@
 """The validation split: the right share of every group, the same for any order, and never a document in both."""
 
-import pytest
-
 from affinage.config.data import SplitSettings
 from affinage.data.split import split
-from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 
 GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books", "fr", 10)]
@@ -49,24 +46,6 @@ def test_every_group_gives_its_share(tmp_path):
     assert counts(least) == {"news.en": 1, "news.fr": 1, "books.en": 1, "books.fr": 1}
     summary, train, validation = halves(tmp_path, None, validation_fraction=0, name="none")
     assert summary["validation"] == {} and summary["documents_out"] == 275 and validation == []
-
-
-def test_by_tail_every_document_gives_its_end(tmp_path):
-    text = "".join(f"line number {i}\n" for i in range(100))
-    book = {"id": "book", "source": "s", "language": "en", "text": text}
-    summary, (head,), (tail,) = halves(tmp_path, [book], validation_fraction=0.1, by="tail")
-    assert head["text"] + tail["text"] == text and tail["text"].startswith("line number 9")
-    assert (head["id"], tail["id"], tail["source"]) == ("book", "book", "s")
-    assert summary["validation"]["s.en"] == {"documents": 1, "bytes": len(tail["text"])}
-
-
-def test_groups_that_are_small(tmp_path):
-    with pytest.raises(UserError, match="none is left to train on"):
-        halves(tmp_path / "one", rows("only", 1), validation_fraction=0.9)
-    summary = halves(tmp_path / "few", [*rows("four", 4), *rows("three", 3)])[0]
-    assert summary["without_validation"] == ["three.en"] and counts(summary) == {"four.en": 1}
-    summary = halves(tmp_path / "book", rows("book#", 100), group_separator="#")[0]
-    assert summary["documents_out"] == 100 and summary["without_validation"] == ["book#.en"], "the only book stays"
 
 
 def test_sections_of_a_book_stay_together(tmp_path):

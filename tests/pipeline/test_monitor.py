@@ -25,6 +25,7 @@ from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
 from affinage.report.trainings import read_training
 from affinage.results import TrainingResult
+from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 
 TINY = tiny_run.WORDS[0]
@@ -219,7 +220,7 @@ def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit
     def look(stop: Callable[[], bool]) -> str:
         tried = monitor_of(context, loaded.recipe.sft, model.graph, model.context)
         assert tried is not None
-        state: Any = SimpleNamespace(params=jax.device_put(model.params, jax.devices()[0]))
+        state = jax.device_put(TrainState(np.int32(40), model.params, ()), jax.devices()[0])
         return tried.look(40, state, stop)[1]
 
     assert look(after_the_first_batch) == "" and len(points_of(tmp_path)) == 1

@@ -62,30 +62,3 @@ def test_a_change_is_that_of_the_same_items_and_bold_only_beyond_chance(run: Pat
     page = render(collect_facts(run))
     found = re.search(r'facts_<wbr>en</th><td><code>acc</code></td>.*?<td class="n( strong)?">(−[\d.]+)', page)
     assert found is not None and (bool(found[1]), float(found[2].replace("−", "-"))) == (bold, -wrong / 2)
-
-
-STEPS, SHARES = (0, 100, 200, 300), (0.62, 0.60, 0.55, 0.44)
-
-
-def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path, change):
-    """Of a fine-tuning whose loss falls while a benchmark does not."""
-    looks = [
-        {"step": step, "scores": {"winogrande": {"value": share, "stderr": 0.035}}, "worse": []}
-        for step, share in zip(STEPS, SHARES, strict=True)
-    ]
-    looks[-1]["worse"] = [{"task": "winogrande", "than": 0, "p": 1e-4}]
-    (run / "sft" / "monitor.json").write_text(json.dumps({"threshold": 1e-3, "points": looks}))
-    page = render(facts := collect_facts(run)).replace("\u00a0", " ")  # as if it had gone on to its end
-    assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
-    assert "empirent au-delà du hasard" in render(facts, "fr")
-    with change(run / "sft" / "result.json") as summary:
-        summary |= {"ended": "monitor", "steps": 300}
-    page = render(collect_facts(run))
-    section = page[page.index('id="sft"') :]
-    head, told = section.index("Benchmarks during training"), section.index("The training ended at step 300, because")
-    assert section.index("Loss") < head < told < section.index("Learning rate"), "benchmarks stand under the loss"
-    assert section.count("M7.071,0A7.071") == 2 and "Ringed: worse" in section  # the same point, wide and narrow
-    rows = re.findall(r'<th scope="row" class="n">([\d,]+)</th><td class="n( strong)?">([\d.]+)', section)
-    shown = {int(step.replace(",", "")): (bool(bold), float(share)) for step, bold, share in rows}
-    expected = {step: (step == 300, pytest.approx(100 * share)) for step, share in zip(STEPS, SHARES, strict=True)}
-    assert {step: shown[step] for step in STEPS} == expected
