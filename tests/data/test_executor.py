@@ -59,6 +59,19 @@ def test_results_come_in_order_and_mistakes_as_they_are(executor):
         assert (refused.value.where, refused.value.fix) == ("here", "leave it")
 
 
+def test_complete_tasks_are_skipped_and_those_that_changed_are_not(tmp_path):
+    with pytest.raises(UserError):
+        Executor(1).map(squared, [2, 3, -1, 4], tmp_path)
+    assert len(list(tmp_path.glob("completions/*.json"))) == 2
+    seen = []
+
+    def cubed(number: int) -> int:
+        seen.append(number)
+        return number**3
+
+    assert Executor(1).map(cubed, [2, 5, 6], tmp_path) == [4, 125, 216] and seen == [5, 6]
+
+
 def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkeypatch):
     monkeypatch.setattr(executors, "PAUSES", (0.0, 0.0))
     failures = [ConnectionResetError("gone"), TimeoutError("slow")]

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -58,3 +59,14 @@ def test_tricky_long_and_repetitive_texts_have_the_ids_of_sentencepiece(model, e
     batch = [*TRICKY, *("".join(rng.choices(signs, k=rng.randint(0, 300))) for _ in range(200))]
     batch += ["a" * 30_000, "ab" * 10_000, "=" * 5_000, " " * 5_000, "the" * 3_000 + "é" * 3_000, "字漢" * 2_000, ""]
     assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
+
+
+def test_threads_have_memories_of_their_own_which_begin_again_when_full(model, encoder_of):
+    rng = random.Random(2)
+    words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
+    batches = [[" ".join(rng.choices(words, k=200)) for _ in range(10)] for _ in range(8)]
+    small = encoder_of(cached_words=16)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(small.encode, batches))
+    for batch, result in zip(batches, found, strict=True):
+        assert parts(*result) == [model.encode(text) for text in batch]

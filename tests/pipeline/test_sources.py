@@ -10,7 +10,7 @@ import pytest
 
 from affinage.cli.program import main
 from affinage.data.downloads import CACHE_VARIABLE
-from affinage.pipeline.sources import fingerprints
+from affinage.pipeline.sources import fingerprints, remote_fingerprints
 
 LARGE = 17_000_000
 RECIPE = """\
@@ -43,6 +43,16 @@ def test_a_file_that_is_replaced_by_one_of_the_same_size_and_time_is_seen(tmp_pa
     assert fingerprints([str(file)]) == before
     replace(file, b"1" * size)
     assert fingerprints([str(file)]) != before
+
+
+def test_a_copy_of_a_small_file_is_the_same_and_a_large_one_is_known_by_its_time_too(tmp_path: Path):
+    for size, same in ((3_000_000, True), (LARGE, False)):
+        files = [tmp_path / "here.txt", tmp_path / "there.txt"]
+        for file in files:
+            file.write_bytes(bytes(size))
+        os.utime(files[1], (0, 0))
+        here, there = fingerprints(map(str, files)).values()
+        assert (here == there) is same
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -81,6 +91,23 @@ def server() -> Iterator[Server]:
 
 def url_of(server: Server) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}/text.txt"
+
+
+def test_a_url_is_known_by_its_etag_or_its_time_and_else_or_without_an_answer_as_before(server: Server):
+    url = url_of(server)
+    for etag in ({"ETag": '"1"'}, {}):
+        server.headers = {**etag, "Last-Modified": "Mon"}
+        before, unchecked = remote_fingerprints([url], {})
+        assert not unchecked and remote_fingerprints([url], {"else": "x"}) == (before, {})
+        server.headers = {"ETag": '"2"', "Last-Modified": "Mon"} if etag else {"Last-Modified": "Tue"}
+        assert remote_fingerprints([url], before)[0] != before
+    server.headers = {}
+    found, unchecked = remote_fingerprints([url], {url: "former"})
+    assert found == {url: "former"} and "no version" in unchecked[url]
+    server.shutdown()
+    server.server_close()
+    found, unchecked = remote_fingerprints([url], {url: "former"})
+    assert found == {url: "former"} and unchecked[url] and "no version" not in unchecked[url]
 
 
 def run(recipe: Path, *words: str) -> None:

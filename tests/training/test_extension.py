@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+from affinage.config.training import ScheduleSettings
 from affinage.data.dataloader import DataLoader
 from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
@@ -17,9 +18,11 @@ from affinage.training.checkpointing import Checkpointer
 from affinage.training.goodput import GoodputTimer
 from affinage.training.job import Extension
 from affinage.training.metrics import curve
+from affinage.training.optimizer import learning_rate
 
 BORDER, STEPS = 10, 16
 FIRST = {"name": "constant", "peak_lr": 1e-2, "min_lr": 0.0, "warmup_steps": 4}
+TAIL = {"name": "linear", "peak_lr": 5e-3, "min_lr": 0.0, "warmup_steps": 2, "from_step": BORDER}
 MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "weights": {"a": 3.0, "b": 1.0}}]
 
 
@@ -96,3 +99,10 @@ def test_what_an_extension_may_not_change_is_refused_by_name(
     refused = job(tmp_path, rows, steps, FIRST, mixture, extends=extension, **given)
     with pytest.raises(UserError, match=named):
         Checkpointer(tiny.uncompiled(refused), GoodputTimer()).restore()
+
+
+def test_a_tail_begins_where_the_other_schedule_ends_and_needs_something_to_extend():
+    tail, alone = (learning_rate(ScheduleSettings(**{**TAIL, "from_step": at}), end) for at, end in ((10, 16), (0, 6)))
+    assert [float(tail(step)) for step in range(BORDER, STEPS)] == pytest.approx([float(alone(n)) for n in range(6)])
+    with pytest.raises(ValueError, match="resume_from"):
+        tiny.settings(STEPS, schedule=TAIL)
