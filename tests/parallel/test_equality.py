@@ -16,7 +16,7 @@ import pytest
 from affinage.config.training import PrecisionSettings
 from affinage.errors import UserError
 from affinage.model import parse
-from affinage.planning.compiled import collectives_in, loops_of
+from affinage.planning.compiled import collectives_in
 from affinage.training.step import replicas_of
 from affinage.training.trainer import Trainer
 
@@ -75,7 +75,7 @@ def test_replicas_with_sums_of_their_own_are_one_training():
     step = meshes.compiled(one)
     meshes.assert_same_as_on_one_device(one, 3, step)
     assert replicas_of(one.job.graph, one.apply_config) == 2
-    assert not collectives_in(loops_of(step.as_text())) and collectives_in(step.as_text())["all-reduce"]
+    assert not collectives_in(meshes.loops_of(step.as_text())) and collectives_in(step.as_text())["all-reduce"]
 
 
 SPLITS: list[dict[str, int]] = [{axis: 8} for axis in AXES]
