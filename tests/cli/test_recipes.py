@@ -72,18 +72,6 @@ def test_what_is_said_to_be_planned_is_what_the_planner_says(name: str, command:
     assert plan["cost"] is None or f"${plan['cost']:,.0f}" in text_of(name)
 
 
-def test_a_new_recipe_runs_as_the_one_it_begins_with_and_overwrites_nothing(tmp_path: Path, monkeypatch, affinage):
-    monkeypatch.chdir(tmp_path)
-    assert affinage("new", "mine", "--like", "novels")[0] == 0
-    mine, novels = load_recipe("mine.yaml").recipe, load_recipe("novels").recipe
-    assert mine == novels.model_copy(update={"name": "mine", "description": ""})
-    assert json.loads((tmp_path / "recipe.schema.json").read_text())["properties"]
-    for words, held in ((["mine"], "mine"), (["../mine"], "../mine"), (["other", "--like", "novel"], "`novels`")):
-        status, _, said = affinage("new", *words)
-        assert status == 2 and held in said
-    assert not (tmp_path / "other.yaml").exists()
-
-
 def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
     text = "base: quickstart\nname: a\npretrain:\n  log_every: 7\nsft: null\ndpo: null\ndata: {dedup: null}\n"

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as FastTokenizer
@@ -147,18 +146,6 @@ def chatting(imported):
         main(["import", str(folder / "theirs"), "--to", str(folder / "chat"), "--chat-tokens"])
     assert not ended.value.code
     return folder / "chat"
-
-
-def test_chat_tokens_begin_as_the_mean_of_the_others(imported, chatting, tmp_path):
-    _, tokenizer, before = imported
-    given = open_model(str(chatting), tmp_path)
-    start, end = map(given.tokenizer.id_of, ("<|im_start|>", "<|im_end|>"))
-    assert (start, end) == (len(tokenizer), len(tokenizer) + 1) and given.graph.vocabulary == 352
-    embedding = np.asarray(given.params["embed"]["embedding"])
-    np.testing.assert_allclose(embedding[start], embedding[:start].mean(axis=0), atol=1e-6)
-    np.testing.assert_array_equal(
-        np.delete(embedding, (start, end), 0), np.delete(before.params["embed"]["embedding"], (start, end), 0)
-    )
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The example of BYOL: its layers, the loss against plain numpy, and what it learns without labels."""
+"""What the example of BYOL learns without labels."""
 
 import sys
 from pathlib import Path
