@@ -93,7 +93,7 @@ def trainer_of(graph: Any, settings: Any, mesh: dict[str, int | str], batch: Any
 
     no_feed: Any = None
     parallel = parallel or ParallelSettings()
-    job = TrainJob(graph, settings, mesh, seed=0, feed=no_feed, folder=Path(), parallel=parallel)
+    job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=no_feed, folder=Path(), parallel=parallel)
     return Trainer(job, make_mesh(mesh, acquire()), batch)
 
 

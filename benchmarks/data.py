@@ -1,16 +1,15 @@
-"""The kernels of the data pipeline beside other libraries: filtering, deduplication, encoding, chats, batches.
+"""The kernels of the data pipeline beside other libraries: deduplication, encoding, chats, batches.
 
-    python benchmarks/data.py [filter dedup encode chat feed] [--quick]
+    python benchmarks/data.py [dedup encode chat feed] [--quick]
 
 Rates are by seconds of CPU in one thread, so that other work on the machine does not count; each is the median of
 several repetitions. Libraries that are not installed (datatrove, grain) are left out.
 
-- filter: Unicode repair with the rules of length and of letters, beside the same in plain Python, with equal results.
 - dedup: documents of 2 KB, half of them planted copies. Ours goes from text to what stays, by way of scratch files, and
   checks the exact Jaccard similarity of every candidate; datatrove stops at candidates. Recall is over pairs planted
   evenly from J = 0.8 to 1, precision over all removals, both against Python sets of 5-grams.
 - encode: the pocket world's documents to token ids with a vocabulary trained on them, beside SentencePiece's own loop
-  and the Hugging Face export of the same tokenizer, with equal ids.
+  with the same model and equal ids.
 - chat: conversations to ids and loss masks in chat templates, beside transformers' `apply_chat_template`, which makes
   no mask where the template has no {% generation %} blocks.
 - feed: batches of 2,048 tokens, shuffled and mixed from five sources, with segment ids, positions and loss mask, beside
@@ -23,14 +22,12 @@ import json
 import random
 import tempfile
 import time
-import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from common import Result, finish, median_seconds, parts_of, result
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, written
 
@@ -38,45 +35,6 @@ from planted_copies import jaccard_of, lexicon, near_copy, random_text, written
 def cpu_seconds(run: Callable[[], object], repeats: int = 3) -> float:
     """Return the median seconds of CPU of some repetitions."""
     return median_seconds(run, repeats, time.process_time)
-
-
-# ---- filter ----
-
-CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), 0xAD, 0x200B, 0xFEFF])
-
-
-def filtered_by_python(texts: list[str]) -> tuple[list[str], list[bool]]:
-    """Return the repaired texts, and which of them the rules keep."""
-    repaired, kept = [], []
-    for text in texts:
-        text = unicodedata.normalize("NFC", text.translate(CONTROLS).replace("\r\n", "\n").replace("\u2581", "_"))
-        visible = len(text) - sum(map(str.isspace, text))
-        repaired.append(text)
-        kept.append(100 <= len(text) <= 500_000 and sum(map(str.isalnum, text)) >= 0.7 * visible)
-    return repaired, kept
-
-
-def filtered(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """Return the same by the pipeline's kernels."""
-    from affinage.data.code_points import count_characters
-    from affinage.data.repair import repair
-
-    repaired = repair(column)
-    characters, counted, alphanumeric = count_characters(repaired)
-    return repaired, (characters >= 100) & (characters <= 500_000) & (alphanumeric >= 0.7 * counted)
-
-
-def filtering(quick: bool) -> Iterator[Result]:
-    """Unicode repair and rules."""
-    draw = random.Random(1)
-    words = lexicon(20_000, draw)
-    texts = [written(random_text(words, draw.randint(10, 640), draw)) for _ in range(2_000 if quick else 30_000)]
-    column, megabytes = pa.array(texts), sum(len(text.encode()) for text in texts) / 1e6
-    repaired, kept = filtered(column)
-    if (repaired.to_pylist(), kept.tolist()) != filtered_by_python(texts):
-        raise SystemExit("the kernels give another text, or keep another one, than their definitions in Python")
-    ours, peer = cpu_seconds(lambda: filtered(column), 5), cpu_seconds(lambda: filtered_by_python(texts))
-    yield result("repair and rules, Python", megabytes / ours, "MB/s", megabytes / peer)
 
 
 # ---- dedup ----
@@ -168,14 +126,12 @@ def dedup(quick: bool) -> Iterator[Result]:
 def encode(quick: bool) -> Iterator[Result]:
     """Text to ids."""
     import sentencepiece
-    import tokenizers
 
     from affinage.config.data import TokenizerSettings
     from affinage.data.documents import DocumentWriter
     from affinage.data.synthetic import write_world
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tokenizer_training import train_tokenizer
-    from affinage.hub.vocabulary import write_hf_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         folder = Path(name)
@@ -187,23 +143,13 @@ def encode(quick: bool) -> Iterator[Result]:
                 writer.add(id=str(number), source="text", text=text)
         train_tokenizer(folder, folder / "tokenizer", TokenizerSettings(vocab_size=3_000), (), seed=0)
         ours = Tokenizer(folder / "tokenizer")
-        write_hf_tokenizer(ours, folder / "hf", context=2048)
         model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "tokenizer.model"))
-        fast = tokenizers.Tokenizer.from_file(str(folder / "hf" / "tokenizer.json"))
-        fast.encode_special_tokens = True
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         cold = megabytes / cpu_seconds(lambda: [Tokenizer(ours.folder).encode_flat(texts)])
-        ids = ours.encode_batch(texts)
-
-    def by_tokenizers() -> list[list[int]]:
-        batches = [texts[start : start + 200] for start in range(0, len(texts), 200)]
-        return [each.ids for batch in batches for each in fast.encode_batch(batch, add_special_tokens=False)]
-
-    peers = {"sentencepiece": lambda: [model.encode(text) for text in texts], "tokenizers": by_tokenizers}
-    for name, run in peers.items():
-        if run() != ids:
-            raise SystemExit(f"{name} gives other ids")
-        yield result(f"encode, {name}", cold, "MB/s", megabytes / cpu_seconds(run, 1))
+        if [model.encode(text) for text in texts] != ours.encode_batch(texts):
+            raise SystemExit("SentencePiece gives other ids")
+        peer = megabytes / cpu_seconds(lambda: [model.encode(text) for text in texts], 1)
+    yield result("encode, SentencePiece", cold, "MB/s", peer)
 
 
 # ---- chat ----
@@ -302,7 +248,6 @@ def feed(quick: bool) -> Iterator[Result]:
 
 
 PARTS: dict[str, Callable[[bool], Iterator[Result]]] = {
-    "filter": filtering,
     "dedup": dedup,
     "encode": encode,
     "chat": chat,

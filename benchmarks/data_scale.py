@@ -11,6 +11,7 @@ prints what 1 TB and 100 TB would cost at the rates of a result, by seconds of C
 """
 
 import gzip
+import itertools
 import json
 import random
 import re
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -34,66 +34,49 @@ DOCUMENT = 2_000  # bytes
 MEMORY = 2e9  # bytes that all processes together may take
 
 
-def sentences(files: list[Path], folder: Path) -> dict[str, list[str]]:
-    """Return sentences by their language, English and French."""
-    if not files:
-        from affinage.data.synthetic import write_world
+def sentences(files: list[Path], folder: Path) -> list[list[str]]:
+    """Return the sentences of either language, whose documents have a key `lang` or files with `_fr` in the name."""
+    from affinage.data.synthetic import write_world
 
+    if not files:
         write_world(folder / "world", megabytes=3, seed=0)
         files = sorted((folder / "world" / "documents").glob("*.jsonl"))
-    pool: dict[str, list[str]] = {"en": [], "fr": []}
+    pools: dict[str, list[str]] = {"en": [], "fr": []}
     for file in files:
-        size = 0
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
-            for line in lines:
+            for line in lines.readlines(POOL // len(files)):
                 document = json.loads(line)
                 language = document.get("lang") or ("fr" if "_fr" in file.name else "en")
-                if language in pool:
-                    pool[language] += [s for s in re.split(r"(?<=[.!?»”])\s+", document["text"]) if 30 < len(s) < 400]
-                size += len(line)
-                if size > POOL / len(files):
-                    break
-    return pool
+                parts = re.split(r"(?<=[.!?»”])\s+", document["text"])
+                if language in pools:
+                    pools[language] += [part for part in parts if 30 < len(part) < 400]
+    return [pool for pool in pools.values() if pool]
 
 
-def documents(pool: dict[str, list[str]], megabytes: float) -> Iterator[tuple[str, list[str]]]:
-    """Yield the language and sentences of each document."""
-    rng = random.Random(0)
-    recent: list[tuple[str, list[str]]] = []
-    written = 0.0
-    while written < megabytes * 1e6:
-        draw = rng.random()
-        if recent and draw < 0.1:
-            language, text = rng.choice(recent)
-        elif recent and draw < 0.2:
-            language, text = rng.choice(recent)
-            text = list(text)
-            text[rng.randrange(len(text))] = rng.choice(pool[language])
-        else:
-            language, text, size = rng.choice(list(pool)), [], 0
-            while size < DOCUMENT:
-                text.append(rng.choice(pool[language]))
-                size += len(text[-1])
-            if len(recent) < 20_000:
-                recent.append((language, text))
-            else:
-                recent[rng.randrange(20_000)] = (language, text)
-        yield language, text
-        written += sum(len(part.encode()) + 1 for part in text)
-
-
-def write_input(pool: dict[str, list[str]], folder: Path, megabytes: float) -> int:
+def write_input(pools: list[list[str]], folder: Path, megabytes: float) -> int:
     """Write JSON Lines files of generated documents and return their bytes of text."""
     folder.mkdir(parents=True)
-    total, size, file = 0, 0, None
-    for number, (_, text) in enumerate(documents(pool, megabytes)):
-        if file is None or size > PER_FILE:
-            file = (folder / f"part-{total // PER_FILE:05d}.jsonl").open("a", encoding="utf-8")
-            size = 0
-        joined = " ".join(text)
-        file.write(json.dumps({"id": f"d{number}", "text": joined}, ensure_ascii=False) + "\n")
-        size += len(joined.encode())
-        total += len(joined.encode())
+    draw = random.Random(0)
+    recent: list[tuple[list[str], list[str]]] = []  # pool and sentences
+    total = 0
+    for number in itertools.count():
+        copied = draw.random() if recent else 1.0
+        if copied < 0.2:
+            pool, text = draw.choice(recent)
+            if copied < 0.1:
+                text = list(text)
+                text[draw.randrange(len(text))] = draw.choice(pool)
+        else:
+            pool, text = draw.choice(pools), []
+            while sum(map(len, text)) < DOCUMENT:
+                text.append(draw.choice(pool))
+            recent.append((pool, text))
+            del recent[:-20_000]
+        with (folder / f"part-{total // PER_FILE:05d}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"id": f"d{number}", "text": " ".join(text)}, ensure_ascii=False) + "\n")
+        total += len(" ".join(text).encode())
+        if total >= megabytes * 1e6:
+            break
     return total
 
 

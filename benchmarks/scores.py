@@ -1,9 +1,8 @@
 """What the recipes score: the tables of docs/results.md and docs/tuning.md.
 
-    python benchmarks/scores.py [quickstart sweep monitor experts novels] [--quick]
+    python benchmarks/scores.py [quickstart monitor experts novels] [--quick]
 
 quickstart: its scores and what tuning changed; the part that runs by default.
-sweep: a 2 x 2 x 2 sweep of it, over base model, conversations and steps of fine-tuning.
 monitor: a fine-tuning in which grammar gets worse while its loss falls, once logged, once stopped.
 experts: moe-small beside its dense twin, by validation loss.
 novels: reads the run `novels-chat`, which the head of its recipe says how to make.
@@ -26,13 +25,6 @@ from common import Result, finish, parts_of, result
 
 RUNS = Path("runs")
 LIMIT_SECONDS = 300
-SWEEP = (
-    *("dpo=null", "export=null", "data.sources=[{path: pocket-world, max_bytes: 1MB}]"),
-    *("pretrain.steps=900", "runtime.checkpoint.keep_every=300"),
-    "sweep={sft.from_step: [300, 900], sft.sources: [[{path: pocket-world, max_examples: 300}], [pocket-world]],"
-    " sft.steps: [100, 300]}",
-)
-QUICK_SWEEP = (*SWEEP[:-1], "pretrain.steps=60", "evaluate.limit=10", "sweep={sft.from_step: [60], sft.steps: [5, 10]}")
 QUICK = ("pretrain.steps=60", "sft.steps=30", "sft.monitor=null", "dpo.steps=20", "evaluate.limit=20")
 
 
@@ -90,16 +82,6 @@ def quickstart(quick: bool) -> Iterator[Result]:
     yield result("all steps", seconds, "s", LIMIT_SECONDS)
 
 
-def sweep(quick: bool) -> Iterator[Result]:
-    """Yield the scores of every point."""
-    name, settings = ("sweep-quick", QUICK_SWEEP) if quick else ("sweep", SWEEP)
-    for point in affinage("sweep", "quickstart", settings=(f"name={name}", *settings)):
-        where = ", ".join(f"{key} {json.dumps(value)}" for key, value in point["settings"].items())
-        for task, score in point["scores"].items():
-            name, more = f"{where}: {task}", {"stderr": score["stderr"]}
-            yield result(name, score["value"], score["metric"], score["chance"], **more)
-
-
 def monitor(quick: bool) -> Iterator[Result]:
     """Yield the benchmarks during the fine-tuning, and what it changed."""
     shorter = ("pretrain.steps=200", "sft.steps=100", "evaluate.limit=20") if quick else ()
@@ -137,7 +119,7 @@ def novels(quick: bool) -> Iterator[Result]:
 
 
 PARTS: dict[str, Callable[[bool], Iterator[Result]]] = {
-    part.__name__: part for part in (quickstart, sweep, monitor, experts, novels)
+    part.__name__: part for part in (quickstart, monitor, experts, novels)
 }
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on this machine, part by part, beside what the planner predicts.
+"""Where the time of a training step goes on this machine, part by part; the planner's estimate is the whole's peer.
 
     python benchmarks/step.py [RECIPE] [--set KEY=VALUE ...] [--quick]
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import Result, batch_of, finish, options_of, result, trainer_of
+from common import batch_of, finish, options_of, result, trainer_of
 
 from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire
@@ -104,7 +104,7 @@ def measure(trainer: Any, batch: Any, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = options_of(__doc__)
-    parser.add_argument("recipe", nargs="?", default="fax-124m")
+    parser.add_argument("recipe", nargs="?", help="default: fax-124m, or quickstart with --quick")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     devices = acquire()
@@ -112,24 +112,25 @@ def main() -> None:
     if options.quick or devices[0].platform == "cpu":
         settings += ["pretrain.per_device_batch_size=null", "pretrain.batch_size=1"]
         settings.append(f"packing.seq_len={64 if options.quick else 256}")
-    loaded = load_recipe(options.recipe, [*settings, *options.set])
+    name = options.recipe or ("quickstart" if options.quick else "fax-124m")
+    loaded = load_recipe(name, [*settings, *options.set])
     load_plugins(loaded)
     recipe = loaded.recipe
     pretrain, context, mesh = recipe.pretrain, recipe.packing.seq_len, {str(k): size for k, size in recipe.mesh.items()}
     if pretrain is None:
-        raise SystemExit(f"{options.recipe}: only the pretraining of a language model is measured")
+        raise SystemExit(f"{name}: only the pretraining of a language model is measured")
     graph, rows = planned_graph(loaded), rows_per_step(pretrain, len(devices))
     tokens = np.random.default_rng(0).integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
     batch = batch_of(tokens, np.zeros_like(tokens))
     trainer = trainer_of(graph, pretrain, mesh, batch, recipe.parallel)
     if trainer.split.has_frozen or trainer.mesh.shape["pipeline"] > 1:
-        raise SystemExit(f"{options.recipe}: a step with frozen weights or a pipeline has no such parts")
+        raise SystemExit(f"{name}: a step with frozen weights or a pipeline has no such parts")
     seconds = measure(trainer, batch, 1 if options.quick else 10)
     kind, shape, size = devices[0].device_kind, trainer.mesh.shape, trainer.mesh.size
     chips = {"rows": rows, "context": context, "mesh": shape, "device_kind": kind, "devices": size}
     estimate = forecast(graph, pretrain, recipe.parallel, **chips)
-    planned = estimate[1].phases(graph.loss) | {"step": estimate[1].seconds} if estimate else {}
-    results: list[Result] = [result(name, seconds[name], "s", planned.get(name)) for name in NAMES]
+    planned = {"step": estimate[1].seconds} if estimate else {}
+    results = [result(part, seconds[part], "s", planned.get(part)) for part in NAMES]
     rates = {"tokens_per_second": rows * context / seconds["step"]}
     rates["flops_per_second"] = trainer.flops_per_step / seconds["step"]
     finish("step", results, recipe=recipe.name, device=kind, rows=rows, context=context, **rates)

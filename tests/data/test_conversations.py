@@ -5,7 +5,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from affinage.config.training import SftSettings
 from affinage.data.conversations import open_source, parse_pair, read_lines
@@ -55,6 +58,27 @@ READ = [
 def test_published_forms_are_read_and_their_text_is_normalized(tmp_path: Path):
     path = write_lines(tmp_path / "c.jsonl", [item for item, _ in READ])
     assert list(read(path)) == [messages for _, messages in READ]
+
+
+def test_a_named_form_is_taken_before_the_one_that_the_keys_fit(tmp_path: Path):
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": TALK, "instruction": "i", "output": "o"}])
+    assert next(read(path)) == TALK and next(read(path, "alpaca"))[0]["content"] == "i"
+    with pytest.raises(UserError, match="sharegpt"):
+        next(read(path, "sharegpt"))
+
+
+def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Path):
+    talks = [[{**QUESTION, "content": f"q{i}"}, ANSWER] for i in range(3)]
+    lines = "".join(json.dumps({"id": i, "messages": talk}) + "\n" for i, talk in enumerate(talks)).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines))
+    pq.write_table(pa.table({"messages": talks}), tmp_path / "d.parquet")
+    assert list(read(tmp_path)) == talks * 4
+    assert len(list(read(tmp_path / "[ab].jsonl*"))) == 6
+    (tmp_path / "set").mkdir()
+    (tmp_path / "d.parquet").rename(tmp_path / "set/train-00000-of-00001.parquet")
+    assert list(read(tmp_path / "set", key="dataset")) == talks
 
 
 CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}

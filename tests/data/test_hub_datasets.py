@@ -1,5 +1,6 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +12,7 @@ from affinage.data import ingest as ingesting
 from affinage.data.hub_datasets import at_commit
 from affinage.errors import UserError
 from hub_server import Fault
-from source_forms import collected
+from source_forms import collected, write_lines
 
 
 @pytest.fixture
@@ -44,6 +45,17 @@ def test_a_folder_of_parquet(tables, tmp_path):
     assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}
 
 
+def test_a_folder_of_json_lines_and_a_saved_dataset(tmp_path):
+    write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
+    _, rows = collected(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
+    assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
+    saved = datasets.Dataset.from_dict({"body": [f"line {i}" for i in range(9)]})
+    datasets.DatasetDict({"train": saved, "test": saved.select(range(2))}).save_to_disk(tmp_path / "saved")
+    source = {"dataset": str(tmp_path / "saved"), "text_key": "body"}
+    assert [row["text"] for row in collected(tmp_path / "two", source)[1]] == [row["text"] for row in rows]
+    assert len(collected(tmp_path / "three", {**source, "split": "test"})[1]) == 2
+
+
 def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "ROW_GROUP_BYTES", 200)
     monkeypatch.setattr(documents, "FILE_BYTES", 400)
@@ -68,6 +80,30 @@ def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
     assert rows == whole
     assert len(read) == 70 + 80, "the file that was complete is not read again"
     assert not (tmp_path / "out" / "completions").exists()
+
+
+def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
+    saved = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "saved")
+    for source, named in (
+        ({"dataset": str(tables), "text_key": "body"}, ("'body'", "text, url, lang, other")),
+        ({"dataset": str(tmp_path / "saved"), "split": "dev"}, ("'dev'", "train, test")),
+        ({"dataset": str(tmp_path / "nowhere")}, ("nowhere",)),
+    ):
+        with pytest.raises(UserError) as error:
+            collected(tmp_path / "out", source)
+        assert error.value.where == "data.sources[0]" and all(words in error.value.what for words in named)
+
+
+def test_presets():
+    stack = SourceSettings(preset="the-stack")
+    assert (stack.dataset, stack.kind, stack.text_key) == ("bigcode/the-stack-dedup", "code", "content")
+    mine = SourceSettings(preset="fineweb-edu", dataset="me/mine", split="dev")
+    assert (mine.dataset, mine.config, mine.split, mine.license) == ("me/mine", "", "dev", "odc-by")
+    assert SourceSettings(**mine.model_dump()) == mine, "settings that are written down are read back"
+    for wrong in ({"preset": "nonsense"}, {"preset": "wikipedia"}, {}):
+        with pytest.raises(ValueError):
+            SourceSettings(**wrong)
 
 
 @pytest.fixture
@@ -100,3 +136,8 @@ def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
     with pytest.raises(UserError) as error:
         at_commit("some/data", settings, "data.sources[0]", patience=0.5)
     assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
+
+
+def test_a_dataset_is_read_at_the_commit_that_it_is_at_now(hub):
+    commit = hub.repositories["datasets/some/data"].branches["main"]
+    assert at_commit("some/data", SourceSettings(dataset="some/data"), "").revision == commit

@@ -12,7 +12,7 @@ from affinage.generation.engine import Engine, generate, token_logprobs
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from tiny_models import full_logits, tiny_llama
+from tiny_models import CONTEXT, full_logits, tiny_llama
 
 PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]
 
@@ -72,6 +72,14 @@ def test_cached_greedy_decoding_equals_the_full_forward_pass_up_to_a_stop_token(
     assert results[0].finish_reason == "eos"
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.tokens == slow_greedy(model, prompt, 24, stop=(stop,))
+
+
+def test_generation_never_leaves_the_context():
+    model, params = tiny_llama(), SamplingParams(500, ignore_eos=True)
+    assert len(generate(model, [[2, *range(20, 20 + CONTEXT - 6)]], params)[0].tokens) == 5
+    for prompt in ([2] * CONTEXT, []):
+        with pytest.raises(ValueError, match="tokens"):
+            generate(model, [prompt], SamplingParams(1))
 
 
 SAMPLED = SamplingParams(16, 1.3, 40, 0.95, 0.01, seed=3, ignore_eos=True)

@@ -52,8 +52,5 @@ def test_what_is_consistent_is_not_complained_of():
         days=facts.flops_by_rule / (0.4 * 16 * 275e12) / 86_400,
         compute_optimal=("over",),
     )
-    for changed, claims in (
-        ({}, []),
-        ({"epochs": 1.0}, ["epochs"]),
-    ):
-        assert [one.claim for one in contradictions(facts, true.model_copy(update=changed))] == claims
+    assert not contradictions(facts, true)
+    assert [one.claim for one in contradictions(facts, true.model_copy(update={"epochs": 1.0}))] == ["epochs"]

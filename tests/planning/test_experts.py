@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
+from affinage.config.parallel import ParallelSettings
 from affinage.config.training import PretrainSettings
 from affinage.hardware.slices import find_slice
 from affinage.model import ApplyConfig, abstract_params, apply, parse
@@ -50,7 +51,7 @@ def forward(graph, layout, rows, axes=()):
 
 def divided(graph, mesh):
     settings = SETTINGS.model_copy(update={"attention": "xla"})
-    return per_device(graph, settings, mesh, LENGTH, find_slice("v4-16"))
+    return per_device(graph, settings, mesh, LENGTH, find_slice("v4-16"), ParallelSettings())
 
 
 def test_the_products_are_those_of_each_device_of_a_run():

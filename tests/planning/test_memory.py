@@ -27,11 +27,7 @@ from affinage.training.trainer import Trainer
 CONTEXT = 16
 
 
-def graph_of(**changed: Any) -> Graph:
-    return parse(tiny_graphs.llama(**{"layers": 4, "vocabulary": 128} | changed))
-
-
-GRAPH = graph_of()
+GRAPH = parse(tiny_graphs.llama(layers=4, vocabulary=128))
 
 
 def settings(**changed: Any) -> PretrainSettings:
@@ -39,10 +35,10 @@ def settings(**changed: Any) -> PretrainSettings:
     return PretrainSettings.model_validate(given | changed)
 
 
-def memory(mesh: dict, chosen: PretrainSettings, *, graph: Graph = GRAPH, context: int = CONTEXT, **more: Any) -> Any:
+def memory(mesh: dict, chosen: PretrainSettings, *, context: int = CONTEXT, **more: Any) -> Any:
     """On TPUs, eight unless `devices` says otherwise; `more` is of the parallel settings."""
     where = replace(find_slice("v4-16"), shape=(more.pop("devices", 8), 1, 1))
-    return step_memory(per_device(graph, chosen, mesh, context, where, ParallelSettings(**more)))
+    return step_memory(per_device(GRAPH, chosen, mesh, context, where, ParallelSettings(**more)))
 
 
 def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -> tuple[int, int, int]:
@@ -57,16 +53,9 @@ def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -
     return held(state.params), held(state.frozen), held(state.opt_state)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "moments"),
-    [
-        ({"fsdp": 4, "tensor": 2}, "bfloat16"),
-        rarer({"pipeline": 2, "fsdp": 4}, "float32"),
-    ],
-    ids=str,
-)
-def test_weights_and_moments_are_the_bytes_of_the_real_state(mesh, moments, tmp_path):
-    chosen = settings(optimizer={"state_dtype": moments}, precision={"params": moments})
+def test_weights_and_moments_are_the_bytes_of_the_real_state(tmp_path):
+    mesh = {"fsdp": 4, "tensor": 2}
+    chosen = settings(optimizer={"state_dtype": "bfloat16"}, precision={"params": "bfloat16"})
     planned = memory(mesh, chosen)
     found = planned.weights, planned.frozen, planned.optimizer
     assert found == state_of(GRAPH, chosen, mesh, CONTEXT, tmp_path)
@@ -83,7 +72,6 @@ def tuned(stage: str, *changes: str, on: str = "v4-8") -> Plan:
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
-        rarer("sft", ["sft.lora={r: 4}"]),
         rarer("dpo", ["dpo.precompute_ref_log_probs=false", "dpo.lora={r: 4}"]),
         ("dpo", ["dpo.lora={r: 4, target_modules: [query, up]}", "dpo.optimizer.state_dtype=bfloat16"]),
     ],
@@ -112,16 +100,14 @@ def test_adapters_need_less_of_everything_and_a_held_reference_more():
     assert low.memory.weight_copies == pytest.approx(whole.memory.weight_copies, rel=0.1)
 
 
-@pytest.mark.parametrize("rest", [{}, rarer({"pipeline": 2})], ids=str)
-def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest):
+def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys():
     chosen, length = settings(attention="xla"), 1024
 
     def kept(context, **parallel):
-        mesh = {"data": 1, "context": context, **rest}
-        devices = context * rest.get("pipeline", 1)
-        return memory(mesh, chosen, context=length, devices=devices, **parallel).activations
+        mesh = {"data": 1, "context": context}
+        return memory(mesh, chosen, context=length, devices=context, **parallel).activations
 
-    probabilities = 16 * 4 * length * length * 4 * 2 // rest.get("pipeline", 1)  # rows, heads, pairs, layers, bfloat16
+    probabilities = 16 * 4 * length * length * 4 * 2  # rows, heads, pairs, layers, bfloat16
     assert kept(1) > probabilities
     assert kept(4) == pytest.approx(kept(1) / 4, rel=0.05)
     assert kept(4, context_attention="ring") < kept(4) / 4

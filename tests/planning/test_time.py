@@ -1,10 +1,9 @@
 """Seconds of a step: products, what is sent and by which links, sums of gradients, bubbles."""
 
 import pytest
-from small_plans import SMALL, blocks_of, links, plan_of, rarer
+from small_plans import SMALL, blocks_of, links, plan_of
 
 from affinage.errors import UserError
-from affinage.model.parameter import parameters_in
 from affinage.planning.comms import HOP_SECONDS
 
 GB = 1e9
@@ -21,7 +20,6 @@ DATA, PARTS = "mesh={data: 4}", "pretrain.gradient_accumulation_steps=4"
         ("v5e-16", {"data": 4, "fsdp": 4}, "fsdp", 4, 3 / 50 + 3 * HOP),  # a line has one link at its end
         ("v4-128", {"fsdp": 64}, "fsdp", 64, 63 / 300 + 6 * HOP),  # 4 x 4 x 4: three rings, in two directions
         ("v4-128", {"fsdp": 32, "tensor": 2}, "tensor", 2, 1 / 50 + HOP),  # a part of a ring is a line
-        ("v4-8", {"fsdp": 4}, "tensor", 1, 0),
     ],
     ids=str,
 )
@@ -38,7 +36,6 @@ def test_gathering_takes_what_arrives_over_the_links(name, sizes, axis, parts, s
     [
         ("v4-128", {"fsdp": 32, "tensor": 2}, "fsdp", 5 * 50),  # two whole rings and a line of two
         ("h100x8", {"fsdp": 8}, "fsdp", 450),
-        ("h100x16", {"data": 2, "fsdp": 8}, "fsdp", 450),
         ("h100x16", {"data": 2, "fsdp": 8}, "data", 50),  # between boxes by their network cards
         ("h100x16", {"fsdp": 16}, "fsdp", 400),
         ("2xv4-32", {"data": 2, "fsdp": 16}, "data", 6.25),  # one device's network card
@@ -57,22 +54,13 @@ def test_several_slices_are_cut_along_an_axis_that_can_wait():
         links("2xv4-8", tensor=8)
 
 
-@pytest.mark.parametrize("mesh", ["{data: 2, pipeline: 2}", rarer("{tensor: 4}")])
-def test_the_parts_of_a_step_make_up_the_step(mesh):
-    made = plan_of(SMALL, "v4-8", f"mesh={mesh}", "model.nodes.embed.vocab=4096")
-    parts = made.time.phases(made.device.graph.loss)
-    assert list(parts) == ["forward", "loss", "backward", "optimizer"]
-    assert sum(parts.values()) == pytest.approx(made.time.seconds)
-    # The backward pass multiplies twice for each product of the forward pass; what waits for links is half and half.
-    assert parts["forward"] < parts["backward"] < 4 * parts["forward"]
-
-
 def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
     tensor, fsdp = blocks_of("mesh={tensor: 4, data: 1}"), blocks_of()
     assert fsdp.exposed == 0 < fsdp.hidden
     # Four all-reduces a layer of [64, 512, 256] in bfloat16.
     assert tensor.exposed == pytest.approx(4 * 8 * links("v4-8", tensor=4)["tensor"].all_reduce(64 * 512 * 256 * 2))
     along = plan_of(SMALL, "v4-16", "mesh={fsdp: 4, tensor: 2}").time
+    assert sum(along.parts.values()) == pytest.approx(along.seconds)
     assert along.collectives.keys() == {"fsdp", "tensor"}
     assert along.collectives["tensor"] == pytest.approx(sum(node.exposed for node in along.nodes))
     assert along.collectives["fsdp"] == pytest.approx(sum(node.hidden for node in along.nodes))
@@ -88,7 +76,6 @@ RING, WINDOW = "parallel.context_attention=ring", "model.nodes.blocks.attention.
         ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2, 9 * 2),  # pairs of the last 128 queries of 512
         ("v4-8", (WINDOW,), 128 * 64, 9 * 2),
         ("v5e-4", ("pretrain.attention=xla",), 128 * 512, 5 * 2 + 1),  # one has the head as its rows
-        ("v4-8", (RING,), 128 * 512, 9 * 2),
         ("v4-8", (RING, WINDOW), 128 * 256, 9 * 2),  # the keys of two of four devices
         ("h100x4", ("pretrain.attention=xla",), 128 * 512, 6),
     ],
@@ -111,19 +98,12 @@ def test_products_that_were_kept_are_not_done_again():
     assert 0.15 * none < block - dots < 0.3 * none and 0.2 * none < full - block < 0.4 * none
 
 
-def test_stages_wait_as_in_gpipe_and_pass_their_rows_on_once_for_every_round():
+def test_stages_wait_as_in_gpipe_and_less_in_several_rounds():
     given = "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=4"
-    once, twice, four = (plan_of(SMALL, "v4-8", *given, f"parallel.pipeline_rounds={rounds}") for rounds in (1, 2, 4))
-    node, waits = next(node for node in once.time.nodes if node.name == "blocks"), once.time.bubble
-    assert waits / (node.seconds + waits) == pytest.approx(1 / (4 + 1))
-    sent = [next(n for n in made.time.nodes if n.name == "blocks").axes["pipeline"] for made in (once, twice, four)]
-    # 32 rows are gathered for the first stage and go from the last one to all, both ways.
-    link = links("v4-8", pipeline=2, fsdp=2)["pipeline"]
-    ends = 2 * (link.all_gather(32 * 512 * 256 * 2) + link.all_reduce(32 * 512 * 256 * 2))
-    assert sent[2] - sent[1] == pytest.approx(2 * (sent[0] - ends))
-    # Weights go to the stages of several: float32, half of them on each of two devices, and as many gradients.
-    size = sum(part.size for part in parameters_in(once.device.graph.parameters["blocks"])) * 4 / 2
-    assert sent[1] - 2 * sent[0] + ends == pytest.approx(2 * link.all_to_all(size), rel=1e-2)
+    for rounds in (1, 2):
+        settings = *given, f"parallel.pipeline_rounds={rounds}"
+        node, time = blocks_of(*settings), plan_of(SMALL, "v4-8", *settings).time
+        assert time.bubble / (node.seconds + time.bubble) == pytest.approx(1 / (4 * rounds + 1))
 
 
 def sums(name, *overrides):
@@ -131,8 +111,8 @@ def sums(name, *overrides):
     return {node.name: node.hidden for node in plan_of(SMALL, name, *overrides).time.nodes}
 
 
-@pytest.mark.parametrize("name", ["v4-8", rarer("h100x4")])
-def test_what_replicas_add_up_is_summed_once_in_float32(name):
+def test_what_replicas_add_up_is_summed_once_in_float32():
+    name = "v4-8"
     whole, parts = (sums(name, DATA, *more) for more in ((), (PARTS,)))
     # The compiler sums the products' dtype, but float32 of looked-up vectors.
     once = {"blocks": 2 * LAYERS, "loss": 2 * VECTORS, "embed": 4 * VECTORS}

@@ -117,8 +117,8 @@ class HardwareSettings(Settings):
 
     slice: str | None = None
     """Cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it."""
-    price: Price | dict[str, Price] | None = None
-    """US dollars per chip and hour, for `slice` or by kind: {v5e: 0.9, h100: 2.2}; by default the chip table's."""
+    price: Price | None = None
+    """US dollars per chip and hour, for the chips of `slice`; by default the chip table's."""
 
 
 class Recipe(Settings):

@@ -103,14 +103,6 @@ def find_slice(name: str) -> Slice:
     raise UserError(f"no slice is called `{name}`", where="--on", fix=fix)
 
 
-def chip_called(kind: str) -> Chip:
-    """Return the chip of the slices whose names begin with `kind`: v4, v5litepod, h100; UserError for others."""
-    word = kind.strip().lower()
-    if word not in _TPUS and word not in _GPUS:
-        raise UserError(f"no chip is called `{kind}`", fix=f"The kinds are {', '.join([*_TPUS, *_GPUS])}.")
-    return named(_TPUS[word].chip if word in _TPUS else _GPUS[word])
-
-
 def slice_of(device_kind: str, devices: int) -> Slice | None:
     """Return the slice that consists of `devices` devices of a kind (as JAX calls it); None if there is none."""
     kind = chip(device_kind)

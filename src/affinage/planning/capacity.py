@@ -112,8 +112,7 @@ def capacity(
         """Bytes of weights and moments on a device."""
         _, model, graph = with_layers(layers)
         _, settings, context = training_settings(model)
-        mesh = {str(axis): size for axis, size in model.mesh.items()}
-        device = per_device(graph, settings, mesh, context, where, model.parallel)
+        device = per_device(graph, settings, model.mesh, context, where, model.parallel)
         return device.bytes_of(device.state)
 
     two, four = state(2), state(4)

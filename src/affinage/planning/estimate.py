@@ -86,7 +86,6 @@ class NodeTime:
         hidden: of collectives, and copies to and from the host, beside the products.
         exposed: of collectives that are waited for.
         flops: of its matrix products on one device, those that are computed again included.
-        forward: the share of the forward pass.
         axes: of collectives along each mesh axis, hidden and exposed.
     """
 
@@ -96,7 +95,6 @@ class NodeTime:
     hidden: float
     exposed: float
     flops: float
-    forward: float
     axes: Mapping[str, float]
 
     @property
@@ -158,21 +156,6 @@ class StepTime:
         totals = {axis: sum(node.axes.get(axis, 0.0) for node in self.nodes) for axis in AXES}
         return {axis: seconds for axis, seconds in totals.items() if seconds}
 
-    def phases(self, loss: str) -> dict[str, float]:
-        """Seconds of forward, loss, backward and optimizer, as `benchmarks/step.py` measures them.
-
-        The loss is the node of that name, in both directions. A pipeline waits for a third of its bubble in the forward
-        pass.
-        """
-        model = [node for node in self.nodes if node.name != loss]
-        forward = sum(node.forward * node.seconds for node in model)
-        return {
-            "forward": forward + self.bubble / 3,
-            "loss": sum(node.seconds for node in self.nodes if node.name == loss),
-            "backward": sum(node.seconds for node in model) - forward + self.adding + 2 * self.bubble / 3,
-            "optimizer": self.update,
-        }
-
 
 def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:
     """The time of one training step on a slice.
@@ -198,7 +181,6 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
     for node in device.graph.nodes:
         part = (1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0) / shared
         compute, memory = (seconds * part for seconds in _seconds(ops[node.name], where))
-        ahead = sum(_seconds([op for op in ops[node.name] if "transpose" not in op.scope], where)) * part
         beside, waited = collectives(device, node, links)
         if not compute + memory and node.name != device.graph.loss:
             pending = {axis: pending.get(axis, 0.0) + seconds for axis, seconds in beside.items()}
@@ -216,7 +198,6 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
             hidden=hidden,
             exposed=exposed,
             flops=sum(op.flops * op.times for op in ops[node.name]) * part,
-            forward=ahead / (compute + memory) if compute + memory else 1 / 3,
             axes={axis: beside.get(axis, 0.0) + waited.get(axis, 0.0) for axis in AXES if axis in {**beside, **waited}},
         )
         nodes.append(time)

@@ -31,6 +31,7 @@ from affinage.parallel import Pipeline
 from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.sharding import (
     STAGES,
+    TABLE,
     MeshLayout,
     Table,
     apply_config_on,
@@ -77,19 +78,6 @@ class PerDevice:
     chip: Chip
     platform: str
 
-    def check(self) -> None:
-        """Refuse what a run would refuse.
-
-        Raises:
-            UserError: naming the nearest settings that work.
-        """
-        check_axes_used(self.graph, self.sizes, self.table)
-        check_rows_divide(self.rows, self.micro_batches, self.layout.mesh, self.table)
-        check_positions_divide(self.seq_len, self.layout.mesh, self.table)
-        if self.stages > 1:
-            config = apply_config_on(self.layout, self.settings.attention, self.parallel)
-            self._pipeline.check(self.graph, self.rows // self.micro_batches, config)
-
     @property
     def micro_batches(self) -> int:
         """Parts that a batch goes through one after the other."""
@@ -106,13 +94,14 @@ class PerDevice:
         return math.prod(self.sizes.values())
 
     @property
-    def _pipeline(self) -> Pipeline:
+    def pipeline(self) -> Pipeline:
+        """How the stages share the rows."""
         return Pipeline(micro_batches=self.parallel.pipeline_micro_batches, rounds=self.parallel.pipeline_rounds)
 
     @cached_property
     def pipeline_parts(self) -> int:
         """Micro-batches that are in the pipeline at once."""
-        return 1 if self.stages == 1 else self._pipeline.parts(self.rows // self.micro_batches, self.layout)
+        return 1 if self.stages == 1 else self.pipeline.parts(self.rows // self.micro_batches, self.layout)
 
     @property
     def ticks(self) -> int:
@@ -229,7 +218,7 @@ class PerDevice:
     @cached_property
     def traced(self) -> Traced:
         """The operations of the step of one device; all devices have equal ones."""
-        settings = self.settings
+        settings, dtype = self.settings, str(self.apply_config.compute_dtype)
         changed: dict[str, Any] = {"sharding": {}, "xla_flags": {}}  # which are in the shapes, or not in the program
         if self.stages > 1:
             changed["pipeline_micro_batches"] = self.pipeline_parts
@@ -243,13 +232,8 @@ class PerDevice:
             self.parallel.model_copy(update=changed).model_dump_json(),
             self.local_rows // self.stages,
             self.local_seq_len,
-            (str(compute_dtype(settings.precision, self.chip)), self.platform, capability),
-            _DeviceLayout(
-                _abstract_mesh({}),  # type: ignore[arg-type]
-                owners=self.owners,
-                neighbors=self.parts("sequence"),
-                pipeline=self.stages,
-            ),
+            (dtype, self.platform, capability),
+            (self.owners, self.parts("sequence"), self.stages),
         )
         kinds = [node.layer for node in self.local_graph.nodes]
         weights = Weights(
@@ -282,10 +266,10 @@ class PerDevice:
 def per_device(
     graph: Graph,
     settings: TrainSettings,
-    mesh: Mapping[str, int | str],
+    mesh: Mapping[Any, int | str],
     seq_len: int,
     where: Slice,
-    parallel: ParallelSettings | None = None,
+    requested: ParallelSettings,
 ) -> PerDevice:
     """Divide a training run over the devices of a slice.
 
@@ -300,12 +284,18 @@ def per_device(
             where="mesh",
             fix=f"Set one axis to auto, which takes all there are: --set mesh.{axis_to_free(mesh)}=auto.",
         )
-    requested = parallel or ParallelSettings()
+    if all(name != "tokens" for name, _ in graph.inputs):
+        seq_len = 1
     check_remat(settings, requested.remat)
     done = as_it_is_done(settings, requested)
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
-    device.check()
+    check_axes_used(graph, sizes, device.table)
+    check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.table)
+    check_positions_divide(seq_len, device.layout.mesh, device.table)
+    if device.stages > 1:
+        config = apply_config_on(device.layout, settings.attention, done)
+        device.pipeline.check(graph, rows // device.micro_batches, config)
     check_update(device.split, settings, in_stages=device.stages > 1)
     return device
 
@@ -372,14 +362,15 @@ def _trace(
     rows: int,
     seq_len: int,
     target: tuple[str, str, tuple[int, int] | None],
-    layout: "_DeviceLayout",
+    sizes: tuple[int, int, int],
 ) -> tuple[Jaxpr, int]:
     """The training step of one device, and how many of its arguments are weights (the first ones).
 
     Devices of many meshes run the same step, so all arguments can be hashed: model, settings and parallel settings are
     JSON, the model with the experts of all owners; `rows` of a micro-batch have `seq_len` tokens here; `target` is the
-    dtype of the products, the platform, and the capability of a GPU.
+    dtype of the products, the platform, and the capability of a GPU; `sizes` are those of `_DeviceLayout`.
     """
+    layout = _DeviceLayout(_abstract_mesh({}), TABLE, *sizes)  # type: ignore[arg-type]
     graph = _parsed(graph_text, layout.owners)
     settings = kind.model_validate_json(settings_text)
     parallel = ParallelSettings.model_validate_json(parallel_text)
@@ -431,7 +422,7 @@ class _DeviceLayout(MeshLayout):
         return hash(self._sizes)
 
     @property
-    def _sizes(self) -> tuple[int, ...]:
+    def _sizes(self) -> tuple[int, int, int]:
         return self.owners, self.neighbors, self.pipeline
 
     @property
@@ -451,8 +442,7 @@ class _DeviceLayout(MeshLayout):
 
     @override
     def parts(self, *axes: str) -> int:
-        of_several: dict[tuple[str, ...], int] = {("experts",): self.owners, ("sequence",): self.neighbors}
-        return of_several.get(axes, 1)
+        return self.owners if axes == ("experts",) else self.neighbors if axes == ("sequence",) else 1
 
     @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -464,23 +454,22 @@ class _DeviceLayout(MeshLayout):
 
     @override
     def gather_rows(self, x: Array) -> Array:
-        return jax.lax.all_gather(x, _COLLECTIVE_AXES["stages"], tiled=True) if self.pipeline > 1 else x
+        return jax.lax.all_gather(x, "stage", tiled=True) if self.pipeline > 1 else x
 
     @override
     def own_rows(self, x: Array) -> Array:
-        return _own_part(x, 0, _COLLECTIVE_AXES["stages"], self.pipeline) if self.pipeline > 1 else x
+        return _own_part(x, 0, "stage", self.pipeline) if self.pipeline > 1 else x
 
     @override
     def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
-        owner, neighbor = _COLLECTIVE_AXES["experts"], _COLLECTIVE_AXES["sequence"]
         if self.owners > 1 and "experts" in after:
-            return jax.lax.all_to_all(x, owner, after.index("experts"), 0, tiled=True)
+            return jax.lax.all_to_all(x, "owner", after.index("experts"), 0, tiled=True)
         if self.owners > 1 and "experts" in before:
-            return jax.lax.all_to_all(x, owner, 0, before.index("experts"), tiled=True)
+            return jax.lax.all_to_all(x, "owner", 0, before.index("experts"), tiled=True)
         if self.neighbors > 1 and "sequence" in before:
-            return jax.lax.all_gather(x, neighbor, axis=before.index("sequence"), tiled=True)
+            return jax.lax.all_gather(x, "neighbor", axis=before.index("sequence"), tiled=True)
         if self.neighbors > 1 and "sequence" in after:
-            return _own_part(x, after.index("sequence"), neighbor, self.neighbors)
+            return _own_part(x, after.index("sequence"), "neighbor", self.neighbors)
         return x
 
 

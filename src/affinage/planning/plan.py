@@ -15,7 +15,7 @@ from affinage.config.recipe import Recipe
 from affinage.config.training import DpoSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
-from affinage.hardware.slices import Slice, chip_called, compared, find_slice, memory_text, slice_of
+from affinage.hardware.slices import Slice, compared, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
 from affinage.parallel.mesh import AXES
@@ -122,9 +122,9 @@ class Plan:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     @cached_property
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> list[str]:
         """What may go wrong, or could go better, one line each."""
-        return tuple(_warnings(self))
+        return [*_warnings(self)]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -153,7 +153,7 @@ class Plan:
             "cost": self.cost,
             "cost_per_billion_tokens": self.cost_per_billion,
             "save_bytes": self.save_bytes,
-            "warnings": list(self.warnings),
+            "warnings": self.warnings,
         }
 
 
@@ -228,20 +228,19 @@ def make_plan(
         UserError: as training would: for a mesh, a batch and a model that do not divide.
     """
     section, settings, seq_len = training_settings(recipe)
-    if all(name != "tokens" for name, _ in graph.inputs):
-        seq_len = 1
     where = measured(where)
-    mesh = {str(axis): size for axis, size in recipe.mesh.items()}
-    device = per_device(graph, settings, mesh, seq_len, where, recipe.parallel)
+    device = per_device(graph, settings, recipe.mesh, seq_len, where, recipe.parallel)
     choice = choose_remat(device) if recipe.parallel.remat == "auto" else None
     if choice is not None:
         parallel = recipe.parallel.model_copy(update={"remat": choice.remat})
         device = dataclasses.replace(device, parallel=parallel)
-    facts = facts_of(graph, settings, device.rows, seq_len, data_tokens)
+    facts = facts_of(graph, settings, device.rows, device.seq_len, data_tokens)
     # The claims are about pretraining.
     claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
-    own = own_price(recipe, where)
-    price, source = (where.chip.price, where.chip.price_source) if own is None else (own, "")
+    # A recipe's price is that of the chips of its own slice, or, if it names none, of whatever is planned for.
+    own, price, source = _own_slice(recipe), recipe.hardware.price, ""
+    if price is None or (own and find_slice(own).chip.name != where.chip.name):
+        price, source = where.chip.price, where.chip.price_source
     return Plan(
         recipe=recipe.name,
         section=section,
@@ -288,21 +287,6 @@ def forecast(
     return step_memory(device), step_time(device, where)
 
 
-def own_price(recipe: Recipe, where: Slice) -> float | None:
-    """What the recipe says that a chip of the slice costs in an hour, in US dollars; None if it does not say.
-
-    A single price is that of the chips of the recipe's own slice, or, if it names none, of whatever is planned for.
-
-    Raises:
-        UserError: for a price of a kind of chip that does not exist.
-    """
-    price = recipe.hardware.price
-    if isinstance(price, dict):
-        return {chip_called(kind).name: value for kind, value in price.items()}.get(where.chip.name)
-    own = _own_slice(recipe)
-    return price if own is None or find_slice(own).chip.name == where.chip.name else None
-
-
 def _own_slice(recipe: Recipe) -> str | None:
     return recipe.hardware.slice or (recipe.claims.slice if recipe.claims else None)
 
@@ -314,8 +298,7 @@ def default_slice(recipe: Recipe) -> Slice:
 
 def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:
     """The recipe on all slices of `compared`: those that fit first, then by cost of a token; the impossible last."""
-    if not isinstance(recipe.hardware.price, dict) and _own_slice(recipe) is None:
-        # A single price without a slice cannot be that of all chips.
+    if _own_slice(recipe) is None:  # a price without a slice cannot be that of all chips
         recipe = recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"price": None})})
     plans: list[Plan] = []
     refused: list[Plan | tuple[Slice, UserError]] = []

@@ -166,8 +166,6 @@ def _fastest(
 def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Candidate, PerDevice]]:
     """Those that divide, and whose weights and moments alone do not fill a device."""
     _, settings, seq_len = training_settings(recipe)
-    if all(name != "tokens" for name, _ in graph.inputs):
-        seq_len = 1
     # Layers that are updated one by one are one program with all of them.
     remats: tuple[str, ...] = (LAYERWISE_REMAT,) if settings.optimizer_in_backward else REMATS
     for mesh in _meshes(graph, where.devices):
@@ -279,7 +277,7 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
     check_update(split_params(graph, settings), settings, in_stages=False)
     least = "none" if recipe.parallel.remat == "auto" else recipe.parallel.remat
     parallel = recipe.parallel.model_copy(update={"remat": least})
-    meshes: list[dict[str, int | str]] = [{str(axis): size for axis, size in recipe.mesh.items()}]
+    meshes: list[Any] = [recipe.mesh]
     meshes += [{"fsdp": "auto", "tensor": t, "context": c} for t, c in itertools.product(_CURVE_SIZES, repeat=2)]
     rows = settings.batch_size or (settings.per_device_batch_size or 1) * first.devices
     plans: list[Plan] = []

@@ -112,12 +112,11 @@ class Weights:
 
 def peak_memory(function: Callable[..., Any], *abstract: Any, platform: str) -> float:
     """Bytes that a function of trees of `jax.ShapeDtypeStruct` holds at most beside its arguments; nothing is run."""
-    return sum(walk(jax.make_jaxpr(function)(*abstract).jaxpr, platform).peak.values())
+    return sum(walk(jax.make_jaxpr(function)(*abstract).jaxpr, platform, Weights()).peak.values())
 
 
-def walk(jaxpr: Jaxpr, platform: str, weights: Weights | None = None) -> Traced:
+def walk(jaxpr: Jaxpr, platform: str, weights: Weights) -> Traced:
     """The operations of a traced program as it would be compiled for a platform (cpu, gpu or tpu)."""
-    weights = weights or Weights()
     # XLA removes what nothing reads, such as a forward pass of which a backward pass that computes it again has all.
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     padded = _rows_of_kernels(jaxpr) if platform == "tpu" else frozenset()
@@ -225,7 +224,9 @@ class _Walker:
             ]
             stored = True
         if tpu and name == "gather":
-            results[0].row = _gathered_row(equation)
+            *others, width = equation.invars[0].aval.shape
+            whole_rows = others and width > 1 and equation.params["slice_sizes"][-1] == width
+            results[0].row = width if whole_rows else 0
         elif name in _PRODUCTS:
             for root in _roots(arguments):
                 root.row = 0
@@ -268,8 +269,9 @@ class _Walker:
         copied once into the dtype of the product, gathered from the devices that have parts of them."""
         roots = value.roots()
         gathered = value.share is not None and value.share < 1
-        in_place = value.stored or not roots or _is_view(value)
-        in_place = in_place or (value.share is not None and any(root.cut for root in roots))
+        # A reshape, or close to one, has as many bytes as the one stored value that it is made from.
+        is_view = len(value.sources) == 1 and next(iter(value.sources)).read == value.size
+        in_place = value.stored or not roots or is_view or (value.share is not None and any(root.cut for root in roots))
         if in_place and not (gathered and not any(root.size for root in roots)):
             return value
         if value not in self.copies:
@@ -318,8 +320,11 @@ class _Walker:
         return results
 
     def _scan(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
-        constants, carries = parts_of_scan(equation.params)
-        sliced, turns = constants + carries, equation.params["length"]
+        if "num_carry" in equation.params:  # JAX 0.10; later versions have a tree
+            constants, carries = equation.params["num_consts"], equation.params["num_carry"]
+        else:
+            constants, carries = (len(part) for part in equation.params["ft_in"].unpack()[:2])
+        sliced, turns = constants + carries, equation.params["length"]  # the rest is read turn by turn
         body = equation.params["jaxpr"].jaxpr
         inputs = [
             _Value(0.0, "argument", share=value.share, read=_bytes(variable, self.padded), cut=index >= sliced)
@@ -334,7 +339,10 @@ class _Walker:
         copies = [self._copy_for_loop(outer, value, turns) for outer, value in zip(arguments, inputs, strict=True)]
         inside = [*inner.finished(outputs), *inner.returned(body, outputs)]
         if not any(step.inside for step in inner.steps):  # one layer or one part of the logits, not a micro-batch
-            inside = [replace(op, live=_as_working(op.live)) for op in inside]
+            for index, op in enumerate(inside):
+                apart = {kind: op.live.get(kind, 0.0) for kind in ("logits", "buffers")}
+                working = sum(op.live.values()) - sum(apart.values())
+                inside[index] = replace(op, live={"working": working} | apart)
         results = []
         for index, (variable, value) in enumerate(zip(equation.outvars, outputs, strict=True)):
             begun = arguments[constants + index] if index < carries else None
@@ -379,19 +387,19 @@ class _Walker:
         for index, step in enumerate(self.steps):
             last |= dict.fromkeys((*step.reads, *step.writes), index)
         live: set[_Value] = set()
-        found: list[Op] = []
+        ops: list[Op] = []
         for index, step in enumerate(self.steps):
             live.update(value for value in step.writes if value not in placed)
             held: dict[str, float] = {"buffers": step.unsummed} if step.unsummed else {}
             for value in (*live, *(value for value in step.reads if value.kind == "argument")):
                 kind = "buffers" if value.kind == "argument" else value.kind
                 held[kind] = held.get(kind, 0.0) + value.size
-            found.append(replace(step.op, live=held))
+            ops.append(replace(step.op, live=held))
             for op in step.inside:
                 together = {kind: held.get(kind, 0.0) + op.live.get(kind, 0.0) for kind in {**held, **op.live}}
-                found.append(replace(op, live=together, times=op.times * step.turns))
+                ops.append(replace(op, live=together, times=op.times * step.turns))
             live = {value for value in live if last[value] > index}
-        return found
+        return ops
 
     def returned(self, jaxpr: Jaxpr, outputs: Sequence[_Value]) -> list[Op]:
         """The computation of results that no operation has stored yet, such as the state after an update."""
@@ -406,19 +414,6 @@ class _Walker:
         return [Op("fusion", self.scope, 0.0, read, sum(size for _, size in computed), {}, kernels=len(computed))]
 
 
-def parts_of_scan(parameters: Mapping[str, Any]) -> tuple[int, int]:
-    """How many arguments of a `scan` are constants and how many it carries from turn to turn; the rest it slices."""
-    if "num_carry" in parameters:  # JAX 0.10; later versions have a tree
-        return parameters["num_consts"], parameters["num_carry"]
-    constants, carried, _ = parameters["ft_in"].unpack()
-    return len(constants), len(carried)
-
-
-def _as_working(live: Mapping[str, float]) -> dict[str, float]:
-    apart = {kind: live.get(kind, 0.0) for kind in ("logits", "buffers")}
-    return {"working": sum(live.values()) - sum(apart.values())} | apart
-
-
 def _roots(values: Sequence[_Value]) -> frozenset[_Value]:
     return frozenset(root for value in values for root in value.roots() if root.size or root.read)
 
@@ -426,11 +421,6 @@ def _roots(values: Sequence[_Value]) -> frozenset[_Value]:
 def _reads_much(value: _Value) -> bool:
     """Whether a value that is not stored is made from so much that computing it in every reader does not pay."""
     return value.share is None and sum(root.read for root in value.sources) > _MOST_READ * value.size > 0
-
-
-def _is_view(value: _Value) -> bool:
-    """Whether it has as many bytes as the one stored value that it is made from: a reshape, or close to one."""
-    return len(value.sources) == 1 and next(iter(value.sources)).read == value.size
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
@@ -456,12 +446,6 @@ def _whole(variable: Any, padded: Padded = frozenset()) -> float:
     return float(math.prod(aval.shape) * aval.dtype.itemsize * fill)
 
 
-def _gathered_row(gather: Any) -> int:
-    """The width of the rows that a gather takes; 0 if it takes single numbers or parts of rows."""
-    *others, width = gather.invars[0].aval.shape
-    return width if others and width > 1 and gather.params["slice_sizes"][-1] == width else 0
-
-
 def _is_one_of_a_row(scatter: Any, onto: _Value) -> bool:
     """Whether one number of every row of zeros is set, such as the gradient of a token's logit.
 
@@ -479,18 +463,18 @@ def _are_rows(atom: Any) -> bool:
 
 
 def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
-    found: set[tuple[int, ...]] = set()
+    rows: set[tuple[int, ...]] = set()
     for equation in jaxpr.eqns:
         atoms: list[Any] = [*equation.invars, *equation.outvars]
         if equation.primitive.name == "pallas_call":
             shapes = [_shape(atom) for atom in atoms]
-            found |= {shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES}
+            rows |= {shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES}
         elif equation.primitive.name == "ragged_dot_general":
-            found |= {_shape(atom) for atom in atoms if _are_rows(atom)}
+            rows |= {_shape(atom) for atom in atoms if _are_rows(atom)}
         else:
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                found |= _rows_of_kernels(getattr(inner, "jaxpr", inner))
-    return frozenset(found)
+                rows |= _rows_of_kernels(getattr(inner, "jaxpr", inner))
+    return frozenset(rows)
 
 
 def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
@@ -502,18 +486,18 @@ def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
             if not isinstance(atom, Literal):
                 readers.setdefault(atom, []).append(equation)
     returned = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    found = {}
+    narrowed = {}
     for variable, reading in readers.items():
         names = {equation.primitive.name for equation in reading}
         whole = _bytes(variable, padded)
         if variable in returned:
             continue
         if names == {"convert_element_type"} and len(reading) == 1:
-            found[variable] = min(_bytes(reading[0].outvars[0], padded), whole)
+            narrowed[variable] = min(_bytes(reading[0].outvars[0], padded), whole)
         elif names == {"dot_general"}:
             narrowest = min(atom.aval.dtype.itemsize for equation in reading for atom in equation.invars)
-            found[variable] = whole / variable.aval.dtype.itemsize * narrowest
-    return found
+            narrowed[variable] = whole / variable.aval.dtype.itemsize * narrowest
+    return narrowed
 
 
 def _flops_of_product(product: Any, unit: int) -> float:
