@@ -33,6 +33,7 @@ MODEL = "model.json"  # beside the checkpoints of a training or an import: what 
 TOKENIZER = "tokenizer"  # the same, of an import; the tokenizer of a training is a result of its own
 KEPT = "kept"  # a checkpoint in place of those of the training
 BEGUN_WITH = "begun_with"  # in model.json: where Hugging Face's libraries find the import that a training began with
+RELEASE = "release"  # in model.json: what the import says of its license and sampling, see `release_in`
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 RECIPE, COMMAND = "recipe.json", "run.json"  # of a run: its settings, and the command that made it
 ITEMS = "items"  # of the results of an evaluation
@@ -301,6 +302,31 @@ def is_chat(training: Path) -> bool:
         return any(text is not None for text in chat_of_hub(training))
     request = read_request(training)
     return request[0].step in CHAT if request else bool(read_json(training / MODEL).get("imported", {}).get("chat"))
+
+
+def is_tuned(training: Path) -> bool:
+    """Whether it is a fine-tuning to conversations, and not only a model with a chat template."""
+    request = read_request(training)
+    return request is not None and request[0].step in CHAT
+
+
+def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, Any]]:
+    """The license and the sampling settings of an export of this model.
+
+    An imported model, and one that was trained from it, has those of the import, under `license` if that is not None.
+    The license is None if it is not known.
+    """
+    from affinage.config.recipe import SCRATCH_LICENSE
+    from affinage.hub.read import release_in
+
+    facts = read_json(model / MODEL)
+    if is_hub_folder(model):
+        release = release_in(model)
+    else:
+        release = facts["imported"].get(RELEASE, {}) if "imported" in facts else facts.get(RELEASE)
+    if release is None:
+        return license or SCRATCH_LICENSE, {}
+    return license or release.get("license"), release.get("sampling", {})
 
 
 def chat_of_hub(folder: Path) -> tuple[str | None, str | None]:
