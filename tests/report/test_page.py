@@ -64,6 +64,18 @@ def test_a_change_is_that_of_the_same_items_and_bold_only_beyond_chance(run: Pat
     assert found is not None and (bool(found[1]), float(found[2].replace("−", "-"))) == (bold, -wrong / 2)
 
 
+def test_a_training_without_an_end_has_its_curve_and_how_far_it_is(run: Path):
+    for file in ("manifest.json", "result.json"):
+        (run / "pretrain" / file).unlink()
+    (run / "pretrain" / "feed.json").write_text('{"steps": 9000}')
+    page = render(collect_facts(run)).replace("\u00a0", " ")
+    section = page[page.index('<section id="unfinished"') :]
+    assert (
+        "Pretraining is unfinished: step 600 of 9,000." in section and "Loss</b>" in section.partition("</section>")[0]
+    )
+    assert '<section id="pretrain"' not in page and "inachevé, au pas" in render(collect_facts(run), "fr")
+
+
 STEPS, SHARES = (0, 100, 200, 300), (0.62, 0.60, 0.55, 0.44)
 
 

@@ -19,7 +19,7 @@ from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import Store, read_manifest, read_request
 from affinage.plugins import VARIABLE, load_named_plugins
-from affinage.results import read_json
+from affinage.results import read_json, read_json_lines
 
 if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
@@ -200,19 +200,29 @@ def incomplete(run: Path) -> list[str]:
     return [name for name in planned if read_manifest(run / name) is None]
 
 
+def unfinished(run: Path) -> str:
+    """The trainings of a run that are not complete, with how far those are that have begun; "" if there are none."""
+    listed = []
+    for name in incomplete(run):
+        steps = read_json(run / name / "feed.json").get("steps")
+        step = max((line.get("step", 0) for line in read_json_lines(run / name / "metrics.jsonl")), default=0)
+        listed.append(f"{name} (step {step:,} of {steps:,})" if steps and step else name)
+    return ", ".join(listed)
+
+
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
     """Raise UserError for a run, named as a whole, whose trainings are not all complete.
 
     It has the command that completes it and what can be done `instead`, by default the names of the models there are.
     """
     run = run_of(target, runs) if target.kind in ("run", "recipe") else None
-    if run is None or target.step is not None or not (missing := incomplete(run)):
+    if run is None or target.step is not None or not (missing := unfinished(run)):
         return
     name = target.name if target.kind == "run" else run.name
     if not instead and (trained := trainings_of(run)):
         instead = f"Or name a model that is there: {', '.join(f'{name}/{training}' for training in trained)}."
     fix = "\n  ".join(filter(None, [f"Run it: {command('run', target.name, runs=runs)}", instead]))
-    raise UserError(f"`{target.name}` is not complete; to train: {', '.join(missing)}", fix=fix)
+    raise UserError(f"`{target.name}` is not complete; to train: {missing}", fix=fix)
 
 
 # ---- models ----
