@@ -35,18 +35,22 @@ MEMORY = 2e9  # bytes that all processes together may take
 
 
 def sentences(files: list[Path], folder: Path) -> list[list[str]]:
-    """Return the sentences of each file, by default of the pocket world: a document is drawn from one file."""
+    """Return the sentences of either language, whose documents have a key `lang` or files with `_fr` in the name."""
     from affinage.data.synthetic import write_world
 
     if not files:
         write_world(folder / "world", megabytes=3, seed=0)
         files = sorted((folder / "world" / "documents").glob("*.jsonl"))
-    pools = []
+    pools: dict[str, list[str]] = {"en": [], "fr": []}
     for file in files:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
-            text = " ".join(json.loads(line)["text"] for line in lines.readlines(POOL // len(files)))
-        pools.append([part for part in re.split(r"(?<=[.!?»”])\s+", text) if 30 < len(part) < 400])
-    return pools
+            for line in lines.readlines(POOL // len(files)):
+                document = json.loads(line)
+                language = document.get("lang") or ("fr" if "_fr" in file.name else "en")
+                parts = re.split(r"(?<=[.!?»”])\s+", document["text"])
+                if language in pools:
+                    pools[language] += [part for part in parts if 30 < len(part) < 400]
+    return [pool for pool in pools.values() if pool]
 
 
 def write_input(pools: list[list[str]], folder: Path, megabytes: float) -> int:

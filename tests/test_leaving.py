@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from affinage.errors import TransientError, UserError, of_the_machine
+from affinage.stopping import without_readers
 
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
 
@@ -31,6 +32,37 @@ def begun(program: str, *words: str, **options: object) -> subprocess.Popen[str]
     return process
 
 
+PROGRAM = """
+import atexit, sys, threading, time
+from affinage.stopping import left_when_done
+
+class LastOne:
+    def __del__(self):
+        print("torn down")
+
+kept = LastOne()  # only Python's own way out, which would follow, takes it down
+with left_when_done():
+    atexit.register(lambda: print("handler"))
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread")), name="worker").start()
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(75)", 75, ""),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+    ],
+)
+def test_what_is_registered_is_done_and_nothing_after_it(end: str, status: int, said: str):
+    ran = python(PROGRAM.replace("{end}", end))
+    assert (ran.returncode, ran.stdout.splitlines()) == (status, ["thread", "handler"])
+    assert ran.stderr.endswith(said)
+
+
 def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
     process = begun(
         "import sys, threading; from affinage.stopping import StopSignals, without_readers; told = threading.Event()\n"
@@ -42,6 +74,21 @@ def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
     assert process.stdout is not None
     process.stdout.close()  # as when the one that started it, and reads its output, is killed
     process.terminate()
+    assert process.wait(timeout=300) == 75
+
+
+@pytest.mark.parametrize("before", ["pass", "sys.stderr.close()"])
+def test_a_thread_leaves_though_nobody_reads_why(before: str):
+    process = begun(
+        "import sys, threading, time; from affinage.stopping import leave\n"
+        f"def work(): sys.stdin.readline(); {before}; leave('no reason')\n"
+        "threading.Thread(target=work, daemon=True).start(); print('ready', flush=True); time.sleep(600)\n",
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stderr is not None
+    process.stderr.close()
+    process.stdin.close()
     assert process.wait(timeout=300) == 75
 
 
@@ -100,6 +147,49 @@ def test_a_run_can_be_told_to_stop_from_its_start_on(seconds: float, tmp_path: P
     process.send_signal(signal.SIGTERM if seconds < 0.5 else signal.SIGINT)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 75 and "Traceback" not in said, said
+
+
+# Libraries that make something else of the error by which a word to stop is heard.
+MADE_AN_ERROR = """
+try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]
+except Exception as error: raise ValueError('cannot be built') from error
+"""
+SWALLOWED = """
+try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]
+except Exception: pass
+{then}
+time.sleep(600)
+"""
+SOMEBODY_LISTENS_LATER = "with process.listen(lambda number: os._exit(75)): time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(MADE_AN_ERROR, id="made an error"),
+        pytest.param(SWALLOWED.replace("{then}", SOMEBODY_LISTENS_LATER), id="swallowed, and somebody listens later"),
+        pytest.param(SWALLOWED.replace("{then}", ""), id="swallowed", marks=pytest.mark.full),  # which takes a while
+    ],
+)
+def test_a_word_to_stop_is_heard_whatever_a_library_makes_of_it(where: str):
+    ran = python(
+        "import os, signal, sys, time\n"
+        "from affinage.errors import Preempted, TransientError\nfrom affinage.stopping import StopSignals\n"
+        "def tell(): os.kill(os.getpid(), signal.SIGTERM); sum(range(100))\n"
+        f"try:\n    with StopSignals() as process: exec({where!r})\n"
+        "except Preempted as told: print(told, file=sys.stderr); sys.exit(75)\n"
+    )
+    assert ran.returncode == 75 and "Traceback" not in ran.stderr, ran.stderr
+
+
+def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with without_readers():
+            print("a line\n" * 100_000)
+            print("another", flush=True)
 
 
 @pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)])

@@ -124,6 +124,13 @@ GPT2 = {
 
 
 @lru_cache
+def tiny_gpt2() -> LoadedModel:
+    """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
+    graph = parse(GPT2)
+    return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny-gpt2", CONTEXT)
+
+
+@lru_cache
 def tiny_mixtral() -> LoadedModel:
     """`tiny_llama` of two layers with four experts, two for each token."""
     experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}

@@ -12,8 +12,9 @@ import pytest
 
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import METADATA
-from affinage.checkpoint.remote import RemoteError, RemoteFolder, Uploader, download_newest, is_inside
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, Uploader, download_newest, forget, is_inside
 from affinage.checkpoint.store import COMMIT
+from affinage.errors import UserError
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=HERE)}}
@@ -83,6 +84,18 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
     assert download_newest(any_url, there, print) == []  # what is newer here stays
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("any_url", ["gs"], indirect=True)
+def test_contents_arrive_as_they_are(any_url: str, tmp_path: Path):
+    folder, file = RemoteFolder(any_url), tmp_path / "a file"
+    # Two of these are the lines between which gcsfs puts what it sends.
+    for contents in (b"", b"\r\n", b"--", b"a text\n--==0==--", b"\n--==0==\nmore", b"\r\n--==0==--\r\n"):
+        file.write_bytes(contents)
+        folder.write("written", contents)
+        folder.put(file, "put")
+        assert [folder.read(name) for name in ("written", "put")] == 2 * [contents]
+
+
 @pytest.mark.filterwarnings("ignore:checkpoint 2")
 @pytest.mark.parametrize("damaged", [COMMIT, METADATA, "a bit of the arrays"])
 def test_the_step_before_a_damaged_copy_is_taken(url: str, tmp_path: Path, damaged: str):
@@ -138,6 +151,26 @@ def test_a_step_that_is_being_copied_is_not_removed(url: str, tmp_path: Path, mo
     go_on.set()
     assert uploader.settle() == ""
     assert complete_at(url)[-1] == 4
+
+
+def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):
+    rules = {"keep_last": 1, "keep_every": 4}
+    uploader = Uploader(url, tmp_path, **rules)
+    for step in range(1, 10):
+        saved(tmp_path, step, uploader=uploader, settles=step % 3 == 0, **rules)
+    assert complete_at(url) == [4, 8, 9]
+    assert {name.split("/")[1] for name in RemoteFolder(url).sizes()} == {"4", "8", "9"}
+    forget(url)
+    assert not RemoteFolder(url).sizes()
+
+
+def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match="memoryy://x"):
+        Uploader("memoryy://x", tmp_path)
+    fails = lambda *_: (_ for _ in ()).throw(RemoteError("nobody answers"))  # noqa: E731
+    monkeypatch.setattr(RemoteFolder, "write", fails)
+    with pytest.raises(UserError, match="nobody answers"):
+        Uploader(url, tmp_path).start()
 
 
 def test_names_that_lead_elsewhere_are_not_followed():

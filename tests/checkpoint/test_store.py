@@ -17,9 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.metadata import METADATA
-from affinage.checkpoint.store import COMMIT
+from affinage.checkpoint.store import COMMIT, entries
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
 from affinage.parallel import make_mesh
+from processes_in_memory import in_memory
 from waiting import until
 
 
@@ -130,6 +132,17 @@ def test_a_corrupted_newest_step_is_passed_over_by_name_replaced_and_never_one_t
         shutil.rmtree(tmp_path / str(step) / "params")
     with pytest.warns(CheckpointWarning), pytest.raises(UserError):  # starting from nothing would hide it
         newest(store)
+
+
+def test_the_newest_up_to_a_step_comes_back_or_the_first_after_it(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep_last=9)
+    saved(store, 2, 4, 6)
+    assert [newest(store, at_most=at_most) for at_most in (1, 2, 5, 6, 9)] == [2, 2, 4, 6, 6]
+    shutil.rmtree(store.folder / "4" / "params")
+    with pytest.warns(CheckpointWarning):
+        assert newest(store, at_most=5) == 2
+    store.forget_after(2)
+    assert [step for step, _ in entries(store.folder)] == [2]
 
 
 def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
@@ -288,3 +301,19 @@ def test_no_code_that_a_checkpoint_names_is_run(
     with pytest.warns(CheckpointWarning) if store.verify(2) else pytest.MonkeyPatch.context():
         newest(store)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
+    saved(store, 1, 2)
+    first, process = in_memory(2)
+    values = first.service.values  # with what the first process has announced
+    values["affinage/broadcast/checkpoints/1"] = json.dumps([[1, ""], [2, ""]])
+    values["affinage/gather/metadata of 2/1/0"] = "1"
+    values["affinage/gather/restore of 2/1/0"] = "0"
+    values |= {f"affinage/gather/{name} of 1/1/0": "1" for name in ("metadata", "restore", "checksums")}
+    monkeypatch.setattr(first.service, "wait_at_barrier", lambda name, milliseconds: None)
+    monkeypatch.setattr(Processes, "current", process)
+    with process.all_at_work():
+        assert newest(store) == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from affinage.cli.launch import launch
 from affinage.errors import Preempted
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
@@ -98,6 +99,12 @@ def test_a_broken_file(line: str, held: list[str], affinage, broken: Path, monke
     assert sorted(broken.rglob("*")) == before, "nothing is left behind"
 
 
+def test_debug_shows_where_it_came_from_wherever_it_stands(affinage):
+    for words in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
+        status, _, said = affinage(*words)
+        assert status == 2 and "Traceback" in said
+
+
 @pytest.mark.parametrize(
     ("error", "status", "held", "not_held"),
     [
@@ -117,3 +124,15 @@ def test_each_ending_has_its_status(error, status, held, not_held, affinage, mon
     monkeypatch.setattr("affinage.cli.chat.opened", opened)
     found, _, said = affinage("chat", "m", "hello")
     assert found == status and held in said and not_held not in said
+
+
+def test_launch_starts_what_its_help_says_and_what_may_be_meant(affinage, monkeypatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        "affinage.cluster.launch.supervise", lambda launcher, words, *_, **__: started.append(words) or 0
+    )
+    [example] = re.findall(r"Example: affinage launch (quickstart.*)", launch.__doc__ or "")
+    one, no_training = "quickstart --processes 1 --devices 4", "quickstart --processes 2 --devices 4 --until tokenize"
+    for words in (example, one, no_training, "quickstart --processes 2"):
+        assert affinage("launch", *shlex.split(words))[0] == 0
+    assert len(started) == 4 and all(words[0] == "run" for words in started)

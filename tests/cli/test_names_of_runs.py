@@ -38,6 +38,16 @@ def test_a_path_comes_before_a_run_and_a_run_before_a_packaged_recipe(tmp_path: 
     assert resolve("./quickstart", RUNS).warning == "" and resolve("runs/quickstart", RUNS).kind == "run"
 
 
+def test_a_run_with_the_name_and_not_the_settings_of_a_packaged_recipe_is_told(affinage):
+    status, out, said = affinage("config", "show", "quickstart", "tokenizer.vocab_size")
+    assert (
+        status == 0
+        and out.split()[3:5] == ["tokenizer.vocab_size", "512"]
+        and "quickstart.yaml" in said.replace("\n", "")
+    )
+    assert affinage("config", "show", "novels", "seed")[::2] == (0, "")
+
+
 @pytest.mark.parametrize("verb", ["report", "eval", "export", "chat", "generate", "serve", "compare"])
 def test_verbs_that_use_a_model_print_the_command_that_trains_it(verb: str, affinage):
     (RUN / "sft" / MANIFEST).unlink()  # as while it is trained
@@ -67,6 +77,28 @@ def test_a_model_is_said_to_be_at_its_step_and_what_is_not_trained_yet(affinage)
     assert "step 18 of 20; not trained yet: dpo" in Path("out/README.md").read_text()
 
 
+def test_a_report_of_what_there_is_needs_a_file(affinage):
+    (RUN / "dpo").unlink()
+    assert affinage("report", "quickstart")[0] == 2
+    status, _, said = affinage("report", "quickstart", "--out", "now.html")
+    assert status == 0 and Path("now.html").is_file() and "to train: dpo" in said
+
+
+def test_set_and_force_work_the_second_time_as_the_first(affinage):
+    for words in (["--set", "evaluate.limit=1"], ["--force", "evaluate-sft"]):
+        found = [affinage("eval", "quickstart", *words, "--json") for _ in range(2)]
+        assert [status for status, _, _ in found] == [0, 0], found[0][2]
+        first, second = (json.loads(out)["evaluations"] for _, out, _ in found)
+        assert first.keys() == second.keys()
+        assert all(one["tasks"] == second[name]["tasks"] for name, one in first.items())
+    before = made()
+    status, _, said = affinage("eval", "quickstart", "--set", "pretrain.steps=21")
+    assert status == 2 and "affinage run quickstart --set pretrain.steps=21 --until evaluate-base" in " ".join(
+        said.split()
+    )
+    assert made() == before
+
+
 def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage):
     before = made()
     settings = [word for word in WORDS if word != WORDS[0]]
@@ -83,3 +115,48 @@ def test_export_writes_the_model_of_the_run_and_runs_nothing(affinage):
     weights = open_model("quickstart/pretrain", RUNS).params["norm"]["scale"]
     np.testing.assert_array_equal(load_file("out/model.safetensors")["model.norm.weight"], weights)
     assert made() == before
+
+
+@pytest.mark.full
+def test_what_the_run_exported_itself_is_verified_where_it_is(affinage):
+    status, out, said = affinage("export", "quickstart", "--verify")
+    assert status == 0 and "runs/quickstart/export/model" in out, said
+    assert "transformers computes the same: logits of" in out
+
+
+def test_what_the_run_exported_itself_is_not_written_again(affinage):
+    before = made()
+    assert "runs/quickstart/export/model" in affinage("export", "quickstart")[1] and made() == before
+    for words in (["--dtype", "bfloat16"], ["--set", "export.dtype=bfloat16"]):
+        assert affinage("export", "quickstart", *words)[0] == 0
+    assert [name.partition("-")[0] for name in made() - before] == ["export"]
+    assert json.loads((RUN / "export/model/config.json").read_text())["dtype"] == "bfloat16"
+    assert affinage("export", "quickstart/pretrain")[0] == 2, "only a whole run has an export of its own"
+
+
+def test_report_is_of_the_run_as_it_is(affinage):
+    before = json.loads((RUN / "recipe.json").read_text())
+    (RUN / "report.html").unlink()
+    assert affinage("report", "quickstart")[0] == 0
+    assert (RUN / "report.html").is_file() and json.loads((RUN / "recipe.json").read_text()) == before
+
+
+def test_a_run_with_a_setting_that_is_gone_is_still_opened(affinage):
+    recipe = json.loads((RUN / "recipe.json").read_text())
+    recipe["pretrain"]["gone"] = 3
+    (RUN / "recipe.json").write_text(json.dumps(recipe))
+    for words in (["plan", "quickstart", "--on", "cpu"], ["config", "show", "quickstart"], ["graph", "quickstart"]):
+        status, _, said = affinage(*words)
+        assert status == 0 and said.count("pretrain.gone") == 1, said
+    for request in Path("runs/store").glob("*/request.json"):  # as of another version, which nobody reads
+        request.write_text('{"stage": "x"}')
+    for words in (["report", "quickstart"], ["chat", "quickstart", "x"], ["eval", "quickstart"]):
+        status, _, said = affinage(*words)
+        assert status == 0, said
+    assert affinage("compare", "quickstart", "quickstart/pretrain")[0] == 0
+    status, out, said = affinage("config", "show", "quickstart", "pretrain.steps", "--set", "pretrain.steps=7")
+    assert status == 0 and "pretrain.steps      7" in out and "pretrain.gone" in said
+    status, _, said = affinage("config", "show", "quickstart", "--set", "pretrain.stepz=7")
+    assert status == 2 and "pretrain.stepz" in said and "Warning" not in said
+    status, _, said = affinage("run", "quickstart")
+    assert status == 2 and "gone" in said

@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from affinage.cli.output import emit
+from affinage.cli.sweep import scores_view
 from tiny_run import RECIPE, WORDS
+
+
+def test_what_points_have_in_common_is_made_once(tmp_path: Path, affinage):
+    grid = "sweep={sft.from_step: [5, 10], sft.steps: [1, 2]}"
+    words = ["sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--dry-run", "--json", "--set", grid]
+    status, out, said = affinage(*words, "--set", "runtime.checkpoint={every_steps: 5, keep_every: 5}")
+    planned = json.loads(out)
+    assert status == 0 and len(planned) == 4 and "pretrain" in planned[0]["would_run"], said
+    assert all("pretrain" not in point["would_run"] for point in planned[1:])
+    assert all("sft" in point["would_run"] for point in planned)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +52,18 @@ def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     assert status == 2 and "tiny-001 failed" in said and "had to be skipped" in diverged["error"]
     assert "error" not in trained and trained["losses"] and not diverged["losses"]
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
+
+
+def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
+    def point(templated: bool) -> dict:
+        score = {"metric": "acc", "value": 0.5, "stderr": 0.05, "chance": 0.25, "chat_template": templated}
+        return {"point": 1, "run": "r", "settings": {}, "losses": {}, "scores": {"capitals": score}}
+
+    emit({}, False, scores_view([point(False), point(True)]))
+    shown = capsys.readouterr().out
+    assert [*map(str.split, shown.splitlines()[1:3])] == [["r", "50.0", "±", "5.0"], ["r", "50.0", "±", "5.0", "†"]]
+    emit({}, False, scores_view([point(False)]))
+    assert "†" in shown and "†" not in capsys.readouterr().out
 
 
 def test_a_mistake_of_a_later_point_is_found_before_the_first_runs(tmp_path: Path, affinage):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from affinage.cluster import launch
-from affinage.cluster.launch import FailureConfig, WorkerExit, WorkerGroup, start_local, supervise
+from affinage.cluster.launch import FailureConfig, LocalGroup, WorkerExit, WorkerGroup, start_local, supervise
+from affinage.errors import Preempted, UserError
 from waiting import until
 
 TINY = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
@@ -102,10 +103,31 @@ def test_a_run_starts_again_as_often_as_its_budgets_allow(starts: list, limits: 
     assert run(launcher, **limits)[0] == status and launcher.begun == begun
 
 
+def test_a_first_start_that_fails_is_an_error_and_a_later_one_a_failure():
+    nowhere = UserError("no room", fix="Look.")
+    with pytest.raises(UserError):
+        run(Scripted(nowhere, DONE))
+    status, said = run(Scripted(KILLED, nowhere, RuntimeError("a node\nis lost"), DONE))
+    assert status == 0 and "no room" in said[1] and "RuntimeError: a node; all start again" in said[2]
+
+
 def test_a_signal_is_passed_on_and_nothing_starts_again():
     launcher = Scripted([SIGNAL])
     status, said = run(launcher)
     assert status == 75 and launcher.begun == 1 and launcher.sent == [signal.SIGTERM] and not said
+
+
+def test_a_signal_while_machines_are_waited_for_is_heard_at_once():
+    class Waiting(Scripted):
+        def start(self, command: Sequence[str]) -> WorkerGroup:
+            if not self.starts:
+                signal.raise_signal(signal.SIGTERM)
+                raise AssertionError("it went on waiting")
+            return super().start(command)
+
+    with pytest.raises(Preempted):
+        run(Waiting())
+    assert run(Waiting(KILLED))[0] == 75
 
 
 def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_and_status_2(own_runs: Path):
@@ -123,6 +145,20 @@ def alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_with_it(tmp_path: Path):
+    said: list[str] = []
+    script = f"echo in $AFFINAGE_PROCESS_ID of $AFFINAGE_NUM_PROCESSES; sleep 600 & echo $! > {tmp_path}/child; exit 3"
+    group = LocalGroup(["sh", "-c", script], {"PATH": "/usr/bin:/bin"}, 2, said.append)
+    exits: list[WorkerExit] = []
+    until(lambda: exits.extend(group.exits(1.0)) or len(exits) == 2)
+    assert {(each.worker, each.status) for each in exits} == {(0, 3), (1, 3)}
+    assert set(said) == {"0 | in 0 of 2", "1 | in 1 of 2"}
+    group.kill()
+    until(lambda: not alive(int((tmp_path / "child").read_text())))
+    with pytest.raises(FileNotFoundError):
+        LocalGroup([str(tmp_path / "nothing")], {}, 2, said.append)
 
 
 def test_workers_die_with_who_started_them():

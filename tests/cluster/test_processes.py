@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,14 @@ with init_distributed() as processes:
             print(error, flush=True)
     processes.barrier("the end")
 """
+ALONE = """
+import sys
+from affinage.cli.program import main
+from affinage.cluster import processes
+processes.TO_START = 2.0
+main(["run", sys.argv[1], "--runs", sys.argv[2]])
+"""
+TINY = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
 
 
 def environment(index: int, address: str) -> dict[str, str]:
@@ -49,6 +58,16 @@ def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_n
     agreed = "[5, 2, 5] ['of', 0]"
     assert second == [agreed] and first[0] == agreed
     assert "`the middle`" in first[1] and "0.5 s" in first[1]
+
+
+def test_a_process_whose_others_do_not_start_ends_so_that_it_is_started_again(warm_python: list[str], tmp_path: Path):
+    held, address = reserved_port()
+    with held:
+        command = [*warm_python, "-c", ALONE, str(TINY), str(tmp_path)]
+        ended = subprocess.run(command, env=environment(1, address), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1, ended.stderr
+    assert "process 1 of 2 did not meet the others" in ended.stderr and address in ended.stderr
+    assert "Traceback" not in ended.stderr and "stack trace" not in ended.stderr
 
 
 def test_the_environment_gives_a_process_its_place(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from affinage.config.load import load_recipe, load_saved
+from affinage.config.recipe import Recipe
+from affinage.config.training import SftSettings
 from affinage.errors import UserError
+from affinage.planning.plan import training_settings
 
 GOOD = """\
 name: small
@@ -106,6 +109,14 @@ def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Pat
     assert "`quickstart`" in refused("quickstrat").fix
 
 
+def test_clipping_is_switched_off_by_null(write: Write):
+    unclipped = load_recipe(write(GOOD), ["pretrain.optimizer.max_grad_norm=null"]).recipe
+    assert unclipped.pretrain.optimizer.max_grad_norm is None
+    base = write(GOOD.replace("name: small", "mesh: {data: auto}\nname: small"), "base.yaml")
+    child = write(f"base: {base}\nname: child\nmesh: {{data: null, fsdp: auto}}\n")
+    assert load_recipe(child).recipe.mesh == {"fsdp": "auto"}, "a key of one's own is taken away"
+
+
 def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_path: Path):
     recipe = json.loads(load_recipe("quickstart").recipe.model_dump_json())
     whole, gone = load_saved(write(json.dumps(recipe), "recipe.json"))
@@ -197,6 +208,26 @@ def test_what_training_says_is_said_for_every_training(write: Write):
     assert wrong.startswith("--set training.batchsize: ") and "batch_size`" in wrong and "mistakes" not in wrong
 
 
+def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
+    write(GOOD, "base.yaml")
+    child = write("base: base.yaml\nname: child\npretrain: {tokens: 1.0e+6, schedule: {warmup_ratio: 0.1}}\n")
+    recipe = load_recipe(child, ["packing.seq_len=256"]).recipe
+    assert recipe.pretrain.steps == 489 and recipe.pretrain_tokens == 489 * 8 * 256 >= 1e6, "rounded up to whole steps"
+    assert load_recipe(child, ["pretrain.steps=5"]).recipe.pretrain.steps == 5
+    devices = load_recipe(child, ["pretrain.per_device_batch_size=2", "pretrain.steps=5"]).recipe
+    assert devices.pretrain.batch_size is None and devices.pretrain_tokens is None
+    assert load_recipe(child, ["pretrain.schedule.warmup_steps=3"]).recipe.pretrain.schedule.warmup_ratio == 0
+    assert "`batch_size`" in str(refused(child, "pretrain.per_device_batch_size=2"))
+    both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
+    assert "either `steps` or `tokens`" in str(refused(write(both, "both.yaml")))
+
+
+def test_a_base_does_not_describe_another_recipe(write: Write):
+    assert load_recipe("quickstart", ["data.sources=[mine/]"]).recipe.description
+    mine = load_recipe(write("base: quickstart\nname: mine\ndata: {sources: [mine/]}\n")).recipe
+    assert not mine.description and mine.report.prompts
+
+
 def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(write: Write, tmp_path: Path):
     path = write(GOOD)
     loaded = load_recipe(path, ["data.sources=[a b]"])
@@ -217,3 +248,39 @@ def test_a_path_is_relative_to_the_file_that_says_it(write: Write, tmp_path: Pat
     assert own.beside(".", ("init_from",)).resolve() == tmp_path / "here"
     told = load_recipe("here/r.yaml", ["init_from=base"])
     assert told.beside("base", ("init_from",)).resolve() == tmp_path / "base", "not there beside the recipe: from here"
+
+
+def test_a_mixture_is_one_or_of_several_stages():
+    staged = "[{weights: {en: 1}}, {from_step: 10, weights: {en: 1, fr: 0.5}}]"
+    for written, stages in (("{en: 7}", [(0, {"en": 7})]), (staged, [(0, {"en": 1}), (10, {"en": 1, "fr": 0.5})])):
+        found = load_recipe("quickstart", [f"pretrain.mixture={written}"]).recipe.pretrain.mixture
+        assert [(stage.from_step, stage.weights) for stage in found] == stages
+
+
+LEAST = {"sources": ["chats.jsonl"], "steps": 20}
+
+
+def test_what_is_not_said_is_as_in_julians_recipe():
+    given, published = SftSettings.model_validate(LEAST | {"steps": 30_000}), load_recipe("julian-sft").recipe
+    for name in ("batch_size", "schedule", "system_prompt", "num_epochs"):
+        assert getattr(given, name) == getattr(published.sft, name), name
+    moments = {"state_dtype": "bfloat16"}  # what a v4's memory asks for
+    assert given.optimizer.model_copy(update=moments) == published.sft.optimizer
+    shorter = {"name": "chat", "model": published.model, "sft": LEAST, "packing": {"seq_len": 512}}
+    assert training_settings(Recipe.model_validate(shorter))[::2] == ("sft", 512), "as in pretraining"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, (32, 2, 2e-5, 0.01)),
+        ({"optimizer": {"b2": 0.98}, "schedule": {"peak_lr": 1e-3, "min_lr": 0}}, (32, 0, 1e-3, 0.01)),
+        ({"per_device_batch_size": 4}, (None, 2, 2e-5, 0.01)),
+        ({"batch_size": 8, "steps": 20_000}, (8, 1000, 2e-5, 0.01)),
+    ],
+)
+def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(told: dict, expected: tuple):
+    settings = SftSettings.model_validate(LEAST | told)
+    schedule, decay = settings.schedule, settings.optimizer.weight_decay
+    assert (settings.batch_size, schedule.warmup(settings.steps), schedule.peak_lr, decay) == expected
+    assert SftSettings.model_validate_json(settings.model_dump_json()) == settings

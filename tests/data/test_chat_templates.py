@@ -1,5 +1,7 @@
 """What a chat template may do, and a tokenizer with one: see test_loss_mask for what is trained in it."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,20 @@ def test_tokens_of_parts_of_characters_count_their_bytes_once(form: str):
     decoded = tokenizer.decode(ids)
     assert decoded.strip() == text  # one of them puts a space before it
     assert tokenizer.piece_bytes[ids].sum() == len(decoded.encode())
+
+
+def test_conversations_that_several_threads_encode_do_not_mix():
+    tokenizer = ours("qwen3")
+    asked = [[{"role": "user", "content": f"{number} + 7 user Paris" * number}] for number in range(1, 9)]
+    wanted = [encode_prompt(each, tokenizer, "") for each in asked]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as many clients of a server do it by their number
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            told = list(threads.map(lambda number: encode_prompt(asked[number % 8], tokenizer, ""), range(400)))
+    finally:
+        sys.setswitchinterval(before)
+    assert told == wanted * 50
 
 
 def test_answers_end_with_their_turn_and_documents_with_a_token_that_no_conversation_holds():

@@ -5,6 +5,7 @@ import bz2
 import gzip
 import json
 import lzma
+import tracemalloc
 from collections import Counter
 
 import fsspec
@@ -15,6 +16,7 @@ import zstandard
 
 from affinage.config.data import SourceSettings
 from affinage.data import ingest as ingesting
+from affinage.data import readers
 from affinage.data.places import location
 from affinage.errors import UserError
 from source_forms import collected, write_lines
@@ -132,6 +134,41 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
     assert error.where.endswith("bad.jsonl, line 2")
 
 
+@pytest.mark.parametrize("suffix", ["", ".bz2", ".zst"])
+def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1_000_000)
+    long = b'{"text": "before"}\n{"text": "' + b"x" * 30_000_000 + b'"}\n{"text": "after"}\n'
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](long))
+    del long
+    tracemalloc.start()
+    try:
+        summary, rows = run(tmp_path, str(path))
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+    assert [row["text"] for row in rows] == ["before", "after"] and summary["removed"] == {"too large": 1}
+
+
+def test_binary_foreign_and_empty_files_in_a_folder_are_counted(tmp_path):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    files = {"good.txt": b"fine", "latin1.txt": b"d\xe9j\xe0", "binary.txt": b"\x7fELF\0\0\0", "a.jsonl": b""}
+    files |= {"empty.txt": b"", "blank.jsonl": b"\n\n", "utf16.txt": "fenêtre".encode("utf-16")}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    summary, rows = run(tmp_path, str(folder))
+    assert [row["text"] for row in rows] == ["fine"]
+    assert summary["removed"] == {"binary": 2, "empty": 3, "not UTF-8": 1}
+
+
+@pytest.mark.parametrize("path", ["nowhere.jsonl", "*.jsonl", "picture.png", "nosuch://bucket/a.jsonl"])
+def test_a_source_that_is_not_there_is_refused(tmp_path, path):
+    (tmp_path / "picture.png").write_bytes(b"x")
+    error = refused(tmp_path, path if "://" in path else str(tmp_path / path))
+    assert error.where == "data.sources[0]" and path in error.what
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
@@ -160,6 +197,24 @@ def test_a_damaged_file_can_be_kept_up_to_the_damage(tmp_path):
     assert 100 < len(rows) < 5_000 and summary["removed"]["damaged file"] == 1
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix):
+    few = jsonl([{"text": f"text {i}"} for i in range(5)])
+    whole = COMPRESS[suffix](few + b" " * 40)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[: -8 if suffix == ".gz" else -4])
+    summary, rows = run(tmp_path, str(tmp_path / f"a.jsonl{suffix}"), on_error="skip")
+    assert len(rows) == 5 and summary["removed"]["damaged file"] == 1
+
+
+def test_a_table_of_bytes_is_read_and_replaced_surrogates_are_counted(tmp_path):
+    pq.write_table(pa.table({"text": [b"fen\xc3\xaatre", b"caf\xe9"]}), tmp_path / "t.parquet")
+    (tmp_path / "t.jsonl").write_bytes(b'{"text": "lone \\ud800 half", "id": "a\\u001b[2Jb"}\n{"text": "whole"}\n')
+    summary, rows = run(tmp_path, str(tmp_path / "t.parquet"), str(tmp_path / "t.jsonl"))
+    assert [row["text"] for row in rows] == ["fenêtre", "lone \ufffd half", "whole"]
+    assert summary["removed"] == {"not UTF-8": 1} and summary["lone_surrogates"] == 1
+    assert rows[1]["id"] == "a\\x1b[2Jb", "nothing that a terminal would obey"
+
+
 def numbered(first, count):
     return [{"id": str(i), "text": f"text {i:04d} " + "x" * 90} for i in range(first, first + count)]
 
@@ -171,6 +226,18 @@ def folder(tmp_path, monkeypatch):
     for k in range(3):
         write_lines(tmp_path / "texts" / f"{k}.jsonl", numbered(100 * k, 50))
     return tmp_path / "texts"
+
+
+def test_a_limit_is_met_from_as_many_files_as_it_is_worth(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(ingesting, "WAVE_BYTES", 1_000)
+    source = {"path": str(folder), "max_bytes": 3_020}
+    summary, rows = run(tmp_path, source)
+    assert Counter(int(row["id"]) // 100 for row in rows) == {0: 10, 1: 10, 2: 10}
+    monkeypatch.setattr(ingesting, "WAVE_BYTES", 3_000)
+    summary, rows = run(tmp_path, source)
+    assert summary["bytes_out"] == 3_000 and len({int(row["id"]) // 100 for row in rows}) == 1
+    monkeypatch.setattr(ingesting, "WAVE", 2)
+    assert run(tmp_path, {"path": str(folder), "max_bytes": 14_000})[0]["bytes_out"] == 14_000, "the next file, too"
 
 
 @pytest.mark.parametrize("name", ["big.jsonl", "big.parquet"])
@@ -185,3 +252,9 @@ def test_a_large_file_is_read_in_parts_that_lose_nothing(tmp_path, monkeypatch, 
         assert [row["text"] for row in found] == [row["text"] for row in whole] == [row["text"] for row in rows]
         assert len({row["id"] for row in found}) == 300
         assert name == "big.jsonl" or found == whole, "rows are numbered in the file"
+
+
+def test_a_sample_is_a_share_of_the_documents_or_of_what_a_source_may_give(folder, tmp_path):
+    found = {share: {row["id"] for row in run(tmp_path, str(folder), sample=share)[1]} for share in (0.2, 0.5)}
+    assert found[0.2] < found[0.5] and 15 < len(found[0.2]) < 45
+    assert run(tmp_path, {"path": str(folder), "max_bytes": 10_000}, sample=0.5)[0]["bytes_out"] == 5_000

@@ -60,6 +60,13 @@ def test_published_forms_are_read_and_their_text_is_normalized(tmp_path: Path):
     assert list(read(path)) == [messages for _, messages in READ]
 
 
+def test_a_named_form_is_taken_before_the_one_that_the_keys_fit(tmp_path: Path):
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": TALK, "instruction": "i", "output": "o"}])
+    assert next(read(path)) == TALK and next(read(path, "alpaca"))[0]["content"] == "i"
+    with pytest.raises(UserError, match="sharegpt"):
+        next(read(path, "sharegpt"))
+
+
 def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Path):
     talks = [[{**QUESTION, "content": f"q{i}"}, ANSWER] for i in range(3)]
     lines = "".join(json.dumps({"id": i, "messages": talk}) + "\n" for i, talk in enumerate(talks)).encode()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.dataloader import DataLoader, make_batch, prefetch, segments
-from affinage.data.mixture import SLOTS, Group
+from affinage.data.dataloader import DataLoader, make_batch, prefetch, segments, validation_sets
+from affinage.data.mixture import SLOTS, Group, Mixture, components_of
 from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import write_tokens
@@ -47,6 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, group in GROUPS.items():
         write_folder(folder / name, group.rows, FIRST[name], source=group.source, language=group.language)
     return folder
+
+
+def first_tokens(feed: DataLoader, rows: int) -> list[int]:
+    """The rows of the feed from its beginning, by their first token."""
+    steps = -(-rows // feed.batch_size)
+    return [int(token) for step in range(steps) for token in feed.batch(step)["tokens"][:, 0]][:rows]
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
@@ -93,6 +99,16 @@ def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture
         assert len(set(wiki[epoch * 17 :][:17])) == 17
 
 
+@pytest.mark.parametrize(("weights", "components"), [
+    ({"en": 1, "fr": 0}, {("web.en", "wiki.en"): 1}),
+    ({"web": 1, "wiki.fr": 2}, {("web.en", "web.fr"): 1, ("wiki.fr",): 2}),
+    ({"wiki.en": 2, "en": 1}, {("web.en",): 1, ("wiki.en",): 2}),
+    ({"wiki.en": 0, "en": 1}, {("web.en",): 1}),
+])  # fmt: skip
+def test_names_stand_for_sources_languages_and_both(weights: dict, components: dict):
+    assert components_of(weights, GROUPS) == components
+
+
 WRONG = [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0.0}, {}, {"web": 1, "en": 1}]
 
 
@@ -102,6 +118,17 @@ def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str,
         DataLoader(folder, seed=0, batch=4, mixture=[(0, weights)])
     assert raised.value.where == "pretrain.mixture"
     assert "wikki" not in weights or "Did you mean `wiki`" in raised.value.fix
+
+
+def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
+    with pytest.raises(UserError):
+        DataLoader(tmp_path / "nothing", seed=0, batch=4)
+    write_folder(tmp_path / "long", 3, 4000, context=16)
+    with pytest.raises(UserError):  # rows of two lengths
+        DataLoader({"web.en": folder / "web.en", "long": tmp_path / "long"}, seed=0, batch=4)
+    with pytest.raises(UserError):  # 4 rows for 3 hosts
+        DataLoader(folder, seed=0, batch=4).batch(0, 0, 3)
+    assert validation_sets(tmp_path / "validation", batch=4) == {}  # no text was held out
 
 
 def test_iterating_gives_the_batches_in_order_and_ends_its_threads_and_errors_come_in_their_turn(folder: Path):
@@ -132,6 +159,13 @@ def test_permutations_of_any_size_have_every_index_once_and_are_inverted(size: i
     assert (permuted(places, size, seed, "x", inverse=True) == everything).all()
     large = np.array([0, 1, 2**40 + 12345, 2**41 - 1])
     assert (permuted(permuted(large, 2**41, seed), 2**41, seed, inverse=True) == large).all()
+
+
+def test_more_weights_than_slots_all_have_their_share():
+    weights = {f"s{n}.en": 1.0 + (n % 7) for n in range(1500)}
+    mixture = Mixture({name: Group(name, "en", 10) for name in weights}, [(0, weights)], 8)
+    drawn = {name: len(lines) / 60_000 for (name,), lines, _ in mixture.draws(0, 60_000)}
+    assert drawn == pytest.approx({name: weight / sum(weights.values()) for name, weight in weights.items()}, rel=0.6)
 
 
 def obvious_segments(row: list[int]) -> list[list[int]]:

@@ -4,21 +4,28 @@ the documents that have them."""
 import random
 import unicodedata
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.contamination import contamination, count_occurrences
-from affinage.data.decontaminate import decontaminate
+from affinage.data.benchmark_items import BenchmarkItem, read_items
+from affinage.data.contamination import contamination, count_occurrences, texts_of_rows
+from affinage.data.decontaminate import contaminated, decontaminate, write_items
 from affinage.data.overlap import KEY, TEXT, ItemIndex
+from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.token_shards import write_tokens
+from affinage.errors import UserError
 from source_forms import rows_of, write_documents
+from tiny_models import tokenizer
 
+SETTINGS = DecontaminateSettings()
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"
 FRENCH = "Lequel des cinq ports de la côte nord fut reconstruit après la tempête de 1953, et par qui ?"
 
@@ -94,6 +101,15 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     assert summary["samples"]["in a benchmark"][0]["detail"].startswith("quiz 7: WHICH\nOF")
 
 
+def test_short_items_are_looked_for_whole_but_not_the_shortest(tmp_path):
+    nine = ("Nine words that are an item of a benchmark.",)
+    items = [BenchmarkItem("b", "1", nine), BenchmarkItem("b", "2", ("Paris",))]
+    texts = ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
+    summary, rows = run(tmp_path, texts, items)
+    assert [row["id"] for row in rows] == ["d1"]
+    assert summary["benchmarks"]["b"] == {"items": 2, "too_short": 1, "found": 1, "documents": 1, "common": 0}
+
+
 def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     template = "Choose the one answer of those that follow which best completes the sentence that you have read: "
     items = [BenchmarkItem("b", str(k), (template + filler(k, 20),)) for k in range(12)]
@@ -105,6 +121,21 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     assert summary["boilerplate"]["in_items"] > 0 and summary["boilerplate"]["in_documents"] > 0
     assert summary["benchmarks"]["b"]["common"] == 1, "the famous one is named"
     assert run(tmp_path / "all", texts, items, boilerplate=100)[1] == []
+
+
+def test_items_from_files(tmp_path):
+    lines = '{"id": "q1", "question": "Qui ?", "choices": {"text": ["a", "b"], "n": 3}}\n\n{"x": "y"}\n'
+    (tmp_path / "quiz.jsonl").write_text(lines)
+    (tmp_path / "quiz.txt").write_text("one\n\ntwo\n")
+    assert list(read_items(str(tmp_path / "quiz.jsonl"))) == [
+        BenchmarkItem("quiz.jsonl", "q1", ("q1", "Qui ?", "a", "b")),
+        BenchmarkItem("quiz.jsonl", "2", ("y",)),
+    ]
+    assert [item.texts for item in read_items(str(tmp_path / "quiz.txt"))] == [("one",), ("two",)]
+    (tmp_path / "bad.jsonl").write_text("{}\nno json\n")
+    for name in ("bad.jsonl", "none.txt", "x.csv"):
+        with pytest.raises(UserError, match=name):
+            list(read_items(str(tmp_path / name)))
 
 
 PLACES = "the capital of France is Paris and its river the Seine runs through nineteen bridges to the sea".split()
@@ -126,3 +157,58 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
     assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found
     assert ("quiz", "26") in found.common and found.boilerplate > 0 and found.too_short == {}
     assert (found.texts, found.benchmarks, found.items) == (43, {"quiz"}, {"quiz": 27})
+
+
+@pytest.mark.parametrize("context", [8, 64])
+def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int):
+    texts = ["The capital of France is Paris.", "é", "Twelve plus seven makes nineteen; douze plus sept."]
+    stream = [token for text in texts for token in (BOS, *tokenizer().encode(text), EOS)]
+    rows = -(-len(stream) // context)
+    tokens = np.full(rows * context, PAD, np.uint16)
+    tokens[: len(stream)] = stream
+    folder = tmp_path / "train" / "books.en"
+    write_tokens(folder, tokens.reshape(rows, context))
+    said = [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()]
+    assert said == texts
+
+
+HARBOUR = "The committee decided on Thursday that the old harbour would be rebuilt before the winter storms."
+
+
+@pytest.mark.parametrize(
+    "written_as",
+    [
+        "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
+        "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
+        "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a> harbour would be rebuilt before the "
+        "winter storms.",
+        "The committee + decided = on $ Thursday that the old harbour would be rebuilt before the winter storms.",
+    ],
+    ids=["quoted", "table", "html", "signs"],
+)
+def test_signs_and_tags_between_words_hide_nothing(tmp_path, written_as):
+    write_documents(tmp_path / "in", [{"text": f"Before. {written_as} After."}, {"text": "a < b and c > d " * 20}])
+    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, [BenchmarkItem("quiz", "0", (HARBOUR,))])
+    assert summary["removed"] == {"in a benchmark": 1} and summary["benchmarks"]["quiz"]["found"] == 1
+
+
+def test_items_are_found_as_they_are_published(tmp_path):
+    blank = "The ship could not enter the harbour because the _ was too shallow in that season."
+    prompt = "Question: Who built the bridge?\nAnswer: A clever engineer from the north"
+    items = [
+        BenchmarkItem("wino", "0", (blank, "ship", "harbour")),
+        BenchmarkItem("arc", "0", ("Who built the bridge?", "A clever engineer from the north", prompt)),
+        BenchmarkItem("arc", "1", ("Why?", "Because.", "Question: Why?\nAnswer: Because. So it is then, is it not?")),
+        BenchmarkItem("tiny", "0", ("One two three?", "No.", "Question: One two three?\nAnswer: No. Now answer:")),
+    ]
+    texts = [blank.replace("_", "harbour"), "Who built the bridge? A clever engineer from the north.", "nothing of it"]
+    write_documents(tmp_path / "in", [{"text": text} for text in texts])
+    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, items)
+    assert [row["id"] for row in rows_of(tmp_path / "out")] == ["d2"]
+    assert summary["benchmarks"]["tiny"]["too_short"] == 1 and summary["benchmarks"]["arc"]["found"] == 1
+
+
+def test_texts_that_hold_an_item_are_named(tmp_path):
+    searched = write_items(tmp_path / "items.json", [BenchmarkItem("quiz", "7", (HARBOUR,))], SETTINGS)
+    found = contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], searched)
+    assert list(found) == [1] and found[1].startswith("quiz 7: The committee decided")

@@ -89,6 +89,19 @@ def test_recall_and_precision_over_planted_pairs(planted):
         assert row["duplicate_of"] in kept and rank(other, row["duplicate_of"]) < rank(one, row["id"])
 
 
+def test_padding_and_markup_do_not_win_over_clean_text():
+    clean = " ".join(f"word{i}" for i in range(60)) + " fin déjà."
+    dirty = [
+        clean + "\u3000" * 300,
+        clean.replace("déjà", "d&eacute;j&agrave;"),
+        f"<p>{clean}</p>",
+        clean.upper() + " ",
+    ]
+    for position in range(5):
+        texts = [*dirty[:position], clean, *dirty[position:]]
+        assert set(find(texts)[1].values()) == {f"{position:06d}"}
+
+
 def test_copies_of_what_was_released_before_are_removed(tmp_path, planted):
     texts = planted[0][:60]
     write_documents(tmp_path / "released", [{"id": f"old{k}", "text": text} for k, text in enumerate(texts[:40:2])])
@@ -130,3 +143,40 @@ def test_what_stays_is_what_the_rule_says(corpus, files, rng):
     rng.shuffle(ids)
     _, of = find(texts, ids, files=files, executor=Executor(rng.randint(1, 3)))
     assert set(of.values()) == kept_by_the_rule(texts, ids)
+
+
+def test_exact_copies_differ_in_case_and_white_space_only():
+    texts = ["Some words, here", "some words,\n here", "some words here!", "other words there"]
+    _, _, removed = run([{"text": text} for text in texts])
+    assert [(row["id"], row["duplicate_of"], row["exact"]) for row in removed] == [
+        ("d1", "d0", True),
+        ("d2", "d0", False),
+    ]
+    assert {row["jaccard"] for row in removed} == {1.0}
+    wordless = ["two words", "Two words!", "two", "...", "!!!", "", " ", "🙂🙂", "🙂"]
+    assert [int(k) for k in find(wordless)[1].values()] and len(set(find(wordless)[1].values())) == 7
+
+
+def test_many_copies_of_one_page_are_not_quadratic():
+    rng = random.Random(4)
+    words = lexicon(3_000, rng)
+    template = random_text(words, 100, rng)
+    same = [written(template)] * 1_000
+    alike = [written([*template, words[i]]) for i in range(1_000)]
+    frame = [written(template + random_text(words, 45, rng)) for _ in range(600)]  # J of about 0.5 to each other
+    summary, of = find(same + alike + frame)
+    assert len({of[f"{k:06d}"] for k in range(2_000)}) == 1
+    assert summary["compared"] < 300_000, "of 3 million pairs"
+
+
+def test_the_step_counts_and_shows_what_it_removes_whatever_the_order(planted):
+    rows = [{"id": f"d{k}", "text": text} for k, text in enumerate(planted[0][:200] + planted[0][:20])]
+    summary, kept, removed = run(rows)
+    assert summary["documents_in"] == 220 and summary["documents_out"] == len(kept)
+    assert summary["removed"]["exact duplicate"] >= 20 and summary["removed"]["near duplicate"] > 20
+    assert len(kept) + sum(summary["removed"].values()) == 220 and len(removed) == 220 - len(kept)
+    assert "Jaccard 0." in summary["samples"]["near duplicate"][0]["detail"]
+    again, left, table = run(random.Random(1).sample(rows, 220), files=4)
+    assert set(left) == set(kept) and table == removed
+    assert again["removed"] == summary["removed"]
+    assert run([])[1:] == ([], [])

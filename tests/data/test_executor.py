@@ -12,6 +12,7 @@ import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
+from affinage.data import executor as executors
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.decontaminate import decontaminate
 from affinage.data.dedup import dedup
@@ -19,7 +20,7 @@ from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split
-from affinage.errors import UserError
+from affinage.errors import TransientError, UserError
 from source_forms import write_lines
 
 
@@ -56,6 +57,36 @@ def test_results_come_in_order_and_mistakes_as_they_are(executor):
         with pytest.raises(UserError) as refused:
             each.map(squared, [1, -1])
         assert (refused.value.where, refused.value.fix) == ("here", "leave it")
+
+
+def test_complete_tasks_are_skipped_and_those_that_changed_are_not(tmp_path):
+    with pytest.raises(UserError):
+        Executor(1).map(squared, [2, 3, -1, 4], tmp_path)
+    assert len(list(tmp_path.glob("completions/*.json"))) == 2
+    seen = []
+
+    def cubed(number: int) -> int:
+        seen.append(number)
+        return number**3
+
+    assert Executor(1).map(cubed, [2, 5, 6], tmp_path) == [4, 125, 216] and seen == [5, 6]
+
+
+def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkeypatch):
+    monkeypatch.setattr(executors, "PAUSES", (0.0, 0.0))
+    failures = [ConnectionResetError("gone"), TimeoutError("slow")]
+
+    def fetch(times: int) -> int:
+        if failures and times:
+            raise failures.pop()
+        return 1
+
+    assert Executor(1).map(fetch, [1]) == [1]
+    failures[:] = [ConnectionResetError("gone")] * 3
+    with pytest.raises(TransientError, match="failed 3 times"):
+        Executor(1).map(fetch, [1])
+    with pytest.raises(ZeroDivisionError):
+        Executor(1).map(lambda k: 1 // k, [0])
 
 
 def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor, progress=None) -> tuple:

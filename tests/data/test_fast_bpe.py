@@ -1,6 +1,8 @@
 """The compiled encoder gives SentencePiece's ids, whatever the text and however the vocabulary was split."""
 
+import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from affinage.config.data import TokenizerSettings
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.tokenizer_training import train_bpe
+from tiny_corpus import TRICKY
 
 TRAINING = ["it's l'été: (a  b) -- of the, of the. aaaa aaaa == == x1 y22 naïve ça; où? 漢字漢字 " * 5]
 PIECES = ["  ", "\n", "\t", "12", "the", " of the,", "é", "e\u0301", "aaa", "--", "==", "\0", "\r", "字", "_", "²"]
@@ -48,3 +51,22 @@ def parts(flat: np.ndarray, ends: np.ndarray) -> list[list[int]]:
 @given(batch=st.lists(texts, min_size=1, max_size=4))
 def test_any_text_has_the_ids_of_sentencepiece(batch, model, encoder):
     assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
+
+
+def test_tricky_long_and_repetitive_texts_have_the_ids_of_sentencepiece(model, encoder):
+    rng = random.Random(1)
+    signs = " ab\né<|s1🙂'=-"
+    batch = [*TRICKY, *("".join(rng.choices(signs, k=rng.randint(0, 300))) for _ in range(200))]
+    batch += ["a" * 30_000, "ab" * 10_000, "=" * 5_000, " " * 5_000, "the" * 3_000 + "é" * 3_000, "字漢" * 2_000, ""]
+    assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
+
+
+def test_threads_have_memories_of_their_own_which_begin_again_when_full(model, encoder_of):
+    rng = random.Random(2)
+    words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
+    batches = [[" ".join(rng.choices(words, k=200)) for _ in range(10)] for _ in range(8)]
+    small = encoder_of(cached_words=16)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(small.encode, batches))
+    for batch, result in zip(batches, found, strict=True):
+        assert parts(*result) == [model.encode(text) for text in batch]

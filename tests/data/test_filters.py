@@ -1,11 +1,17 @@
 """The filter step: each rule removes what it should, counts it, and leaves the rest repaired and identified."""
 
+import sys
+
+import numpy as np
 import pytest
 
-from affinage.config.data import FilterSettings
+from affinage.config.data import FilterSettings, PackingSettings
 from affinage.data.filters import filter_documents
 from affinage.data.language import identify_language, known_languages, language_probabilities
-from source_forms import rows_of, write_documents
+from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
+from affinage.data.tokenize import tokenize
+from affinage.errors import UserError
+from source_forms import collected, prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
 FRENCH = "Le comité s'est réuni jeudi pour décider comment reconstruire le port avant les tempêtes de l'hiver."
@@ -37,6 +43,16 @@ def test_every_rule_counts_what_it_removes(tmp_path):
     assert summary["by_source"]["s"]["documents"] == 2
 
 
+def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
+    settings = FilterSettings(language_threshold=0)
+    summary, rows = run(tmp_path / "a", ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
+    assert [row["text"] for row in rows] == ["é" * 99 + "."]
+    assert summary["removed"] == {"too short": 1} and summary["repaired"] == 2
+    settings = FilterSettings(min_characters=1, language_threshold=0)
+    _, rows = run(tmp_path / "b", ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
+    assert [row["id"] for row in rows] == ["d0", "d2"]
+
+
 def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_believed(tmp_path):
     documents = [
         {"text": SPANISH, "language": "en?"},
@@ -59,6 +75,32 @@ def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_be
     assert summary["removed"] == {} and {row["language_score"] for row in rows} == {None}
 
 
+def test_mistakes_are_one_message(tmp_path):
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "nothing", ["short", "tiny"])
+    assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
+
+
+def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch):
+    pytest.importorskip("datatrove")
+    documents = [ENGLISH, "\n".join([ENGLISH] * 5), FRENCH + " {}."]
+    summary, _ = run(tmp_path / "off", documents)
+    assert summary["removed"] == {}
+    few = {"top_n_grams": [], "dup_n_grams": []}
+    filters = {"GopherRepetitionFilter": few, "C4QualityFilter": {"min_num_sentences": 1}}
+    summary, rows = run(tmp_path / "on", documents, FilterSettings(datatrove=filters))
+    assert [row["id"] for row in rows] == ["d0"]
+    assert summary["removed"] == {"GopherRepetitionFilter: dup_line_frac": 1, "C4QualityFilter: curly_bracket": 1}
+    with pytest.raises(UserError, match="does not take"):
+        run(tmp_path / "wrong", documents, FilterSettings(datatrove={"GopherRepetitionFilter": {"nonsense": 1}}))
+    with pytest.raises(ValueError, match="GopherRepetitionFilter"):
+        FilterSettings(datatrove={"ParquetWriter": {}})
+    monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "missing", documents, FilterSettings(datatrove=filters))
+    assert "affinage[filters]" in error.value.fix and error.value.where == "data.filters.datatrove"
+
+
 def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
     pytest.importorskip("datatrove")
     documents = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
@@ -66,6 +108,70 @@ def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
     summary, rows = run(tmp_path, documents, FilterSettings(datatrove={"PIIFormatter": addresses}))
     assert rows[0]["text"] == f"{ENGLISH} Write to email@example.com or 192.0.2.1."
     assert summary["formatted"] == 2 and summary["samples"]["too short"][0]["text"] == "email@example.com"
+
+
+def test_a_text_in_two_languages_of_the_recipe_can_pass_by_both_together(tmp_path):
+    half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
+    trusted = {"text": ENGLISH, "language": "en", "language_score": 1.0}
+    documents = [{"text": half}, {"text": SPANISH}, {"text": half, "language": "en"}, trusted]
+    for mixed, kept in ((False, ["d3"]), (True, ["d0", "d2", "d3"])):
+        settings = FilterSettings(language_threshold=0.93, mixed_languages=mixed)
+        summary, rows = run(tmp_path / str(mixed), documents, settings)
+        assert sorted(row["id"] for row in rows) == kept and "other language" in summary["removed"]
+
+
+CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return [[width] * 3, {'h': height}]\n" * 3
+
+
+def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
+    (tmp_path / "src").mkdir()
+    files = {
+        "good.py": CODE_TEXT,
+        "symbols.py": "+-*/ {} [] () <> == != ;; :: @@ ## && || ^^ ~~ ``\n" * 20,
+        "minified.js": "var a=1;" * 500,
+        "wide.py": ("x = call_of_something(with_an_argument, and_another_one) + " * 3 + "\n") * 5,
+        "tiny.py": "x = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "src" / name).write_text(text)
+    (tmp_path / "text.txt").write_text(prose("en", 1) + "\n" + CODE_TEXT)
+    (tmp_path / "symbols.txt").write_text(CODE_TEXT * 2)
+    texts = [str(tmp_path / name) for name in ("text.txt", "symbols.txt")]
+    collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"}, *texts)
+    summary = filter_documents(
+        tmp_path / "collected",
+        tmp_path / "clean",
+        FilterSettings(datatrove={"GopherRepetitionFilter": {}}),
+        ("en", "fr"),
+    )
+    left = {row["id"]: row["language"] for row in rows_of(tmp_path / "clean")}
+    assert left.pop("good.py") == "code", "Gopher's rules for repetition are not for code"
+    assert "code" not in left.values()
+    removed = summary["removed"]
+    assert [removed[f"code: {rule}"] for rule in ("a long line", "long lines", "not enough letters")] == [1, 1, 1]
+    assert removed["too short"] == 1
+
+
+def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
+    code = {"id": "c", "source": "stack", "language": "code", "text": CODE_TEXT}
+    for part in ("train", "validation"):
+        write_documents(tmp_path / "split" / part, [code, {"source": "web", "language": "en", "text": CODE_TEXT}])
+    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=64), 0)
+
+    def tokens(folder):
+        (path,) = (tmp_path / "rows").glob(folder)
+        rows = np.concatenate([np.load(file) for file in sorted(path.glob("tokens-*.npy"))])
+        if folder.startswith("validation"):  # a row begins with the last token of the row before it
+            rows = np.concatenate([rows[0], *(row[1:] for row in rows[1:])])
+        return rows[rows != PAD].tolist()
+
+    text = tokenizer.encode(CODE_TEXT)
+    assert not {CODE, ENDCODE, EOS} & set(text), "raw text never becomes a control id"
+    for part in ("train", "validation"):
+        assert tokens(f"{part}/*code") == [BOS, CODE, *text, ENDCODE, EOS]
+        assert tokens(f"{part}/*en") == [BOS, *text, EOS]
+    predicted = np.load(next((tmp_path / "rows" / "validation").glob("*code/row_bytes-*.npy")))
+    assert predicted.sum() == len(CODE_TEXT.encode()), "bits per byte count the bytes of the text alone"
 
 
 @pytest.mark.parametrize(("text", "language"), [(ENGLISH, "en"), (FRENCH, "fr"), (GERMAN, "de")])

@@ -82,6 +82,30 @@ def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
     assert not (tmp_path / "out" / "completions").exists()
 
 
+def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
+    saved = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "saved")
+    for source, named in (
+        ({"dataset": str(tables), "text_key": "body"}, ("'body'", "text, url, lang, other")),
+        ({"dataset": str(tmp_path / "saved"), "split": "dev"}, ("'dev'", "train, test")),
+        ({"dataset": str(tmp_path / "nowhere")}, ("nowhere",)),
+    ):
+        with pytest.raises(UserError) as error:
+            collected(tmp_path / "out", source)
+        assert error.value.where == "data.sources[0]" and all(words in error.value.what for words in named)
+
+
+def test_presets():
+    stack = SourceSettings(preset="the-stack")
+    assert (stack.dataset, stack.kind, stack.text_key) == ("bigcode/the-stack-dedup", "code", "content")
+    mine = SourceSettings(preset="fineweb-edu", dataset="me/mine", split="dev")
+    assert (mine.dataset, mine.config, mine.split, mine.license) == ("me/mine", "", "dev", "odc-by")
+    assert SourceSettings(**mine.model_dump()) == mine, "settings that are written down are read back"
+    for wrong in ({"preset": "nonsense"}, {"preset": "wikipedia"}, {}):
+        with pytest.raises(ValueError):
+            SourceSettings(**wrong)
+
+
 @pytest.fixture
 def hub(monkeypatch):
     """A Hub with one dataset, that this process takes for the Hub."""
@@ -112,3 +136,8 @@ def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
     with pytest.raises(UserError) as error:
         at_commit("some/data", settings, "data.sources[0]", patience=0.5)
     assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
+
+
+def test_a_dataset_is_read_at_the_commit_that_it_is_at_now(hub):
+    commit = hub.repositories["datasets/some/data"].branches["main"]
+    assert at_commit("some/data", SourceSettings(dataset="some/data"), "").revision == commit

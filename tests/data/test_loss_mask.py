@@ -22,7 +22,7 @@ from template_forms import (
     with_template,
 )
 
-from affinage.data.chat import drops_reasoning, encode_conversation, encode_prompt
+from affinage.data.chat import drops_reasoning, encode_conversation, encode_prompt, unstopped_answers
 from affinage.errors import UserError
 
 # A first line by which some of them are taken.
@@ -34,6 +34,11 @@ LED = [
     ("qwen3_5_nothink", "reasoning", THINKING),
 ]
 ENDLESS = {"glm4moe"}  # it writes nothing after an answer
+
+
+def test_there_are_templates_and_every_refused_one_is_among_them():
+    assert len(SOURCES) >= 70
+    assert set().union(*REFUSED.values()) <= set(SOURCES)
 
 
 CASES = [  # where a system message is taken, what has none is taken as well
@@ -131,6 +136,32 @@ def test_reasoning_within_the_content_is_trained_as_if_it_stood_beside_it():
 
 
 USER, FIRST, SECOND, THOUGHT, END = PLAIN[0], *ANSWERS, THOUGHTFUL[1]["content"], "<|im_end|>"
+BLOCK = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+SHY = ("message.content +", "(message.content if loop.last else message.content.split('</think>')[-1]) +")
+FORMS = {
+    "of two texts, an answer is trained in the one that has it as it was said": (
+        SOURCES["qwen2_5"].replace(*SHY),
+        [USER, FIRST, USER, THOUGHT, USER, SECOND],
+        [THOUGHT + END, FIRST + END + SECOND + END],
+    ),
+    "a block around the end of the text is of the last answer": (
+        BLOCK.replace(*SHY) + "{% generation %}{{ eos_token }}{% endgeneration %}",
+        [USER, THOUGHT, USER, SECOND],
+        [THOUGHT + END + "</s>", SECOND + END + "</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_every_answer_is_trained_once(what: str):
+    source, turns, expected = FORMS[what]
+    talk = [{"role": "assistant", "content": turn} if isinstance(turn, str) else turn for turn in turns]
+    tokenizer = with_template(source)
+    assert trained_texts(encode_conversation(talk, tokenizer, ""), tokenizer) == expected
 
 
 @pytest.mark.parametrize("form", ["llama3", "qwen2_5_training", "qwen3_training", "zephyr"])
@@ -142,6 +173,19 @@ def test_answers_before_a_message_or_that_are_not_to_be_trained_are_not(form: st
     [(ids, trained)] = encode_conversation([PLAIN[0], {**PLAIN[1], "train": False}, *PLAIN[2:]], tokenizer, "")
     assert ids == encode_conversation(PLAIN, tokenizer, "")[0][0]
     assert SECOND in trained_texts([(ids, trained)], tokenizer)[0] and len(runs(trained)) == 1
+
+
+@pytest.mark.parametrize("form", ["llama3", "zephyr", "mistral", "qwen2_5", "qwen2_5_training", "gemma"])
+def test_many_turns_are_trained_as_few_are(form: str):
+    turns = [{**each, "content": f"{each['content']} {n}"} for n in range(60) for each in PLAIN[:2]]
+    tokenizer = ours(form)
+    [(ids, trained)] = encode_conversation(turns, tokenizer, "")
+    assert len(runs(trained)) == 60 and not unstopped_answers(ids, trained, tokenizer.stops)
+    assert unstopped_answers(ids, trained, ()) == 60
+    few = [encode_conversation(turns[: 2 * n], tokenizer, "")[0] for n in (1, 2, 7)]
+    for some, mask in few:
+        last = runs(mask)[-1][1]
+        assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
 
 
 @pytest.mark.parametrize("content", ["", "e", "end", "s", "/s"])

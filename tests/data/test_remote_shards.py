@@ -86,3 +86,48 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
     del store.files[next(name for name in files if name.endswith(".npy"))]
     refused(UserError, lambda: DataLoader(folder, seed=0, batch=4))
+
+
+def test_after_a_failed_upload_only_the_rest_is_written(
+    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
+):
+    for store.failing in ("tales.en/tokens-00001", ""):
+        try:
+            packed(split_folder, bpe, tmp_path / "rows", URL)
+        except TransientError as error:
+            assert store.failing and error.fix
+    assert [count for name, count in store.written.items() if name.endswith(".npy")] == [1] * 8
+
+
+def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(
+    split_folder: Path, bpe: Tokenizer, tmp_path: Path
+):
+    def settings(name: str) -> PackingSettings:
+        path = f"file://{tmp_path}/{name}/store"
+        return PackingSettings(seq_len=32, num_shards=8, output_path=path, strategy="best_fit")
+
+    tokenize(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
+    rows, written = tmp_path / "killed/rows", []
+
+    def ends_at_the_fourth(doing: str) -> None:
+        written.extend([doing] * doing.startswith("tokenizing train"))
+        if len(written) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(split_folder, bpe, rows, settings("killed"), seed=0, progress=ends_at_the_fourth)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed/store").rglob("*.npy")}
+    assert len(times) == 4
+    tokenize(split_folder, bpe, rows, settings("killed"), seed=0)
+    assert {path: path.stat().st_mtime_ns for path in times} == times  # those were not made again
+
+    killed_files, whole_files = (
+        {
+            path.relative_to(tmp_path / name): path.read_bytes().replace(f"/{name}/store".encode(), b"")
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
+        for name in ("killed", "whole")
+    )
+    assert killed_files == whole_files
+    assert DataLoader(rows / "train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)

@@ -87,3 +87,8 @@ def test_repairs_a_reader_would_ask_for():
     assert [found[0] for found in repair_all([*REPAIRED])] == [*REPAIRED.values()]
     column = pa.array(["first", "second\r\n", "third\0"])[1:]  # of which slices are read at their offset
     assert repair(column).to_pylist() == ["second\n", "third"]
+
+
+def test_marks_belong_to_their_letter():
+    (text, characters, counted, letters) = repair_all(["हिन्दी"])[0]
+    assert characters == len(text) and counted == letters == 3

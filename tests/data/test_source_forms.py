@@ -1,12 +1,21 @@
 """Web archives, Wikipedia dumps and Gutenberg books become documents with id, URL, language and licence."""
 
+import bz2
+import gzip
+import lzma
+import zlib
+from dataclasses import replace
+
 import pytest
+import zstandard
 
 from affinage.config.data import SourceSettings
+from affinage.data import wikipedia
 from affinage.data.files import DamagedFile, SourceFile
-from affinage.data.readers import read_records
+from affinage.data.gutenberg import split_chapters, strip_license
+from affinage.data.readers import BadRecord, read_records
 from affinage.data.wikitext import wikitext_to_text
-from source_forms import book, collected, dump_streams, html, page, prose, web_archive
+from source_forms import book, collected, dump_streams, html, page, prose, web_archive, write_lines
 
 
 def records(path, **settings):
@@ -52,6 +61,47 @@ def test_a_damaged_web_archive(tmp_path, gzipped):
         records(path)
 
 
+def chunked(body: bytes, size: int = 100) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x;note=1\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def archived(tmp_path, body: bytes, *headers: str, kind: str = "text/html"):
+    """What is read of an archive with one page, as its server sent it."""
+    told = tuple(header.split(": ") for header in headers)
+    (tmp_path / "a.warc").write_bytes(
+        web_archive([("https://a.example", body, kind, "200 OK")], gzipped=False, headers=told)
+    )
+    (record,) = records(tmp_path / "a.warc")
+    return record
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (gzip.compress(PAGE), ["Content-Encoding: gzip"]),
+        (zlib.compress(PAGE), ["Content-Encoding: Deflate"]),
+        (zlib.compress(PAGE)[2:-4], ["Content-Encoding: deflate"]),  # without its frame
+        (zstandard.compress(PAGE), ["Content-Encoding: zstd"]),
+        (chunked(gzip.compress(PAGE)), ["Transfer-Encoding: chunked", "Content-Encoding: x-gzip"]),
+        (PAGE, ["Content-Encoding: gzip"]),  # the archive has undone the coding, and kept the header
+        (PAGE, ["Transfer-Encoding: chunked"]),
+    ],
+    ids="gzip deflate raw-deflate zstd chunked plain-gzip plain-chunked".split(),
+)
+def test_a_page_is_read_as_it_was_before_it_was_sent(tmp_path, body, headers):
+    found = archived(tmp_path, body, *headers).text
+    assert found == archived(tmp_path, PAGE).text and prose("en", 1) in found
+
+
+def test_bodies_that_cannot_be_read_are_counted(tmp_path, monkeypatch):
+    found = archived(tmp_path, b"\x1b\x9f\x00\x00\xa4", "Content-Encoding: br")
+    assert isinstance(found, BadRecord) and found.reason == "unknown compression" and "br" in found.detail
+    monkeypatch.setattr("affinage.data.readers.MAX_RECORD_BYTES", 10_000)
+    found = archived(tmp_path, gzip.compress(bytes(1_000_000)), "Content-Encoding: gzip")
+    assert isinstance(found, BadRecord) and found.reason == "too large"
+
+
 WIKITEXT = """{{Infobox Pont|nom=X|image=y.jpg|texte={{lang|en|z}}}}
 [[Fichier:Pont.jpg|thumb|Un [[pont]] vieux]]
 '''Le Pont''' (; né le {{date|14|juillet|1789}} à [[Paris (ville)|Paris]]) est un ''pont''<ref>Une source</ref> du
@@ -88,6 +138,31 @@ def test_wikitext_becomes_what_a_reader_reads():
     )
 
 
+@pytest.mark.parametrize(
+    ("wikitext", "text"),
+    [
+        ("le {{1er}} mai", "le 1er mai"),
+        ("de {{formatnum:12345}} mots", "de 12345 mots"),
+        ("le {{numéro|5}} ou n{{o|5}}", "le nº 5 ou nº 5"),
+        ("aux {{s2|XVIII|XIX}}", "aux XVIIIe et XIXe siècles"),
+        ("par {{Lien|Nom}}", "par Nom"),
+        ("de {{nombre|1000|mots}} au XX{{e}}", "de 1000 mots au XXe"),
+        ("avec {{M.|}} Dupont et {{M.|Martin}}", "avec M. Dupont et M. Martin"),
+        ("about {{frac|1|2}} of {{lang-en|word}}", "about 1/2 of word"),
+        ("There are, {{as of|2010}}, ten; {{quote|so it is}}", "There are, as of 2010, ten; so it is"),
+        ("a {{unknown one|word}} in it", "a word in it"),
+        ("Text. {{cite web|title=x|url=y}}\n{{Portail|Architecture}}", "Text."),
+    ],
+)
+def test_templates_that_stand_for_words_are_read(wikitext, text):
+    assert wikitext_to_text(wikitext) == text
+
+
+def test_broken_and_deeply_nested_wikitext_is_no_error():
+    for wikitext in ("{{", "[[", "<ref>", "{|", "[[a|", "{{{1|x}}}", "{{a|" * 3_000 + "x" + "}}" * 3_000):
+        assert isinstance(wikitext_to_text(wikitext), str)
+
+
 REDIRECT = page(2, "Pont", "#REDIRECT [[Le Pont]]", redirect=True)
 WINTER = page(4, "Été &amp; hiver", f"L'été. {prose('fr', 1)}")
 PAGES_OF_WIKI = [page(1, "Le Pont", WIKITEXT), REDIRECT, page(3, "Discussion:Pont", "bla", ns=1), WINTER]
@@ -106,6 +181,51 @@ def test_a_multistream_dump(tmp_path):
     assert summary["removed"] == {"empty": 1}, "redirects and talk pages are no articles"
 
 
+@pytest.mark.parametrize(("size", "chunk"), [(97, 100), (300, 1), (1000, 1 << 16)])
+def test_a_dump_read_in_parts_gives_every_article_once(tmp_path, monkeypatch, size, chunk):
+    monkeypatch.setattr(wikipedia, "CHUNK_BYTES", chunk)
+    path = tmp_path / "a.xml.bz2"
+    path.write_bytes(b"".join(dump_streams("fr", GROUPS)))
+    whole = SourceFile(str(path), path.name, path.stat().st_size)
+    found = []
+    for start in range(0, whole.bytes, size):
+        part = replace(whole, start=start, stop=min(start + size, whole.bytes))
+        found += [record.id for record in read_records(part, SourceSettings(path=str(path)))]
+    assert found == ["1", "4", "5"]
+
+
+def test_dumps_of_other_compressions_and_damaged_ones(tmp_path):
+    streams = dump_streams("fr", GROUPS)
+    plain = bz2.decompress(b"".join(streams))
+    damaged = {
+        "cut.xml.bz2": b"".join(streams)[:-60],
+        "ended.xml.bz2": b"".join(streams[:-1]),
+        "other.xml": b"<feed></feed>",
+        "garbled.xml.bz2": streams[0] + streams[1][:80] + b"\0" * 40 + streams[1][120:],
+    }
+    for suffix, compress in (("", bytes), (".xz", lzma.compress)):
+        path = tmp_path / f"a.xml{suffix}"
+        path.write_bytes(compress(plain))
+        assert [record.id for record in records(path)] == ["1", "4", "5"]
+        damaged[f"b.xml{suffix}"] = compress(plain[:-50])
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DamagedFile):
+            records(tmp_path / name)
+
+
+def test_a_huge_page_is_skipped_without_being_held(tmp_path, monkeypatch):
+    monkeypatch.setattr("affinage.data.readers.MAX_RECORD_BYTES", 20_000)
+    monkeypatch.setattr(wikipedia, "CHUNK_BYTES", 64)
+    path = tmp_path / "a.xml.bz2"
+    large = "".join(f"{i * 7919} " for i in range(200_000))
+    pages = [[page(1, "A", prose("en", 1)), page(2, "B", large), page(3, "C", prose("en", 2))]]
+    path.write_bytes(b"".join(dump_streams("en", pages)))
+    found = records(path)
+    assert [record.id for record in found] == ["1", "a.xml.bz2#2", "3"]
+    assert isinstance(found[1], BadRecord) and found[1].reason == "too large"
+
+
 def test_a_book_is_cut_into_chapters(tmp_path):
     (tmp_path / "pg12.txt").write_text(book(12, "French"))
     _, rows = run(tmp_path, {"path": str(tmp_path / "pg12.txt"), "kind": "gutenberg"})
@@ -115,3 +235,42 @@ def test_a_book_is_cut_into_chapters(tmp_path):
     assert rows[3]["text"] == f"CHAPITRE III\n\n{prose('fr', 602)}"
     facts = {(row["url"], row["language"], row["license"]) for row in rows}
     assert facts == {("https://www.gutenberg.org/ebooks/12", "fr?", "public domain in the USA (Project Gutenberg)")}
+
+
+def test_old_books_of_any_charset_and_books_under_copyright(tmp_path):
+    head = "The Project Gutenberg Etext of Un Conte\n\n[Etext #99]\n\nCharacter set encoding: {}\n\n"
+    head += "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n"
+    for charset in ("ISO-8859-1", "rot13"):
+        text = f"{head.format(charset)}Déjà l'été.\n\n{prose('fr', 1)}\n\nEnd of the Project Gutenberg Etext\n\nMore\n"
+        (tmp_path / "book.txt").write_bytes(text.encode("latin1"))
+        (found,) = records(tmp_path / "book.txt", kind="gutenberg")
+        assert found.id == "99#0" and found.text == f"Déjà l'été.\n\n{prose('fr', 1)}"
+    text = book(5, "English").replace("Title:", "** This is a COPYRIGHTED Project Gutenberg eBook **\n\nTitle:")
+    (tmp_path / "5.txt").write_text(text)
+    (found,) = records(tmp_path / "5.txt", kind="gutenberg")
+    assert isinstance(found, BadRecord) and found.reason == "under copyright"
+
+
+def test_where_a_book_is_cut():
+    long = prose("en", 2, 8)
+    headings = ["CHAPTER I.", "Chapitre premier", "LIVRE II", "PREMIÈRE PARTIE", "IV", "Épilogue", "ACT 3"]
+    body = "".join(f"\n\n{heading}\n\n{long}" for heading in headings)
+    assert [part.split("\n")[0] for part in split_chapters(body)] == headings
+    assert "".join(split_chapters(body)).replace("\n", "") == body.replace("\n", ""), "nothing is lost"
+    books = f"BOOK I\n\nCHAPTER I\n\n{long}\n\nBOOK II\n\nCHAPTER I\n\n{long}"
+    assert split_chapters(books)[-1].split("\n\n")[:2] == ["BOOK II", "CHAPTER I"]
+    sentence = f"He said: part one of the plan is done.\n\n{prose('en', 3)}\n\nI\nwent home.\n\n{prose('en', 4)}"
+    assert split_chapters(sentence) == [sentence], "a sentence that begins like a heading is none"
+    assert strip_license(f"{prose('en', 1)}\n") == prose("en", 1)
+
+
+def test_code_is_what_a_source_says_is_code(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "src" / "Makefile").write_text("all:\n\tmake it\n")
+    (tmp_path / "src" / "logo.png").write_bytes(b"\x89PNG")
+    summary, rows = run(tmp_path, {"path": str(tmp_path / "src"), "kind": "code"})
+    assert [(row["id"], row["language"]) for row in rows] == [("Makefile", "code"), ("a.py", "code")]
+    assert summary["removed"] == {"unknown kind of file": 1}
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "Not code at all.", "language": "code"}])
+    assert run(tmp_path, str(path))[1][0]["language"] == "", "no document makes itself code"

@@ -1,9 +1,13 @@
 """The validation split: the right share of every group, the same for any order, and never a document in both."""
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from affinage.config.data import SplitSettings
-from affinage.data.split import split
+from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 
@@ -51,6 +55,13 @@ def test_every_group_gives_its_share(tmp_path):
     assert summary["validation"] == {} and summary["documents_out"] == 275 and validation == []
 
 
+def test_the_order_does_not_matter_but_the_seed_does(tmp_path):
+    shuffled = random.Random(1).sample(ALL, len(ALL))
+    chosen = names(halves(tmp_path / "one", ALL, 7, validation_fraction=0.1)[2])
+    assert names(halves(tmp_path / "two", shuffled, 7, files=3, validation_fraction=0.1)[2]) == chosen
+    assert names(halves(tmp_path / "three", ALL, 8, validation_fraction=0.1)[2]) != chosen
+
+
 def test_by_tail_every_document_gives_its_end(tmp_path):
     text = "".join(f"line number {i}\n" for i in range(100))
     book = {"id": "book", "source": "s", "language": "en", "text": text}
@@ -58,6 +69,13 @@ def test_by_tail_every_document_gives_its_end(tmp_path):
     assert head["text"] + tail["text"] == text and tail["text"].startswith("line number 9")
     assert (head["id"], tail["id"], tail["source"]) == ("book", "book", "s")
     assert summary["validation"]["s.en"] == {"documents": 1, "bytes": len(tail["text"])}
+
+
+@given(st.text(st.sampled_from("ab \n"), max_size=60), st.floats(0, 0.99))
+def test_a_tail_begins_a_line_or_a_word(text, share):
+    head, tail = cut_tail(text, share)
+    assert head + tail == text and len(tail) <= share * len(text)
+    assert not tail or head[-1] in " \n"
 
 
 def test_groups_that_are_small(tmp_path):

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
+from affinage.config.data import POCKET_WORLD
+from affinage.data.language import identify_language
 from affinage.data.synthetic import write_world
-from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts
+from affinage.data.synthetic.documents import jaccard
+from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations
+from affinage.data.synthetic.scenes import scenes
+from affinage.errors import UserError
+from affinage.evaluation.benchmarks import POCKET_TASKS
+from affinage.evaluation.harness import load_tasks, quiet
+from affinage.evaluation.tasks import find_tasks
 
 SEED = 3
 OBJECT_SLOTS = ("o", "os", "bare", "d")
@@ -68,6 +76,26 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
+def test_ordinary_documents_pass_the_filters_and_planted_ones_have_their_defect(world: Path) -> None:
+    documents = {d["id"]: d for d in read_documents(world)}
+    assert sum(len(d["text"].encode()) for d in documents.values()) == pytest.approx(1e6, rel=0.05)
+    passed = []
+    for d in documents.values():
+        text, kind = d["text"], d["kind"]
+        letters = sum(map(str.isalnum, text)) / sum(not c.isspace() for c in text)
+        if kind in ("exact-duplicate", "near-duplicate"):
+            original = documents[d["id"].split("+")[0]]["text"]
+            assert (text == original) == (kind == "exact-duplicate") and jaccard(text, original) >= 0.85
+        elif kind in ("short", "junk"):
+            assert len(text) < 100 if kind == "short" else letters < 0.1
+        else:
+            language, probability = identify_language(text)
+            passed.append(language == d["lang"] and probability > 0.8)
+            assert (d["lang"] in LANGUAGES) == (kind == "text"), d
+    assert sum(passed) / len(passed) > 0.99
+    assert 0.05 < sum(d["kind"] != "text" for d in documents.values()) / len(documents) < 0.08
+
+
 def without_article(name: str) -> str:
     return re.sub(r"^(the |les |le |la |l')", "", name)
 
@@ -95,6 +123,40 @@ def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in
                 # "South Africa" names no continent: the words are looked for outside of the subject
                 rest = [whole(subject).sub("", s) for s in near if whole(subject).search(s)]
                 assert not [s for s in rest if any(whole(word).search(s) for word in words)], fact.id
+
+
+def test_held_out_calculations_and_scenes_are_in_no_text(world: Path) -> None:
+    used, held_out = calculations(SEED)
+    hidden = {fact.id for fact in held_out}
+    for fact in used:
+        a, operation, b = fact.id.split()
+        assert not {fact.id, fact.id if operation == "-" else f"{b} {operation} {a}"} & hidden
+    seen, unseen = ([(s.noun["en"], s.adjective["en"], s.verb["en"], s.plural) for s in part] for part in scenes(SEED))
+    assert not [scene for scene in unseen if scene in seen]
+    for language in LANGUAGES:
+        text = read_text(world, language)
+        for fact in held_out:
+            assert f" {fact.choices('digits', 0, ())[0]} " not in text
+            assert not any(f" {statement.lower()}" in text for statement in statements(fact, language))
+        for item in read_items(world, f"pocket_agreement_{language}"):
+            assert item["choices"][item["answer"]].lower() not in text
+
+
+def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(world: Path) -> None:
+    answers: dict[str, list[str]] = {}
+    for chat in read_lines(world / "chat.jsonl"):
+        messages = chat["messages"]
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        for question, answer in zip(messages[::2], messages[1::2], strict=True):
+            answers.setdefault(question["content"], []).append(answer["content"])
+    for item in [*read_items(world, "pocket_chat_en"), *read_items(world, "pocket_chat_fr")]:
+        assert set(answers[item["question"]]) == {item["answer"]} and len(answers[item["question"]]) >= 2
+    pairs = read_lines(world / "preferences.jsonl")
+    assert {pair["kind"] for pair in pairs} == {"false", "curt", "language"}
+    true = read_text(world, "en") + read_text(world, "fr")
+    for pair in pairs:
+        assert pair["chosen"] != pair["rejected"]
+        assert pair["kind"] != "false" or pair["rejected"].lower() not in true, pair
 
 
 SIZES = {"facts": 300, "facts_unseen": 300, "cross": 100, "arithmetic": 90, "agreement": 200, "chat": 150}
@@ -132,3 +194,20 @@ def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, languag
             assert sum(a != b for a, b in zip(good, bad, strict=True)) == 1
         else:  # "l'âne": "les âne" has a word more
             assert "determiner" in item["phenomenon"] and (good[2:] == bad[1:] or good[1:] == bad[2:])
+
+
+def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: Path) -> None:
+    known = {POCKET_WORLD: world / "tasks"}
+    assert {task["task"] for task in find_tasks([POCKET_WORLD], known).local} == set(POCKET_TASKS)
+    found = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
+    assert [task["task"] for task in found.local] == ["pocket_chat_fr", "pocket_agreement_en"]
+    assert found.named == ("piqa",) and [task["task"] for task in found.chat] == ["pocket_chat_fr"]
+    with pytest.raises(UserError):
+        find_tasks(["pocket_agreement_en"], {})
+    (task,) = find_tasks(["pocket_facts_en"], known).local
+    with quiet():
+        (loaded,) = load_tasks([task]).values()
+        loaded.build_all_requests(limit=1)
+    item = read_items(world, "pocket_facts_en")[0]
+    asked = [request.args for request in loaded.instances]
+    assert asked == [(item["context"], " " + choice) for choice in item["choices"]]

@@ -1,5 +1,6 @@
 """Documents to rows: all of them once, whole, with their bytes and where they came from."""
 
+import hashlib
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -17,8 +18,9 @@ from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import file_safe, open_shards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from source_forms import write_documents
+from tiny_corpus import write_split
 
 CONTEXT = 32
 
@@ -112,10 +114,50 @@ def test_every_byte_of_validation_text_is_predicted_exactly_once(
     assert last["loss_mask"][1:].sum() == 0 and (last["tokens"][1:] == PAD).all()
 
 
+def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, bpe: Tokenizer, tmp_path: Path):
+    again = write_split(tmp_path / "split", reverse=True)
+    for split, seed, name in ((split_folder, 0, "a"), (again, 0, "b"), (again, 1, "c")):
+        tokenize(split, bpe, tmp_path / name, PackingSettings(seq_len=CONTEXT), seed=seed)
+    a, b, c = (read_all(tmp_path / name / "train/tales.en") for name in "abc")
+    assert (a == b).all() and a.shape == c.shape and (a != c).any()
+    ids = [span["id"] for span in spans_in(tmp_path / "a/train/tales.en")]
+    assert ids != sorted(ids)
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_shards_hold_consecutive_documents_once_of_about_equal_size_and_are_counted_and_hashed(
+    split_folder: Path, bpe: Tokenizer, tmp_path: Path, count: int
+):
+    tokenize(split_folder, bpe, tmp_path, PackingSettings(seq_len=CONTEXT, num_shards=count), seed=0)
+    groups = documents_by_group(split_folder, "train")
+    shards = len(list(tmp_path.glob("train/*/tokens-*.npy")))
+    assert shards == max(count, len(groups)) or len(groups) < shards < 120
+    for group, documents in groups.items():
+        folder, first = tmp_path / "train" / group, 0
+        for file in sorted(folder.glob("documents-*")):
+            ids = [(s["source"], s["id"]) for s in pq.read_table(file).to_pylist() if s["offset"] == 0]
+            assert set(ids) == set(list(documents)[first : (first := first + len(ids))])
+        facts = json.loads((folder / "shards.json").read_text())
+        for name, counted in facts["files"].items():
+            content = (folder / name).read_bytes()
+            assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
+        heights = [counted["rows"] for counted in facts["files"].values()]
+        assert sum(heights) == facts["rows"] and (count > 7 or max(heights) <= 2 * min(heights))
+        assert first == len(documents)
+
+
 def split_of(folder: Path, train: str, *validation: str) -> Path:
     for part, texts in (("train", [train] if train else []), ("validation", validation)):
         write_documents(folder / part, [{"text": text} for text in texts])
     return folder
+
+
+def test_characters_without_a_token_are_counted_with_their_bytes_and_warned_of(characters: Tokenizer, tmp_path: Path):
+    text = "漢 the 漢字 river" * 9
+    split, settings = split_of(tmp_path, "the river", text), PackingSettings(seq_len=CONTEXT)
+    with pytest.warns(UserWarned, match="27 characters"):
+        assert tokenize(split, characters, tmp_path / "rows", settings, seed=0)["unspelled"] == 27
+    assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
 
 
 def words(folder: Path, vocabulary: int = 0) -> Tokenizer:

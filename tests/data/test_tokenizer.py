@@ -1,5 +1,6 @@
 """Tokenizers of both kinds: lossless round trips, exact bytes, and training that depends on the text alone."""
 
+import random
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from affinage.config.data import TokenizerSettings
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import balanced_sample, train_tokenizer
+from affinage.data.tokenizer_training import balanced_sample, fair_shares, measure, train_tokenizer
 from affinage.errors import UserError
 from source_forms import write_documents
 from tiny_corpus import TRICKY, write_split
@@ -44,6 +45,22 @@ def test_any_text_decodes_to_itself_and_its_bytes_are_counted_once(bpe: Tokenize
     assert bpe.decode(bpe.encode("a\u2581b\ud800")) == "a b\ufffd"  # what cannot be kept
 
 
+def test_batches_equal_single_texts(tokenizer: Tokenizer):
+    rng = random.Random(1)
+    batch = [*TRICKY, *("".join(rng.choices(" ab\né<|s1🙂", k=rng.randint(0, 60))) for _ in range(50))]
+    expected = [tokenizer.encode(text) for text in batch]
+    assert tokenizer.encode_batch(batch) == expected
+    flat, ends = tokenizer.encode_flat(batch)
+    assert flat.dtype == tokenizer.dtype
+    assert [part.tolist() for part in np.split(flat, ends[:-1])] == expected
+
+
+def test_much_text_has_the_ids_of_little_text(bpe: Tokenizer):
+    batch = [text * 2_000 for text in TRICKY if len(text) > 20] + [" " * 3_000, "=" * 3_000]
+    assert sum(map(len, batch)) > 1_000_000  # from which on it is encoded otherwise
+    assert bpe.encode_batch(batch) == [bpe.encode(text) for text in batch]
+
+
 def test_characters_have_one_id_each_and_strangers_are_unknown(characters: Tokenizer):
     assert len(characters.encode("cheese")) == 6
     ids = characters.encode("a漢b")
@@ -56,6 +73,15 @@ def split_of(folder: Path, *texts: str) -> Path:
     write_documents(folder / "train", [{"text": text, "language": "en"} for text in texts])
     write_documents(folder / "validation", [])
     return folder
+
+
+def test_digits_are_split_and_long_lines_are_learned_from(tmp_path: Path):
+    split_of(tmp_path, "In 1999 it was 1999. " * 50, "xylophone quartz " * 1000)  # 17,000 bytes on one line
+    settings = TokenizerSettings(vocab_size=310)
+    train_tokenizer(tmp_path, tmp_path / "out", settings, ("en",), seed=0)
+    tokenizer = Tokenizer(tmp_path / "out")
+    assert len(tokenizer.encode("1999")) == 4
+    assert len(tokenizer.encode(" xylophone")) == 1
 
 
 def test_training_twice_gives_the_same_bytes_whatever_the_order_of_files(split_folder: Path, tmp_path: Path):
@@ -88,6 +114,15 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path):
         assert str(tmp_path) in error.value.where
 
 
+@given(st.lists(st.integers(0, 1000), max_size=6), st.integers(0, 5000))
+def test_shares_are_fair(sizes: list[int], budget: int):
+    shares = fair_shares(sizes, budget)
+    assert sum(shares) == min(sum(sizes), budget) and all(share <= size for share, size in zip(shares, sizes))
+    cut_off = [share for share, size in zip(shares, sizes) if share < size]
+    # Whoever gets less than they have gets as much as anybody, up to the rounding of one byte per group.
+    assert not cut_off or min(cut_off) >= max(shares) - len(sizes)
+
+
 def test_the_sample_is_balanced_over_languages(split_folder: Path):
     (texts, shares), (others, _) = (
         balanced_sample(split_folder / "train", ("en", "fr"), 10_000, seed=seed) for seed in (0, 1)
@@ -95,3 +130,13 @@ def test_the_sample_is_balanced_over_languages(split_folder: Path):
     assert abs(shares["en"] - shares["fr"]) <= 1
     assert sum(len(text.encode()) for text in texts) == pytest.approx(10_000, abs=10)
     assert others != texts
+
+
+def test_the_tokenizer_is_measured_by_language_and_source(bpe: Tokenizer, split_folder: Path):
+    measured = measure(bpe, split_folder)
+    assert measured["measured_on"] == "validation" and set(measured["languages"]) == {"en", "fr"}
+    for group in ("languages", "sources"):
+        for entry in measured[group].values():
+            assert entry["bytes_per_token"] == pytest.approx(entry["bytes"] / entry["tokens"])
+            assert entry["tokens_per_word"] == pytest.approx(entry["tokens"] / entry["words"])
+    assert measured["round_trip"] == {"documents": 8, "exact": 8}

@@ -9,12 +9,17 @@ from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
 from test_conversations import BAD
 from unpacked import documents_in
 
+from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
+from affinage.data import tuning_data
+from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.chat import encode_documents, encode_prompt
 from affinage.data.dataloader import DataLoader, validation_sets
+from affinage.data.decontaminate import write_items
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
+from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
 from affinage.errors import UserError, UserWarned
+from affinage.pipeline.steps_data import print_counts
 from source_forms import write_lines
 
 SETTINGS = {"steps": 1, "batch_size": 1, "schedule": {"peak_lr": 1e-3, "min_lr": 0}, "validation_fraction": 0}
@@ -35,6 +40,18 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources, seq_len: int = 160, se
 
 def ask(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def test_conversations_that_hold_an_item_of_a_benchmark_are_left_out(bpe: Tokenizer, tmp_path: Path):
+    question, answer = "Which of the five old harbours was rebuilt first?", "The one on the northern coast, in spring."
+    items = [BenchmarkItem("quiz", "0", (question, answer))]
+    searched = write_items(tmp_path / "items.json", items, DecontaminateSettings())
+    talks = [ask(f"What is {number}?", "A number.") for number in range(9)]
+    talks[4] = ask(question.upper(), answer)
+    summary = prepare(tmp_path, bpe, talks, validation_fraction=0.3, searched=searched)
+    assert summary["in_benchmark"] == 1 and summary["used"] == 8
+    rows = [row for part in ("train", "validation/source-0") for row in documents_in(tmp_path / "rows" / part)]
+    assert len(rows) == 8 and not any("northern" in bpe.decode(tokens) for tokens, *_ in rows)
 
 
 @pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3"])
@@ -79,6 +96,31 @@ def test_equal_conversations_and_parts_of_one_are_held_out_together(bpe: Tokeniz
     talks = [[*THOUGHTFUL[:2], {"role": "user", "content": str(number)}, THOUGHTFUL[3]] for number in range(12)]
     summary = prepare(tmp_path, ours("qwen3"), talks, validation_fraction=0.3, seq_len=300)
     assert len(documents_in(tmp_path / "rows/train")) == 2 * summary["train"]["conversations"] < 24
+
+
+def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_tasks(
+    bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    talks = [ask(f"What is {i}?", f"{i}") for i in range(100)]
+    paths = [write_lines(tmp_path / name, [{"messages": talk} for talk in some]) for name, some in
+             (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
+    found = []
+    for path, size in ((paths[0], tuning_data.TASK_BYTES), (paths[1], tuning_data.TASK_BYTES), (paths[0], 2_000)):
+        monkeypatch.setattr(tuning_data, "TASK_BYTES", size)
+        sources = {"path": str(path), "name": "all"}, {"path": str(path), "max_examples": 40, "name": "some"}
+        summary = prepare(tmp_path, bpe, *sources, sample=0.8)
+        parts = [sorted(documents_in(path)) for path in sorted((tmp_path / "rows/train").iterdir())]
+        found.append((parts, {key: summary[key] for key in ("conversations", "not_sampled", "used")}))
+    assert 65 <= len(found[0][0][0]) <= 95 and len(found[0][0][1]) == 32
+    assert found[0] == found[1] == found[2]
+    assert len(list((tmp_path / "rows/train/all").glob("tokens-*.npy"))) > 3
+
+
+def test_the_example_marks_what_is_trained(bpe: Tokenizer, tmp_path: Path):
+    prepare(tmp_path, bpe, [ask("Why?", "Because.")])
+    ((source, shown),) = show_examples(tmp_path / "rows", bpe, 1)
+    assert source == "source-0"
+    assert shown.plain == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦Because.<|im_end|>⟧\n"
 
 
 @pytest.mark.parametrize(("form", "kept"), [
@@ -128,6 +170,24 @@ def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp
     assert summary["bad"] == summary["train"]["conversations"] == 1
 
 
+@pytest.mark.parametrize(("form", "dropped"), [("qwen2_5", 1), ("qwen3", 0)])
+def test_reasoning_that_is_not_written_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, dropped: int
+):
+    summary = prepare(tmp_path, ours(form), [REASONED[:2], PLAIN], seq_len=300)
+    assert summary.get("reasoning_dropped", 0) == dropped and summary["train"]["conversations"] == 2
+    print_counts(summary, "conversations")
+    assert ("reasoning" in capsys.readouterr().out) == bool(dropped)
+
+
+def test_answers_that_no_stop_ends_and_characters_without_a_token_are_warned_of(tmp_path: Path, characters: Tokenizer):
+    tokenizer = ours("glm4moe")  # it writes nothing after an answer
+    with pytest.warns(UserWarned, match="3 answers do not end"):
+        assert prepare(tmp_path, tokenizer, [PLAIN, PLAIN[:2]], seq_len=300)["unstopped"] == 3
+    with pytest.warns(UserWarned, match="4 characters cannot be spelled"):
+        assert prepare(tmp_path, characters, [ask("漢 the 漢", "字"), ask("the", "字")])["unspelled"] == 4
+
+
 @pytest.mark.parametrize("form", ["chatml", "qwen3"])
 def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe: Tokenizer, tmp_path: Path, form: str):
     """Each side follows what the model would be asked with, without the reasoning that a template leaves out."""
@@ -150,6 +210,19 @@ def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe:
 
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize("form", ["chatml", "qwen3"])
+def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenizer, tmp_path: Path, form: str):
+    tokenizer = bpe if form == "chatml" else ours(form)
+    long = {"prompt": "q", "chosen": "capital " * 100, "rejected": "No. " + "capital " * 100}
+    cut = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150)
+    assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
+    assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
+    shown = [text.plain.count("⟧") for _, text in show_examples(tmp_path / "rows", tokenizer, 2)]
+    assert shown == [2, 2]
+    dropped = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150, truncation="drop")
+    assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1
 
 
 def test_pairs_that_cannot_be_used_are_refused_or_counted(bpe: Tokenizer, tmp_path: Path):

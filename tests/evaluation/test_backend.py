@@ -48,3 +48,12 @@ def test_raw_text_never_becomes_a_control_token():
     ids = lm.tok_encode("<|im_start|>user\nHi<|im_end|> <s>")
     assert ids[0] == 2 and min(ids[1:]) >= 8
     assert lm.tok_encode("a", add_special_tokens=False) == tiny_llama().tokenizer.encode("a")
+
+
+def test_a_continuation_that_merges_into_the_context_is_still_scored():
+    model = tiny_llama()
+    whole = next(t for t in range(300, 420) if len(model.tokenizer.id_to_piece(t)) == 2)
+    context, continuation = model.tokenizer.decode([whole])
+    assert len(model.tokenizer.encode(context + continuation)) == 1
+    (result,) = JaxLM(model).loglikelihood([Instance("loglikelihood", {}, (context, continuation), 0)])
+    assert result[0] < 0

@@ -10,7 +10,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
 from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import benchmark_items, find_tasks
@@ -52,6 +52,15 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
             assert task.config.metric_list == as_the_harness_has_it(name).config.metric_list
 
 
+def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
+    folder = write_items(tmp_path / "items", ["piqa", "boolq", "xnli_fr"])
+    found = find_tasks(["julian"], {}, folder)
+    assert [task["task"] for task in found.local] == ["piqa", "boolq"] and not found.named
+    assert set(found.unavailable) == set(GROUPS["julian"]) - {"piqa", "boolq"}
+    assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
+    assert find_tasks(["julian"], {}).named == GROUPS["julian"]
+
+
 @pytest.mark.full
 def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path):
     besides = [name for name in BENCHMARKS if name.startswith("french_bench_") and name not in GROUPS["french"]]
@@ -80,6 +89,13 @@ def test_a_folder_without_the_items_is_refused(task, named, tmp_path):
     with pytest.raises(UserError, match=named) as refused:
         find_tasks([task], {}, tmp_path)
     assert refused.value.fix or refused.value.where
+
+
+def test_a_row_of_another_form_is_named(tmp_path):
+    (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
+    (config,) = find_tasks(["belebele_fra_Latn"], {}, tmp_path).local
+    with pytest.raises(UserError, match=r"row 1 .* belebele_fra_Latn"):
+        load_tasks([config])
 
 
 def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):

@@ -4,10 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from lm_eval.api.metrics import bits_per_byte
 from scipy import stats
 
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, compare, unlike
+from affinage.evaluation.results import line_of
 
 
 def lines(folder, task, *rows):
@@ -36,6 +38,51 @@ def test_differences_are_paired_over_the_items_that_both_have(tmp_path):
     assert (found.low, found.high) == pytest.approx(tuple(test.confidence_interval(0.95)), abs=1e-6)
     better, worse = int(((b - a) > 0).sum()), int(((b - a) < 0).sum())
     assert found.p == pytest.approx(stats.binomtest(better, better + worse).pvalue)  # McNemar's exact test
+
+
+def test_a_few_items_prove_little_and_identical_answers_differ_in_nothing(tmp_path):
+    all_right, all_wrong = [(f"{n}", 1) for n in range(2)], [(f"{n}", 0) for n in range(2)]
+    (found,) = compare(write(tmp_path / "a", "t", all_wrong), write(tmp_path / "b", "t", all_right))
+    assert found.difference == 1 and found.p == pytest.approx(0.5) and not found.is_real and not found.is_none
+    (same,) = compare(write(tmp_path / "c", "t", all_right), write(tmp_path / "d", "t", all_right))
+    assert same.is_none and not same.is_real
+
+
+def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
+    def of(name, **right):
+        rows = [
+            {"hash": f"{n}", "filter": f, "exact_match": value} for f, s in right.items() for n, value in enumerate(s)
+        ]
+        return lines(tmp_path / name, "gsm8k", *rows)
+
+    found = compare(of("a", strict=(0, 0, 1), flexible=(1, 1, 1)), of("b", strict=(1, 0, 1), flexible=(1, 1, 1)))
+    differences = {each.metric: (each.items, each.difference) for each in found}
+    assert differences == {"exact_match,strict": (3, pytest.approx(1 / 3)), "exact_match,flexible": (3, 0)}
+
+
+def test_perplexities_of_whole_texts_are_compared_by_their_bits_per_byte(tmp_path):
+    random = np.random.default_rng(0)
+    sizes = random.integers(100, 900, 400)
+    a = -sizes * random.normal(0.9, 0.05, 400)
+    b = a + sizes * random.normal(0.02, 0.01, 400)
+
+    def of(name, likelihoods):
+        samples = (
+            {"doc_id": n, "doc_hash": str(n), "prompt_hash": "p", "target_hash": "t", "filter": "none"}
+            | {"metrics": ["word_perplexity", "byte_perplexity", "bits_per_byte"]}
+            | {"word_perplexity": (each, 9), "byte_perplexity": (each, size), "bits_per_byte": (each, size)}
+            for n, (each, size) in enumerate(zip(likelihoods.tolist(), sizes.tolist()))
+        )
+        return lines(tmp_path / name, "wikitext", *map(line_of, samples))
+
+    one, two = of("a", a), of("b", b)
+    (found,) = compare(one, two)
+    assert (found.metric, found.items) == ("bits_per_byte", 400)
+    assert found.a == pytest.approx(bits_per_byte(list(zip(a, sizes)))) and found.b < found.a
+    assert found.b == pytest.approx(bits_per_byte(list(zip(b, sizes))))
+    assert found.difference == pytest.approx(found.b - found.a)
+    spread = (a - b - (a - b).sum() / sizes.sum() * sizes).std(ddof=1) / sizes.mean() / np.log(2)  # of a ratio
+    assert found.stderr == pytest.approx(spread / 20, rel=0.01)
 
 
 def test_tasks_that_were_not_asked_alike_are_named(tmp_path):

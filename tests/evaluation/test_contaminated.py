@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.data.contamination import Contamination
+from affinage.evaluation.results import contamination_of
 from affinage.evaluation.run import evaluate
 from choice_task import write_task
 from tiny_models import tiny_llama
@@ -41,3 +42,30 @@ def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
     right = [json.loads(line)["acc"] for line in (tmp_path / "out/items/quiz.jsonl").read_text().splitlines()]
     rest = [value for number, value in enumerate(right) if number not in (1, 2, 5)]
     assert told["without"]["acc"]["value"] == pytest.approx(sum(rest) / 5)
+
+
+ITEMS = [
+    {"doc_id": n, "filter": f, "acc": 1.0 * (n != 1), "perplexity": log, "bleu": n, "exact_match": n * (f == "lower")}
+    for f in ("none", "lower")
+    for n, log in enumerate([-1.5, -4.0, -2.5, -3.5])
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "metric", "value", "rest"),
+    [
+        ("1", "acc", 0.75, (1.0, 0.0)),
+        ("0123", "acc", 0.75, (None, None)),
+        ("1", "bleu", 1.6, None),  # is not told by single items
+        ("1", "perplexity", 17.7, None),
+        ("0", "exact_match,none", 0.0, (0.0, 0.0)),
+        ("0", "exact_match,lower", 1.5, (2.0, 1 / 3**0.5)),
+    ],
+)
+def test_a_score_without_the_items_found_is_of_the_others(found: str, metric: str, value: float, rest: tuple | None):
+    seen = Contamination(frozenset(("quiz", one) for one in found), {}, frozenset({"quiz"}), 1)
+    metrics, items = {metric: {"value": value, "stderr": 0.5}}, ITEMS if "," in metric else ITEMS[:4]
+    told = contamination_of(seen, {"quiz": {"metrics": metrics}}, {"quiz": items})["tasks"]["quiz"]
+    assert told["items"] == 4
+    left = told["without"].get(metric)
+    assert left == rest if rest is None else (left["value"], left["stderr"]) == pytest.approx(rest)

@@ -1,9 +1,11 @@
 """Requests are packed into batches: each is asked after its own text alone, and what they share is computed once."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from affinage.errors import UserError
 from affinage.evaluation.batching import as_rows, batches, find_groups
 
 CONTEXT = 40
@@ -18,6 +20,12 @@ def rows_of(pairs):
 def packed(groups, batch, multiple=1):
     told = {"context": CONTEXT, "most": 2 * CONTEXT, "pad": 0, "multiple": multiple}
     return batches(groups, batch * CONTEXT, **told)
+
+
+@pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * 9)], ids=str)
+def test_pairs_that_cannot_be_scored_are_refused(pair):
+    with pytest.raises((ValueError, UserError)):
+        as_rows([pair], context=8)
 
 
 def answer(text: tuple[int, ...], token: int) -> tuple[float, bool]:
@@ -57,3 +65,13 @@ def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
     assert group.length == 20 + 2 and group.targets == 6
     (batch,) = packed(find_groups(rows_of([([1, n], [2]) for n in range(10)]), 2 * CONTEXT), 9)
     assert len(batch.tokens) == 3 and sum(map(len, batch.requests)) == 10
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.booleans())
+def test_rows_have_few_lengths_and_little_padding(lengths, packed_rows):
+    pairs = [([1] * length, [2 + n]) for n, length in enumerate(lengths)]
+    groups = [find_groups([row], 60)[0] for row in as_rows(pairs, 60)]
+    found = batches(groups, 600, context=60, most=60 * packed_rows, pad=0, multiple=1, packed=packed_rows)
+    assert len({one.tokens.shape[1] for one in found}) <= 3
+    padded = sum(one.tokens.size for one in found)
+    assert padded <= 60 * len(groups) + 60

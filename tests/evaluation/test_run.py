@@ -70,6 +70,19 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
 
+def test_items_are_drawn_by_a_seed(world, tmp_path):
+    def drawn(name, **settings):
+        evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / name, **settings)
+        return [json.loads(line) for line in (tmp_path / name / "items/sums.jsonl").read_text().splitlines()]
+
+    every = {line["hash"]: line["id"] for line in drawn("every")}
+    some = {seed: drawn(f"by {seed}", limit=4, sample_seed=seed) for seed in (0, 1)}
+    assert all([every[line["hash"]] for line in lines] == [line["id"] for line in lines] for lines in some.values())
+    assert all(len({line["id"] for line in lines}) == 4 for lines in some.values())
+    assert [line["id"] for line in some[0]] != [line["id"] for line in some[1]]
+    assert drawn("again", limit=4, sample_seed=0) == some[0]
+
+
 def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_question(tmp_path):
     write_items(tmp_path / "items", ["piqa"])
 
@@ -86,6 +99,14 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     with pytest.raises(UserError) as refused:
         evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
     assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix
+
+
+@pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, 0, 0)])
+def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_asked_for(tmp_path, said, asked, shots):
+    task = write_task(tmp_path / "task", "sums", ITEMS, fewshot_split="test", num_fewshot=said)
+    results = evaluate(tiny_llama(), [str(task)], num_fewshot=asked, limit=2)
+    assert results["tasks"]["sums"]["num_fewshot"] == shots
+    assert results["samples"]["sums"][0]["prompt"].count(" plus ") == shots + 1
 
 
 def test_bits_per_byte_stand_beside_those_of_the_compressors():

@@ -4,16 +4,23 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from affinage.evaluation import scoring
 from affinage.evaluation.scoring import (
+    MAX_ROWS,
+    MEMORY_SHARE,
+    bytes_of_a_row,
+    rows_that_fit,
     score,
 )
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
+from affinage.hardware.chips import named
 from affinage.model.forward import abstract_params, logical_axes
-from affinage.parallel import serving_layout
+from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
 
 
@@ -58,6 +65,13 @@ def test_scores_equal_the_definition(batch, block):
     assert score(model, []) == []
 
 
+def test_of_equally_likely_tokens_the_first_is_the_greedy_one():
+    model = tiny_llama()
+    flat = replace(model, params=model.params | {"logits": jax.tree.map(jnp.zeros_like, model.params["logits"])})
+    results = score(flat, [([2], [token]) for token in (0, 1, VOCABULARY - 1)])
+    assert [greedy for _, greedy in results] == [True, False, False]
+
+
 # A table with every line that generation reads moved to another axis of the mesh.
 SWAPPED = {
     "batch": ("data",),
@@ -93,3 +107,20 @@ def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replac
         return
     prompts, request = [before for before, _ in pairs[:3]], SamplingParams(12, ignore_eos=True)
     assert generate(sharded, prompts, request) == generate(model, prompts, request)
+
+
+def test_as_many_rows_as_the_memory_holds(monkeypatch):
+    model = tiny_llama()  # of 96 tokens
+    split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    row = bytes_of_a_row(model, "cpu") / MEMORY_SHARE
+
+    def rows_in(capacity: float, of=model) -> int:
+        chip = replace(named("TPU v4"), usable_bytes=int(capacity))
+        monkeypatch.setattr(scoring, "present", lambda devices: chip)
+        return rows_that_fit(of)
+
+    assert rows_in(weights + 9 * row) == rows_in(weights + 15.5 * row) == 8
+    assert rows_in(weights + 16.5 * row) == 16 and rows_in(weights + 1000 * row) == MAX_ROWS
+    assert rows_in(weights + row / 2) == rows_in(weights / 2) == 1, "it is tried, and the device says what it has not"
+    assert rows_in(weights + 9 * row, split) == 4 * 8

@@ -1,5 +1,7 @@
 """Looking up tasks: where their data is, what their items are, which of them can be scored, and what is refused."""
 
+import gzip
+import json
 from pathlib import Path
 
 import jinja2.sandbox
@@ -9,7 +11,7 @@ from lm_eval import utils
 
 from affinage.errors import UserError
 from affinage.evaluation.harness import load_tasks, quiet
-from affinage.evaluation.tasks import find_tasks
+from affinage.evaluation.tasks import benchmark_items, check_names, find_tasks, read_json_lines
 from choice_task import write_task
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
@@ -35,6 +37,16 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
     assert path == str(tmp_path / "tasks/one.jsonl")
     assert one["custom_dataset"](**one["dataset_kwargs"], version=1)["test"][0] == {"a": "x\u2028y"}
+
+
+def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
+    assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
+    with pytest.raises(UserError, match="character 6") as refused:
+        read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
+    assert refused.value.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
 @pytest.mark.parametrize(
@@ -122,3 +134,56 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
 def test_a_mistake_in_a_task_file_or_an_item_is_one_message(tmp_path, changed, settings, named):
     items = [*SUMS[:2], SUMS[2] | changed, *SUMS[3:]]
     assert named in str(refused_with(tmp_path, items, **settings))
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {"test_split": "test"},
+        {"test_split": None, "validation_split": "test"},
+        {"test_split": None, "validation_split": "test", "fewshot_split": "test"},
+        {"test_split": "test", "fewshot_split": "test"},
+    ],
+    ids=str,
+)
+def test_no_example_before_a_question_is_the_item_asked(tmp_path, splits):
+    write_task(tmp_path, "mine", SUMS, **splits)
+    with quiet():
+        (task,) = load_tasks(find_tasks([str(tmp_path / "mine.yaml")], {}).local, 5).values()
+        task.build_all_requests(limit=None, rank=0, world_size=1)
+    for request in task.instances:
+        questions = [line.split()[1] for line in request.args[0].split("\n\n")]
+        assert len(questions) == 6 == len(set(questions))
+
+
+def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_answer(tmp_path):
+    """What decontamination looks for."""
+    items = [
+        {"question": "Where is Paris?", "options": {"text": ["in France", "in Spain"], "n": 1}, "right": 0},
+        {"question": "Where is Madrid?", "options": {"text": ["in France", "in Spain"], "n": 2}, "right": 1},
+    ]
+    asked = {"doc_to_text": "Q: {{question}}\nA:", "doc_to_choice": "{{options.text}}"}
+    write_task(tmp_path, "capitals", items, **asked)
+    answered = {"doc_to_choice": None, "doc_to_target": "{{options.text[right]}}", "output_type": "generate_until"}
+    write_task(tmp_path, "chat", items, **asked | answered)
+    found = list(benchmark_items([str(tmp_path)]))
+    assert [(item.benchmark, item.id) for item in found] == [(t, i) for t in ("capitals", "chat") for i in "01"]
+    for item in found:
+        question, answer = items[int(item.id)]["question"], ("in France", "in Spain")[int(item.id)]
+        assert set(item.texts) == {question, "in France", "in Spain", f"Q: {question}\nA: {answer}"}
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("hellaswagg", "`hellaswag"),
+        ("JULIAN", ""),
+        ("pocket_fact_en", "`pocket_facts_en`"),
+    ],
+)
+@pytest.mark.full  # each reads 13,000 files
+def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
+    check_names(["julian", "hellaswag"], {}, where="--tasks")
+    with pytest.raises(UserError) as refused:
+        check_names([name], {}, where="--tasks")
+    assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"

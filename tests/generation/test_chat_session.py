@@ -7,7 +7,7 @@ import pytest
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation import chat
-from affinage.generation.chat import ChatSession, converse
+from affinage.generation.chat import HELP, ChatSession, converse
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
 from tiny_models import tiny_llama
@@ -29,6 +29,20 @@ def test_an_answer_is_what_the_model_says_after_the_chat_prompt():
     expected = generate(model, [encode_prompt([asked], model.tokenizer, "")], SamplingParams(6))[0].text
     assert said == expected + "\n"
     assert session.messages == [asked, {"role": "assistant", "content": expected}]
+
+
+def test_commands_reset_save_and_set_the_system_message(tmp_path):
+    session = new_session()
+    file = tmp_path / "talk.json"
+    talk(session, "one", "/system be brief", "two", f"/save {file}")
+    saved = json.loads(file.read_text())["messages"]
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert saved[0]["content"] == "be brief" and saved[1]["content"] == "two"
+    talk(session, "/reset")
+    assert session.messages == []
+    assert HELP in talk(session, "/unknown") and HELP in talk(session, "/save")
+    assert "tokens" in talk(session, "word " * 500) and session.messages == []  # too long
+    assert "folder.json" in talk(session, f"/save {tmp_path}/missing/folder.json") and session.messages == []
 
 
 def test_the_oldest_exchanges_give_way_are_saved_and_what_never_fits_is_refused(tmp_path, monkeypatch):

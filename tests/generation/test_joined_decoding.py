@@ -53,6 +53,17 @@ def test_answers_do_not_depend_on_who_shares_the_batch_and_when_they_came(engine
         assert ends[request] == (whole.text.removeprefix(begun if request is requests[0] else ""), whole)
 
 
+def test_rows_of_one_prompt_are_drawn_apart(engine: Engine):
+    params = replace(SAMPLED, max_new_tokens=12, temperature=1.5, seed=3)
+    requests = [EngineRequest([2, 50], params, index) for index in range(3)]
+    for request in requests:
+        engine.submit(request)
+    ends = run(engine)
+    generations = [ends[request][1] for request in requests]
+    assert generations == generate(tiny_llama(), [[2, 50]] * 3, params)
+    assert len({generation.text for generation in generations}) == 3
+
+
 def test_who_goes_away_makes_room(engine: Engine):
     leaving, coming = [EngineRequest([2, 50 + n], SamplingParams(80)) for n in range(2)], EngineRequest(*REQUESTS[3])
     for request in (*leaving, coming):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
+from affinage.errors import UserError
 from affinage.generation.sampling import SamplingParams, SamplingTensors, choose, filtered
 
 VOCABULARY = 97
@@ -39,6 +40,15 @@ def test_filters_leave_what_transformers_leaves(sampling: SamplingParams):
     np.testing.assert_allclose(ours, wanted.numpy(), rtol=1e-6)
 
 
+def test_a_row_with_filters_of_its_own_is_as_if_all_had_them():
+    logits = drawn(len(CASES))
+    together = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of(CASES)))
+    for row, sampling in enumerate(CASES):
+        one = slice(row, row + 1)
+        alone = filtered(jnp.asarray(logits[one]), SamplingTensors.of([sampling]))
+        np.testing.assert_array_equal(together[one], np.asarray(alone))
+
+
 def draw(logits, sampling, rows, steps):
     logits = jnp.asarray(logits, jnp.float32)
     rows, steps = jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32)
@@ -65,3 +75,9 @@ def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
     assert draw(np.tile(logits, (4, 1)), sampling, [1, 2, 3, 4], [7, 7, 7, 7])[2] == alone[0]
     others = [(SamplingParams(temperature=1.0, seed=6), [3], [7]), (sampling, [4], [7]), (sampling, [3], [8])]
     assert all(draw(logits, *other)[0] != alone[0] for other in others)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}])
+def test_values_out_of_range_are_refused(wrong):
+    with pytest.raises(UserError):
+        SamplingParams(**wrong)

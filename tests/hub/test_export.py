@@ -12,10 +12,10 @@ from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 
 from affinage.errors import UserError
-from affinage.hub.card import CardFacts
+from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
-from tiny_models import CONTEXT, tiny_llama
+from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
 FACTS = CardFacts(
@@ -62,11 +62,25 @@ def test_narrower_weights_in_several_files_verify_against_the_rounded_model(tmp_
     assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
+def test_a_comparison_with_llama_cpp_names_what_is_missing(exported, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        verify_gguf(exported[1], exported[0], TEXTS)
+    assert "LLAMA_CPP" in caught.value.fix
+
+
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="needs a checkout of llama.cpp, and llama-cpp-python")
 def test_llama_cpp_gives_the_same_tokens_and_logits(exported):
     model, folder = exported
     found = verify_gguf(folder, model, [*TEXTS, *TRICKY_TEXTS])
     assert found["texts"] == len(TEXTS) + len(TRICKY_TEXTS) and found["largest_logit_difference"] < 1e-2
+
+
+def test_gpt2_has_its_own_architecture(tmp_path):
+    model = tiny_gpt2()
+    export(model, tmp_path / "m", facts=FACTS, dtype="float16")
+    assert json.loads((tmp_path / "m/config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
 def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
@@ -102,3 +116,12 @@ def test_the_card_tells_licence_scores_text_and_command(exported):
     assert "| facts\\|en | acc | 0.500 ± 0.010 | 0.750 † |" in card.text
     assert "| pocket-world | CC0-1.0 | 1,234 | 5,678 |" in card.text
     assert "affinage run quickstart" in card.text and str(CONTEXT) in card.text
+
+
+def test_numbers_and_headings_are_of_the_language_and_what_is_not_known_is_left_out():
+    french = replace(FACTS, language="fr", summary="Un modèle de 1,23 M paramètres.")
+    facts = {"en": FACTS, "fr": french, "none": CardFacts(license="mit")}
+    cards = {of: model_card("m", one, parameters=1_234_567, context=2048, chat=True) for of, one in facts.items()}
+    assert "1,234,567 parameters" in cards["en"] and "1\u202f234\u202f567 paramètres" in cards["fr"]
+    assert "0,500 ± 0,010" in cards["fr"] and "license: mit" in cards["none"]
+    assert not any(word in cards["none"] for word in ("## Scores", "## Training", "None"))

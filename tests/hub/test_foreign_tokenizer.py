@@ -10,7 +10,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from affinage.cli.program import main
-from affinage.data.dataloader import DataLoader
+from affinage.config.data import PackingSettings
+from affinage.data.dataloader import DataLoader, ValidationRows
+from affinage.data.token_shards import open_shards
+from affinage.data.tokenize import tokenize
+from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.backend import JaxLM
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
@@ -19,6 +23,7 @@ from affinage.hub.export import export
 from affinage.hub.verify import verify
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat, locate, made_from, open_model, resolve
+from source_forms import write_documents
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
 
@@ -86,6 +91,14 @@ def test_it_is_exported_with_its_tokenizer(imported, tmp_path):
     assert verify(tmp_path / "m", imported[2], TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
+def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
+    metaspace().save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode("The capital of France")
+    assert "".join(tokenizer.decode([token]) for token in ids) == " The capital of France"
+    assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
+
+
 def run(recipe, runs, *values, status=0):
     words = [word for value in ("export=null", "mesh={data: 1}", *values) for word in ("--set", value)]
     with pytest.raises(SystemExit) as ended:
@@ -100,6 +113,29 @@ def sft(folder):
     (folder / "turns.jsonl").write_text("\n".join(lines))
     sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., seq_len: 128, steps: 1, batch_size: 4"
     return "data=null", "pretrain=null", f"sft={{{sources}, schedule: {{peak_lr: 1.0e-3, min_lr: 0}}}}"
+
+
+def test_rows_of_it_hold_the_documents(imported, tmp_path):
+    tokenizer = imported[2].tokenizer
+    texts = [f"Douze plus {number} font Paris, <|endoftext|> où ? 🧀" for number in range(40)]
+    for part in ("train", "validation"):
+        write_documents(tmp_path / "split" / part, [{"text": text, "language": "fr"} for text in texts])
+    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
+    (folder,) = (tmp_path / "rows/train").iterdir()
+    batch = DataLoader(folder, seed=0, batch=open_shards(folder).rows).batch(0)
+    decoded = "".join(tokenizer.decode(row) for row in batch["tokens"])
+    assert [decoded.count(text) for text in texts] == [1] * len(texts)
+    ends = [*tokenizer.opening, tokenizer.eos]
+    assert [(batch["tokens"] == end).sum() >= len(texts) for end in ends] == [True] * len(ends)
+    (held_out,) = (tmp_path / "rows/validation").iterdir()
+    lengths = [tokenizer.byte_lengths(text, tokenizer.encode(text))[not tokenizer.opening :] for text in texts]
+    assert ValidationRows(held_out, batch=2).bytes == sum(each.sum() for each in lengths)
+
+
+def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
+    run(f"{imported[2].name}/recipe.yaml", tmp_path, *sft(tmp_path), status=2)
+    assert not (tmp_path / "store").exists()
+    assert "--chat-tokens" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

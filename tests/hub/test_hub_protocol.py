@@ -3,6 +3,7 @@
 Each command is a process with HF_ENDPOINT set: the libraries read it as they are loaded.
 """
 
+import gzip
 import io
 import json
 import os
@@ -15,11 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import choice_task
 import hub_server
 import warm_python
+from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
+from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
+from affinage.hub.read import local_copy
+from affinage.pipeline.build import is_local
 from hub_server import Fault, Hub
 from tiny_models import tiny_llama
 
@@ -123,6 +129,10 @@ def parquet(rows: list[dict]) -> bytes:
     return written.getvalue()
 
 
+def lines(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
 def documents(of: str, count: int = 25) -> list[dict]:
     return [{"id": f"{of}-{n}", "text": f"text {n} of {of}", "url": f"https://a.example/{n}"} for n in range(count)]
 
@@ -132,6 +142,34 @@ def tables(of: str = "") -> dict[str, bytes]:
     files = {f"train/{n}.parquet": parquet(documents(f"file {n}{of}")) for n in range(3)}
     files |= {"dev/0.parquet": parquet(documents("dev")), "other.parquet": parquet(documents("other"))}
     return files | {"README.md": CARD.encode()}
+
+
+def read_for_data(hub: Hub) -> list[str]:
+    """The files that were asked for, but for what tells of a dataset what is in it."""
+    return [found[1] for one in hub.requests if (found := re.search(r"resolve/\w{40}/(.*\.parquet)", one.path))]
+
+
+def test_datasets_are_what_their_files_are(hub, machine):
+    first = hub.commit("datasets/me/tables", tables())
+    text = hub.commit("datasets/me/lines", {"some.json.gz": gzip.compress(lines(documents("lines")))})
+    hub.commit("datasets/me/raw", {"en/a.jsonl": lines(documents("raw"))})
+    for name in ("me/tables", "me/lines", "me/raw"):
+        hub.repositories[f"datasets/{name}"].private = True
+        hub.repositories[f"datasets/{name}"].readers = {TOKEN}
+    # A folder here that has the name is not what the recipe asks for.
+    (machine.folder / "me" / "tables").mkdir(parents=True)
+    (machine.folder / "me" / "tables" / "x.jsonl").write_bytes(lines(documents("a decoy")))
+
+    sources = "[{dataset: me/tables, config: tables}, {dataset: me/lines}, 'hf://datasets/me/raw/en/*.jsonl']"
+    assert machine.collect(sources, token=TOKEN).returncode == 0
+    expected = [row for n in range(3) for row in documents(f"file {n}")] + documents("lines") + documents("raw")
+    assert sorted(row["text"] for row in machine.collected()) == sorted(row["text"] for row in expected)
+    assert machine.summary("ingest")["commits"] == {"tables": first, "lines": text}
+    asked = [one for one in hub.requests if "/me/" in one.path]
+    assert {one.token for one in asked} == {TOKEN}
+    assert {one.token for one in hub.requests if one.apart} == {None}
+    written = [path for path in machine.folder.parent.rglob("*") if path.is_file()]
+    assert len(written) > 10 and not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
 
 @FULL
@@ -180,3 +218,26 @@ def test_a_model_comes_over_a_connection_that_breaks_and_a_release_goes(hub, mac
     _, pushed = hub.repositories["models/me/back"].files("main")
     weights = (machine.folder / "sent" / "model.safetensors").read_bytes()
     assert pushed["model.safetensors"] == weights == (model / "model.safetensors").read_bytes()
+
+
+def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    choice_task.write_task(tmp_path, "near", choice_task.sums(1))
+    (tmp_path / "far.yaml").write_text("task: far\ndataset_path: me/items\n")
+    (tmp_path / "further.yaml").write_text("include: far.yaml\ntask: further\n")
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "read.yaml").write_text(RECIPE.replace("{dataset: me/none}", "text.txt"))
+
+    def local(*settings: str) -> bool:
+        return is_local(load_recipe("read.yaml", settings).recipe)
+
+    assert local() and local("evaluate={tasks: [near.yaml]}")
+    assert not local("evaluate={tasks: [near.yaml, further.yaml]}")
+    assert not local("data.decontaminate={benchmark_files: [far.yaml]}")
+
+
+def test_without_a_network_it_is_said_what_to_do():
+    for missing in ("me/there-is-no-such-model", "./nowhere"):
+        with pytest.raises(UserError, match=missing) as caught:
+            local_copy(missing)
+        assert caught.value.fix

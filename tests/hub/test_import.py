@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -13,18 +14,23 @@ from safetensors.numpy import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
+from transformers import AutoTokenizer
 
 import tiny_graphs
+from affinage.checkpoint import CheckpointStore
+from affinage.cli.program import main
+from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.hub.families import architecture_of, family_of
+from affinage.hub.families import FAMILIES, architecture_of, family_of
 from affinage.hub.read import CONFIG, read_hub_folder
-from affinage.model import parse
+from affinage.hub.verify import verify
+from affinage.model import init_params, parse
 from affinage.model.parameter import map_parameters
 from affinage.pipeline.imports import import_model
-from affinage.pipeline.models import is_chat, locate, open_model, resolve
-from tiny_models import CONTEXT, full_logits, tiny_llama
+from affinage.pipeline.models import chat_of_hub, is_chat, locate, open_model, resolve
+from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
 _LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
@@ -109,6 +115,33 @@ def test_every_family_comes_back_bit_by_bit(name, tmp_path):
         read_hub_folder(tmp_path)
 
 
+def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path):
+    ours, read = open_model(str(imported), tmp_path), open_model(str(exported), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, read.params)
+    assert (read.system_prompt, read.context, is_chat(exported)) == ('Say "oui".\nBe brief.', ours.context, True)
+    saved = tmp_path / "saved"
+    AutoTokenizer.from_pretrained(exported).save_pretrained(saved)  # transformers gives the template a file of its own
+    assert (saved / "chat_template.jinja").is_file() and chat_of_hub(saved)[0] == 'Say "oui".\nBe brief.'
+    with pytest.raises(UserError, match="checkpoints"):
+        open_model(f"{exported}@3", tmp_path)
+
+
+def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
+    pretrain = tmp_path / "run" / "pretrain"
+    shutil.copytree(imported, pretrain)
+    first = open_model("run/pretrain@0", tmp_path)
+    store = CheckpointStore(pretrain / "checkpoints")
+    store.save(7, {"params": jax.tree.map(lambda p: -p, first.params)}, {})
+    store.wait()
+    for step, sign in ((0, 1), (7, -1)):
+        to = tmp_path / f"step-{step}"
+        with pytest.raises(SystemExit) as ended:
+            main(["export", f"run/pretrain@{step}", "--runs", str(tmp_path), "--to", str(to)])
+        assert ended.value.code == 0
+        written = load_file(to / "model.safetensors")["model.norm.weight"]
+        np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
+
+
 WRITTEN = [
     "llama",
     "mixtral",
@@ -162,8 +195,58 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     assert named in str(caught.value) and "config.json" in caught.value.where
 
 
+# Configurations as published, shortened to what differs from the family's other models.
+PUBLISHED = {
+    "SmolLM2": {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}
+    | {"pretraining_tp": 1, "rope_theta": 100000, "attention_bias": False, "transformers.js_config": {"dtype": "q4"}},
+    "TinyLlama": {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None, "num_key_value_heads": 2},
+    "Qwen2.5": {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}
+    | {"max_window_layers": 70, "num_key_value_heads": 2, "rope_theta": 1e6},
+    "unsloth": {"model_type": "llama", "unsloth_version": "2026.1", "unsloth_fixed": True, "mlp_bias": False},
+    "an old dump": {"model_type": "llama", "top_k": 50, "temperature": 1.0, "pruned_heads": {}, "bad_words_ids": None},
+}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"vocab_size": 97, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_that_transformers_ignores_are_named_and_ignored(name):
+    found = architecture_of(SIZES | PUBLISHED[name], "config.json")
+    assert parse(found.model).vocabulary == 97
+    strange = {"is_llama_config", "rope_interleaved", "transformers.js_config", "use_mrope", "unsloth_version"}
+    strange |= {"unsloth_fixed", "top_k", "temperature", "pruned_heads"}
+    assert set(found.ignored) == strange & set(PUBLISHED[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_transformers_class_is_known(family):
+    from transformers import AutoConfig
+
+    fields = {k: v for k, v in AutoConfig.for_model(family).to_dict().items() if v is not None}
+    assert FAMILIES[family].unknown(fields) == ()
+
+
+def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
+    for name in ("mixtral", "llama", "gpt2"):
+        graph = parse(GRAPHS[name])
+        params, family = tiny_graphs.random_params(graph), family_of(graph)
+        tensors = family.to_tensors(params, graph)
+        if name == "mixtral":
+            tensors = fused_experts(tensors)
+        elif name == "llama":  # tied
+            tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        else:
+            tensors = {name.removeprefix("transformer."): array for name, array in tensors.items()}
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(family.to_config(graph, context=64)))
+        save_file(tensors, folder / "model.safetensors")
+        jax.tree.map(np.testing.assert_array_equal, read_hub_folder(folder).params, params)
+
+
+def test_a_graph_of_no_family_is_refused_by_what_differs():
+    with pytest.raises(UserError, match=r"ffn\.kind: relu2"):
+        family_of(parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})))
 
 
 def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path):
@@ -202,6 +285,20 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
     assert "safetensors" in refused(None)
 
 
+def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):
+    small = tiny_llama()
+    model = {"inputs": ["tokens"], "nodes": {name: dict(node) for name, node in LLAMA["nodes"].items()}}
+    for node in ("embed", "logits"):
+        model["nodes"][node]["vocab"] = 448
+    graph = parse(model)
+    params = jax.jit(partial(init_params, graph))(jax.random.key(1))
+    export(replace(small, graph=graph, params=params), tmp_path / "m", facts=FACTS)
+    import_model(tmp_path / "m", tmp_path / "imported", "padded")
+    padded = open_model(str(tmp_path / "imported"), tmp_path)
+    assert (padded.graph.vocabulary, padded.tokenizer.vocabulary) == (448, 420)
+    assert verify(tmp_path / "m", padded, ["The capital"])["largest_logit_difference"] <= 1e-4
+
+
 def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "m")
     FastTokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
@@ -213,3 +310,18 @@ def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported
     with pytest.raises(UserError) as caught:
         import_model(folder, tmp_path / "n", "tiny")
     assert "AutoTokenizer.from_pretrained" in caught.value.fix
+
+
+def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_it(tmp_path):
+    model = with_template(ZEPHYR, "Be brief.")
+    export(model, tmp_path / "m", facts=FACTS, chat=True)
+    assert verify(tmp_path / "m", model, ["Paris"])["conversations"] == 3
+    asked = [{"role": "user", "content": "Où est Paris ?"}]
+    told = [{"role": "system", "content": "Be brief."}, *asked]
+    expected = AutoTokenizer.from_pretrained(tmp_path / "m").apply_chat_template(
+        told, add_generation_prompt=True, return_dict=False
+    )
+    import_model(tmp_path / "m", tmp_path / "imported", "imported")
+    for folder in (tmp_path / "m", tmp_path / "imported"):
+        again = open_model(str(folder), tmp_path)
+        assert is_chat(folder) and encode_prompt(asked, again.tokenizer, "Be brief.") == expected

@@ -15,8 +15,10 @@ from affinage.model import (
     ApplyConfig,
     abstract_params,
     apply,
+    decayed,
     from_nnx,
     init_cache,
+    init_params,
     logical_axes,
     parse,
     to_nnx,
@@ -99,6 +101,33 @@ def test_cached_decoding_is_the_full_pass(name):
         np.testing.assert_allclose(new[:, 0], jnp.take_along_axis(full, at[..., None], axis=1)[:, 0], atol=2e-5)
 
 
+def test_scan_is_unrolled_with_dropout_too():
+    models = [tiny_graphs.llama(scan=s, layers=2, attention={"dropout": 0.2}, dropout=0.2) for s in (True, False)]
+    graphs = [parse(model) for model in models]
+    params, batch = tiny_graphs.random_params(graphs[0]), {"tokens": random_tokens(2, 20)}
+
+    @partial(jax.jit, static_argnums=1)
+    @jax.grad
+    def gradient(params, graph):
+        return apply(graph, params, batch, ApplyConfig(key=jax.random.key(7))).values[graph.loss].sum
+
+    scanned, unrolled = (gradient(params, graph) for graph in graphs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), scanned, unrolled)
+
+
+def test_a_scanned_program_does_not_grow_with_depth():
+    def program(layers):
+        graph = parse(tiny_graphs.llama(layers=layers, scan=True))
+
+        def loss(params, batch):
+            return apply(graph, params, batch, ApplyConfig()).values[graph.loss].sum
+
+        batch = {"tokens": jax.ShapeDtypeStruct((2, 8), jnp.int32)}
+        return jax.jit(jax.grad(loss)).lower(abstract_params(graph), batch).as_text().count("\n")
+
+    assert program(18) == program(72)
+
+
 def test_dropout_of_a_row_is_of_the_key_and_the_row_in_any_part_of_the_batch():
     graph = parse(tiny_graphs.gpt2(layers=1, dropout=0.3))
     params, tokens = tiny_graphs.random_params(graph), random_tokens(4, 10)
@@ -114,6 +143,15 @@ def test_dropout_of_a_row_is_of_the_key_and_the_row_in_any_part_of_the_batch():
         assert np.abs(other - whole).max() > 0.1
 
 
+def test_dropout_zeroes_as_often_as_it_should_and_keeps_the_mean():
+    graph = parse(tiny_graphs.gpt2(layers=1, dropout=0.25))
+    call, batch = ApplyConfig(key=jax.random.key(3), until="drop"), {"tokens": random_tokens(8, 40)}
+    values = jax.jit(lambda params: apply(graph, params, batch, call).values)(tiny_graphs.random_params(graph))
+    kept = np.asarray(values["drop"] / values["positions"])
+    np.testing.assert_allclose(kept[kept != 0], 1 / 0.75, rtol=1e-6)
+    assert np.mean(kept == 0) == pytest.approx(0.25, abs=0.02)
+
+
 def test_a_batch_counts_only_what_its_mask_says():
     tokens = random_tokens(2, 12)
     params = tiny_graphs.random_params(LLAMA)
@@ -121,6 +159,27 @@ def test_a_batch_counts_only_what_its_mask_says():
     array, loss = logits_and_loss(LLAMA, params, {"tokens": tokens, "loss_mask": mask})
     assert float(loss.count) == 1
     assert float(loss.sum) == pytest.approx(-float(jax.nn.log_softmax(array[0, 4])[tokens[0, 5]]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_declared_trees_agree_with_the_arrays(name):
+    graph = GRAPHS[name]
+    params = jax.eval_shape(lambda key: init_params(graph, key, jnp.bfloat16), jax.random.key(0))
+    abstract = abstract_params(graph, jnp.bfloat16)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+    axes, decays = (dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, (tuple, bool))))
+                    for tree in (logical_axes(graph), decayed(graph)))  # fmt: skip
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        assert len(axes[path]) == leaf.ndim
+        matrix = len([axis for axis in axes[path] if axis != "layers"]) > 1
+        assert decays[path] == (matrix and path[-1].key != "bias"), path
+
+
+def test_residual_projections_begin_smaller():
+    params = jax.jit(partial(init_params, parse(tiny_graphs.llama(layers=8))))(jax.random.key(0))["blocks"]
+    assert float(params["attention"]["query"]["kernel"].std()) == pytest.approx(0.02, rel=0.03)
+    for half, name in (("attention", "out"), ("ffn", "down")):
+        assert float(params[half][name]["kernel"].std()) == pytest.approx(0.02 / 4, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,25 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
 
 
 @pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, "splash"),
+        ({"platform": "cpu"}, "xla"),
+        ({"platform": "gpu", "capability": (8, 0)}, "cudnn"),
+        ({"platform": "gpu", "capability": (8, 0), "head_dim": 192}, "xla"),
+        ({"platform": "gpu", "capability": (9, 0), "head_dim": 192}, "cudnn"),
+        ({"platform": "gpu"}, "xla"),  # AMD's
+        ({"length": 64}, "xla"),
+        ({"cached": True}, "xla"),
+        ({"dropout": 0.1}, "xla"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_can(change, wanted):
+    assert choose("auto", dataclasses.replace(WORK, **change)) == wanted
+
+
+@pytest.mark.parametrize(
     ("name", "change", "what"),
     [
         ("splash", {"platform": "cpu"}, "cpu"),

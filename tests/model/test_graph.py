@@ -3,11 +3,18 @@
 import copy
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from pydantic import Field
 
 import tiny_graphs
+from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.model import parse
+from affinage.model import ApplyConfig, apply, logical_axes, parse
+from affinage.model.layer import LAYERS, Layer, expect_sequence, register_layer, sequence_of
+from affinage.model.parameter import ParamSpec
 
 
 def lined(path):
@@ -54,3 +61,66 @@ def test_a_mistake_is_told_with_its_line_and_what_to_do(changes, where, named):
         parse(changed(*changes), lined)
     assert caught.value.where.endswith(where)
     assert named in str(caught.value)
+
+
+def test_the_line_is_the_one_in_the_file(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: gpt2-124m\nname: mine\nmodel:\n  nodes:\n    blocks:\n      ffn: {widht: 3}\n")
+    loaded = load_recipe(recipe)
+    with pytest.raises(UserError, match=r"model\.nodes\.blocks\.ffn\.width") as caught:
+        parse(loaded.recipe.model, loaded.locate)
+    assert caught.value.where.endswith("mine.yaml:6")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [tiny_graphs.llama(tied=True, scan=True), tiny_graphs.gpt2()],
+    ids=["llama", "gpt2"],
+)
+def test_a_graph_is_the_same_written_out_and_in_any_order(model):
+    graph = parse(model)
+    backwards = {**graph.to_dict(), "nodes": dict(reversed(graph.to_dict()["nodes"].items()))}
+    assert parse(backwards) == graph and hash(parse(backwards)) == hash(graph)
+    assert [node.name for node in parse(backwards).nodes] == [node.name for node in graph.nodes]
+
+
+def test_auto_vocabulary_is_the_one_in_use():
+    graph = parse(changed(("embed.vocab", "auto"), ("logits.vocab", "auto")), vocabulary=300)
+    assert graph.vocabulary == 300
+
+
+def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
+    @register_layer("test_gate")
+    class Gate(Layer):
+        """Two inputs, mixed by a learned weight per channel."""
+
+        takes = ("first", "second")
+        start: float = Field(default=0.5, ge=0, le=1)
+
+        def shape(self, inputs):
+            return sequence_of(expect_sequence(inputs[0]))
+
+        def parameters(self, inputs):
+            return {"mix": ParamSpec((inputs[0].width,), ("embed",), init="ones", decay=False)}
+
+        def apply(self, params, inputs, context):
+            mix = self.start * params["mix"][None, None]
+            return mix * inputs[0] + (1 - mix) * inputs[1]
+
+    try:
+        mixed = {"kind": "test_gate", "in": ["blocks", "embed"], "start": 0.25}
+        model = changed(("mixed", mixed), ("norm.in", "mixed"), ("blocks.repeat", 1))
+        graph = parse(model)
+        assert parse(graph.to_dict()) == graph
+        assert logical_axes(graph)["mixed"] == {"mix": ("embed",)}
+        params, batch = tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 3), jnp.int32)}
+        params["mixed"]["mix"] = jnp.ones(32)
+        values = jax.jit(lambda params: apply(graph, params, batch, ApplyConfig(until="mixed")).values)(params)
+        np.testing.assert_allclose(values["mixed"], 0.25 * values["blocks"] + 0.75 * values["embed"], rtol=1e-6)
+        mixed["start"] = 2
+        with pytest.raises(UserError, match="less than or equal to 1"):
+            parse(model)
+        with pytest.raises(ValueError, match="already registered"):
+            register_layer("test_gate")(type("Another", (Layer,), {}))
+    finally:
+        del LAYERS["test_gate"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tiny_graphs
+from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, parse
 from affinage.model.layer import LayerContext
 
@@ -126,3 +127,21 @@ def test_micro_batches_add_up_and_later_tokens_change_nothing_before_them():
         assert 0 < float(metrics[name][0]) == pytest.approx(float(sum(part[1][name][0] for part in parts)), rel=1e-5)
     other = objective(graph, params, {"tokens": tokens.at[:, 8:].set(0), "loss_mask": mask})[2]
     np.testing.assert_array_equal(values[:, :8], other[:, :8])
+
+
+def test_only_training_drops():
+    (tight, params), (dropless, _) = block_of(capacity_factor=0.5), block_of()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 7, 32)), jnp.float32)
+    used, free = apply_alone(tight, params, x, "cpu", None)[0], apply_alone(dropless, params, x)[0]
+    np.testing.assert_allclose(used, free, atol=1e-5)
+    assert np.abs(np.asarray(apply_alone(tight, params, x)[0] - used)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("ffn", "named"),
+    [({"top_k": 5}, "4 experts"), ({"capacity": 1.0}, "capacity_factor"), ({"activation": "swiglo"}, "swiglu")],
+    ids=str,
+)
+def test_a_mistake_names_what_would_do(ffn, named):
+    with pytest.raises(UserError, match=named):
+        parse(tiny_graphs.moe(**ffn))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,16 @@ def assert_same_as_on_one_device(one: Trainer, steps: int, step: Any = None) -> 
 def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]], *, rtol: float) -> None:
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=rtol, err_msg=name)
+
+
+def loops_of(text: str) -> str:
+    """Of a compiled program what its loops do, with what that calls."""
+    named = ((re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", block), block) for block in text.split("\n\n"))
+    computations = {match[1]: block for match, block in named if match}
+    inside: set[str] = set()
+    reached = set(re.findall(r" body=%?([\w.\-]+)", text))
+    while reached:
+        inside |= reached
+        called = " ".join(computations.get(name, "") for name in reached)
+        reached = set(re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", called)) - inside
+    return "\n".join(computations.get(name, "") for name in sorted(inside))

@@ -7,13 +7,18 @@ axis over eight devices, and every pair of axes, with and without accumulation, 
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import jax
 import meshes
 import pytest
 
+from affinage.config.training import PrecisionSettings
 from affinage.errors import UserError
+from affinage.model import parse
 from affinage.planning.compiled import collectives_in
+from affinage.training.step import replicas_of
+from affinage.training.trainer import Trainer
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 # What eight devices divide, but for the layers: only the pipeline alone has eight stages, which take long to compile.
@@ -62,6 +67,17 @@ def test_two_axes_together(kind, sizes, parallel, micro_batches):
     meshes.assert_same_as_on_one_device(one, 3)
 
 
+def test_replicas_with_sums_of_their_own_are_one_training():
+    """They add up the gradients of their own micro-batches, and nothing is sent in between."""
+    described = SMALL["dense"].to_dict()
+    nodes = described["nodes"] | {"blocks": {**described["nodes"]["blocks"], "dropout": 0.1}}
+    one = meshes.program(parse({**described, "nodes": nodes}), {"data": 2}, micro_batches=2, parallel={})
+    step = meshes.compiled(one)
+    meshes.assert_same_as_on_one_device(one, 3, step)
+    assert replicas_of(one.job.graph, one.apply_config) == 2
+    assert not collectives_in(meshes.loops_of(step.as_text())) and collectives_in(step.as_text())["all-reduce"]
+
+
 SPLITS: list[dict[str, int]] = [{axis: 8} for axis in AXES]
 SPLITS += [dict(zip(axes, (4, 2), strict=True)) for axes in itertools.combinations(AXES, 2)]
 
@@ -95,6 +111,19 @@ def test_what_is_split_in_other_ways(kind: str, sizes: dict, parallel: dict, mor
     model = {"window": meshes.graph("dense", window=10), "capacity": meshes.graph("moe", capacity_factor=1.0)}
     one = meshes.program(model.get(kind, MODELS.get(kind)), sizes, parallel=parallel, **more)
     meshes.assert_same_as_on_one_device(one, 20)
+
+
+@pytest.mark.full
+def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
+    """On processors, XLA's compiler can end the process over a pipeline's sums in bfloat16."""
+
+    def in_bfloat16(sizes: dict[str, int]) -> Trainer:
+        program = meshes.program(SMALL["dense"], sizes, parallel={})
+        changed = {"precision": PrecisionSettings(compute="bfloat16")}
+        job = replace(program.job, settings=program.job.settings.model_copy(update=changed))
+        return Trainer(job, program.mesh, program.batch)
+
+    meshes.assert_same(meshes.run(in_bfloat16({"pipeline": 2}), 5), meshes.run(in_bfloat16({"data": 1}), 5), rtol=2e-2)
 
 
 @pytest.mark.parametrize(

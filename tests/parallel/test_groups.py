@@ -8,6 +8,7 @@ import meshes
 import numpy as np
 import pytest
 
+from affinage.errors import UserError
 from affinage.model import Graph, parse
 from affinage.parallel import make_mesh
 
@@ -54,3 +55,13 @@ def test_steps_equal_those_of_one_program_and_a_sick_one_is_left_out_by_every_st
     assert float(metrics["skipped"]) == 1
     for old, new in zip(before, after, strict=True):
         jax.tree.map(np.testing.assert_array_equal, old, jax.device_get(new.params))
+
+
+@pytest.mark.parametrize(
+    ("ends", "tied", "named"),
+    [([("early", {"data": 2}), ("logits", {"data": 2})], False, "graph"), (UNEQUAL, True, "weights")],
+    ids=["no loss", "tied"],
+)
+def test_what_is_no_cut_is_refused(ends: list, tied: bool, named: str):
+    with pytest.raises(UserError, match=named):
+        grouped(graph(tied=tied), *ends)

@@ -2,8 +2,11 @@
 
 import meshes
 import pytest
+from jax.experimental import topologies
 
 from affinage.errors import UserError
+from affinage.parallel import make_mesh
+from affinage.training.trainer import Trainer
 
 MODEL = meshes.graph("dense", layers=2)
 
@@ -32,3 +35,13 @@ def test_what_a_cpu_cannot_do_is_refused(parallel, named):
     with pytest.raises(UserError, match=named) as refused:
         meshes.program(MODEL, {"data": 1}, parallel=parallel).compile_training()
     assert refused.value.fix
+
+
+@pytest.mark.full
+def test_a_tpu_offloads_by_name():
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    job = meshes.program(MODEL, {"data": 1}, parallel={"remat": {"offload": ["block_input"]}}).job
+    program = Trainer(job, make_mesh({"data": 4}, devices), meshes.Feed().batch(0))
+    memory = program.compile_training().memory_analysis()
+    assert memory.host_temp_size_in_bytes >= 2 * 2 * 32 * 32 * 2  # layers, rows of a device, positions, width, bfloat16

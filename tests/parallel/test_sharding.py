@@ -2,12 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import meshes
+import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
+import tiny_graphs
 from affinage.errors import UserError
-from affinage.parallel import make_mesh, param_shardings
+from affinage.model import abstract_params, apply, logical_axes
+from affinage.model.apply_config import ApplyConfig
+from affinage.parallel import make_mesh, param_shardings, serving_layout
+from affinage.parallel.mesh import AXES, across_slices
 from affinage.parallel.sharding import check_rows_divide, partition_spec
 
 
@@ -67,6 +73,28 @@ def test_a_size_that_does_not_divide_names_the_nearest_that_do():
         check_rows_divide(20, 2, mesh(data=2, fsdp=4))
     assert "16 or 32" in str(refused.value)
     check_rows_divide(32, 2, mesh(data=2, fsdp=4))
+
+
+def test_a_model_of_stages_is_served_with_its_weights_split_instead():
+    graph = meshes.graph("dense", 1)
+    params, batch = tiny_graphs.random_params(graph), {"tokens": jnp.asarray(meshes.Feed().batch(0)["tokens"])}
+    sizes = {"pipeline": 2, "context": 2, "tensor": 2}
+    layout, shardings = serving_layout(sizes, jax.devices(), logical_axes(graph), abstract_params(graph))
+    assert {axis: size for axis, size in layout.mesh.shape.items() if size > 1} == {"fsdp": 4, "tensor": 2}
+    run = jax.jit(
+        lambda params: apply(graph, params, batch, ApplyConfig(until=graph.logits)).values[graph.logits].array()
+    )
+    np.testing.assert_allclose(run(jax.device_put(params, shardings)), run(params), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut"), [({"data": 2, "tensor": 4}, "data"), ({"pipeline": 2, "fsdp": 4}, "pipeline")]
+)
+def test_only_an_axis_that_talks_little_leaves_a_slice(sizes: dict, cut: str):
+    full = dict.fromkeys(AXES, 1) | sizes
+    assert across_slices(full, 2) == tuple(2 if axis == cut else 1 for axis in AXES)
+    with pytest.raises(UserError, match="2 slices"):
+        across_slices(dict.fromkeys(AXES, 1) | {"tensor": 8}, 2)
 
 
 @pytest.mark.full

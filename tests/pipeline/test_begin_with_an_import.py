@@ -15,6 +15,7 @@ from affinage.hub.export import export
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat, open_model
+from affinage.pipeline.runner import PipelineRunner
 from tiny_models import CONTEXT, tiny_llama
 
 _STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
@@ -83,6 +84,25 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
     assert json.loads((tmp_path / "again/generation_config.json").read_text())["temperature"] == 0.6
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(imported.parent / "hub")
+
+
+def requests(recipe: Path, runs: Path) -> dict[str, str]:
+    loaded = load_recipe(recipe, [*PRETRAIN, POCKET])
+    return {step.name: step.request.key for step in PipelineRunner(loaded, runs, build_steps(loaded)).plan()}
+
+
+def test_other_weights_make_other_results(imported, tmp_path):
+    before = requests(imported / "recipe.yaml", tmp_path)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    for name in ("recipe.yaml", "model.json"):
+        (other / name).write_bytes((imported / name).read_bytes())
+    assert requests(other / "recipe.yaml", tmp_path) == before, "the folder's name does not count"
+    facts = json.loads((other / "model.json").read_text())
+    facts["imported"]["sha256"]["weights"] = "0" * 64
+    (other / "model.json").write_text(json.dumps(facts))
+    after = requests(other / "recipe.yaml", tmp_path)
+    assert after["pretrain"] != before["pretrain"] and after["split"] == before["split"]
 
 
 def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):

@@ -45,6 +45,21 @@ def stage_of(loaded):
     return next((stage for stage in build_steps(loaded) if stage.name == "decontaminate"), None)
 
 
+def test_the_stage_is_there_if_there_is_something_to_look_for(load):
+    assert stage_of(load("pocket-world")) is None  # its facts are its text
+    assert stage_of(load("")) is None
+    assert stage_of(load("pocket-world, harbours.yaml", "data.decontaminate=null")) is None
+    assert stage_of(load("harbours.yaml", "data.decontaminate.benchmarks=false")) is None
+    named = stage_of(load("pocket-world, hellaswag, harbours.yaml"))
+    assert named.config["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
+    only = stage_of(
+        load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.benchmark_files=[mine.txt]")
+    )
+    assert "evaluate" not in only.config
+    split = next(stage for stage in build_steps(load("harbours.yaml")) if stage.name == "split")
+    assert split.inputs == ("decontaminate",)
+
+
 def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     (tmp_path / "mine.txt").write_text(
         "The answer is in the book, and the book is on the table.\nThe answer is in the book."

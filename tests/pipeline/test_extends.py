@@ -53,6 +53,21 @@ def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypat
     assert (runs / "longer" / "tokenize").resolve() == (runs / "short" / "tokenize").resolve()
 
 
+def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs.parent)
+
+    def sources(*words: str) -> dict:
+        road = build_steps(load_recipe(TINY, _longer(*words)))
+        return next((stage.sources, stage.config) for stage in road if stage.name == "pretrain")
+
+    assert (
+        sources()
+        == sources("pretrain.resume_from=runs/short/pretrain")
+        == sources("pretrain.resume_from=runs/short@10")
+    )
+    assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [

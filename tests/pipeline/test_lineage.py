@@ -134,3 +134,32 @@ def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
         inside[at + before : at + before + len(SECRET)] = True
         at = text.find(SECRET, at + 1)
     return bool(inside[span["offset"] :][: span["stop"] - span["start"]].any())
+
+
+def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
+    whole = said(capsys, "data", "head", str(run), "--limit", "1000")
+    assert {document["part"] for document in whole} == {"train", "validation"}
+    assert said(capsys, "data", "head", str(run), "--limit", "2") == whole[:2]
+    french = said(capsys, "data", "head", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
+    assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
+    removed = said(capsys, "data", "head", str(run), "--step", "filter", "--reason", "too short")
+    assert {each["id"] for each in removed} == {"short"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["lineage", "RUN", "--step", "161"], "1 to 160"),
+        (["lineage", "RUN", "--step", "1", "--row", "4"], "row 4"),
+        (["lineage", "RUN", "--step", "1", "--training", "sft"], "`sft`"),
+        (["lineage", "nobody", "--step", "1"], "`nobody`"),
+        (["head", "RUN", "--step", "tokenize"], "`tokenize`"),
+        (["head", "RUN", "--step", "dedup"], "ingest, filter, split"),
+        (["head", "RUN", "--step", "filter", "--reason", "x"], "'too short' (2)"),
+        (["search", "RUN", ""], "nothing to look for"),
+    ],
+)
+def test_a_mistake_names_what_there_is_instead(run: Path, capsys, arguments: list[str], named: str):
+    with pytest.raises(SystemExit) as ended:
+        main(["data", *(str(run) if word == "RUN" else word for word in arguments)])
+    assert ended.value.code == 2 and named in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Benchmarks scored while a model is trained, and training that ends where one of them falls."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,17 @@ from affinage.config.training import MonitorSettings
 from affinage.errors import UserError
 from affinage.evaluation.run import evaluate
 from affinage.generation.model import LoadedModel
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import open_model
-from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, monitor_of
+from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, monitor_of, right_items
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
 from affinage.report.trainings import read_training
 from affinage.results import TrainingResult
+from affinage.training.evaluator import bits_by_language
+from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
+from tiny_models import tiny_llama
 
 TINY = tiny_run.WORDS[0]
 
@@ -80,6 +85,20 @@ def falling(step: int, _: Callable[[], bool] = bool) -> tuple[dict, dict[str, li
     return {"a": {}}, {"a": [0] * wrong + [1] * (100 - wrong)}
 
 
+def test_scores_that_only_wander_rarely_stop_a_training(tmp_path: Path):
+    """Two hundred trainings that change nothing, 20 points of two tasks each: at most `alpha` of them are stopped."""
+    stopped = 0
+    for seed in range(200):
+        draw, tried = random.Random(seed), monitor(tmp_path, falling)
+        for step in range(0, 191, 10):
+            answers = {task: [int(draw.random() < 0.5) for _ in range(40)] for task in "ab"}
+            if tried.regressed(answers):
+                stopped += 1
+                break
+            tried.points.append({"step": step, "right": answers})
+    assert stopped <= 5  # 0.01 of 200, and room for chance
+
+
 def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     tried, shown = monitor(tmp_path, falling), []
     tried.say = shown.append
@@ -95,6 +114,18 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     assert monitor(tmp_path / "other", falling, on_regression="log").look(90, 90, bool)[1] == ""
 
 
+def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_path: Path):
+    task = write_task(tmp_path, "sums", sums(6))
+    kinds = "".join(f"- {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("strict", "flexible"))
+    task.write_text(f"{task.read_text()}filter_list:\n{kinds}")
+    evaluate(tiny_llama(), [str(task)], folder=tmp_path)
+    found = [json.loads(line) for line in (tmp_path / "items" / "sums.jsonl").read_text().splitlines()]
+    assert len(found) == 12 and right_items(found) == [line["acc"] for line in found[:6]]
+    # Where filters do not agree, the first one counts, as in the harness's own tables.
+    items = [{"id": n, "exact_match": float(n < 2 or flexible)} for flexible in (False, True) for n in (2, 0, 1)]
+    assert right_items(items) == [1, 1, 0] and right_items([{"id": 0, "bleu": 0.5}]) is None
+
+
 def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.CaptureFixture[str]):
     """With the schedule."""
     asked = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"]).recipe.sft
@@ -106,6 +137,22 @@ def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.Cap
     with pytest.raises(UserError) as refused:
         within_epochs(late, feed, "sft")
     assert refused.value.where == "sft.num_epochs" and refused.value.fix
+
+
+def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
+    scores = {"a.en": {"bits_per_byte": 1.0}, "b.en": {"bits_per_byte": 2.0}, "b.fr": {"bits_per_byte": 3.0}}
+    sizes: Any = {name: SimpleNamespace(bytes=size) for name, size in zip(scores, (100, 300, 7))}
+    assert bits_by_language(scores, sizes) == {"en": 1.75, "fr": 3.0}
+
+
+def test_how_benchmarks_are_computed_is_in_no_key():
+    def config(**settings: object) -> dict[str, object]:
+        given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
+        return next(
+            step.config for step in build_steps(load_recipe(TINY, [f"sft.monitor={given}"])) if step.name == "sft"
+        )
+
+    assert config() == config(batch_size=8) == config(data_dir="/nowhere") != config(limit=50)
 
 
 # ---- pretraining
@@ -219,7 +266,7 @@ def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit
     def look(stop: Callable[[], bool]) -> str:
         tried = monitor_of(context, loaded.recipe.sft, model.graph, model.context)
         assert tried is not None
-        state: Any = SimpleNamespace(params=jax.device_put(model.params, jax.devices()[0]))
+        state = jax.device_put(TrainState(np.int32(40), model.params, ()), jax.devices()[0])
         return tried.look(40, state, stop)[1]
 
     assert look(after_the_first_batch) == "" and len(points_of(tmp_path)) == 1

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from affinage.cli import main
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
@@ -61,6 +62,37 @@ def ahead(tmp_path, monkeypatch):
 def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
     error = ahead(override, stages={"ingest", "filter", "decontaminate", "tokenize"})
     assert named in f"{error.what} {error.fix}" and error.fix and "--set" in error.where
+
+
+@pytest.mark.parametrize(
+    ("tuning", "watch"),
+    [("sft", "tasks: [none.yaml]"), ("sft", "data_dir: ."), ("dpo", "data_dir: nowhere")],
+)
+def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch):
+    how = "schedule: {peak_lr: 1e-6, min_lr: 0}"
+    given = f"{tuning}={{sources: [texts.txt], steps: 10, batch_size: 8, {how}, monitor: {{every_steps: 5, {watch}}}}}"
+    assert ahead(given, stages={tuning}).where.startswith(f"--set {tuning}")
+
+
+def test_names_of_any_case_are_languages(ahead):
+    data = load_recipe("r.yaml", ["data.languages=[EN, Fr]"]).recipe.data
+    assert data.languages == ("en", "fr") and data.sources[0].language == "en"
+    check(load_recipe("r.yaml", ["evaluate.tasks=[hellaswag]"]), {"ingest", "filter", "decontaminate", "tokenize"})
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("pretrain.optimizer.name=adammm", "--set pretrain.optimizer.name"),
+        ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings"),
+        ("mesh.data=7", "data = 7"),
+        ("pretrain.batch_size=7", "batch 7"),
+    ],
+)
+def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
+    with pytest.raises(SystemExit) as status:
+        main(["run", "r.yaml", "--dry-run", "--set", override])
+    assert status.value.code == 2 and named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

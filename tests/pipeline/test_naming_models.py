@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from affinage.errors import UserError
-from affinage.pipeline.models import is_chat, locate, made_from, resolve
+from affinage.pipeline.models import is_chat, locate, made_from, open_model, resolve
+from affinage.pipeline.store import MANIFEST
 
 
 @pytest.fixture
@@ -41,3 +43,29 @@ def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: s
     with pytest.raises(UserError) as refused:
         locate(resolve(spec, Path("runs")), Path("runs"))
     assert named in str(refused.value) and refused.value.fix
+
+
+def test_a_run_and_a_folder_of_one_name(runs: Path):
+    Path("tiny").mkdir()
+    assert locate(resolve("tiny", runs), runs)[0].name.startswith("dpo-"), "a folder without a model is not meant"
+    Path("tiny/config.json").write_text("{}")
+    for name in ("tiny", "./tiny"):
+        assert locate(resolve(name, runs), runs)[0] == Path("tiny").resolve()
+    with pytest.raises(UserError, match="no checkpoints"):
+        locate(resolve("tiny@3", runs), runs)
+    assert locate(resolve("runs/tiny", runs), runs)[0].name.startswith("dpo-")
+
+
+def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
+    def scale(spec: str) -> np.ndarray:
+        return np.asarray(open_model(spec, runs).params["norm"]["scale"])
+
+    sft, earlier = (runs / "tiny/sft").resolve(), scale("tiny/sft@4")
+    assert not np.array_equal(scale("tiny/sft"), earlier)
+    (sft / "checkpoints/5/commit_success.txt").unlink()
+    with pytest.raises(UserError, match="checkpoint 5") as told:
+        scale("tiny/sft")
+    assert "@4" in told.value.fix
+    np.testing.assert_array_equal(scale("tiny/sft@4"), earlier)
+    (sft / MANIFEST).unlink()  # one that goes on is what it has saved last
+    np.testing.assert_array_equal(scale("tiny/sft"), earlier)

@@ -1,5 +1,6 @@
 """Node kinds of the user's own, as docs/layers.md tells to write them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from affinage.cli.watch import places
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, init_params, parse
@@ -15,9 +17,10 @@ from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED
 from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
+from affinage.pipeline.models import load_trained
 from affinage.pipeline.runner import PipelineRunner
 from affinage.pipeline.steps_train import with_vocabulary
-from affinage.plugins import load_plugins
+from affinage.plugins import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning_rate, make_optimizer
 
 # of the quickstart: those that read the model
@@ -93,3 +96,36 @@ def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
     with pytest.raises(UserError) as missing:
         load_plugins(loaded)
     assert all(told.value.where.endswith("my_recipe.yaml:3") and told.value.fix for told in (failed, missing))
+
+
+def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
+    load_named_plugins()
+    assert "channel_mix" not in LAYERS
+    monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
+    load_named_plugins()
+    assert "channel_mix" in LAYERS
+
+
+def test_a_model_of_an_unknown_kind_names_the_variable(written):
+    facts = {"graph": {"inputs": ["tokens"], "nodes": {"mixed": {"kind": "channel_mix", "in": "tokens"}}}}
+    (written / "model.json").write_text(json.dumps(facts | {"precision": {}}))
+    with pytest.raises(UserError, match="unknown kind `channel_mix`") as caught:
+        load_trained(written, written, name="mine")
+    assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["my_recipe", "my_blocks"])
+def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(written, name):
+    with pytest.raises(UserError) as caught:
+        check(load_recipe(written / f"{name}.yaml", ["export={}"]), "export")
+    assert caught.value.where == "--set export" and "`export: null`" in caught.value.fix
+    stages = [stage.name for stage in build_steps(load_recipe(written / f"{name}.yaml"))]
+    assert "pretrain" in stages and "export" not in stages
+
+
+def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
+    monkeypatch.chdir(written)
+    runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Path("runs"), build_steps(loaded))
+    assert dict(places(runner, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    Path("with_my_nodes").mkdir()
+    assert dict(places(runner, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")

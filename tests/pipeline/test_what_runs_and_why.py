@@ -43,6 +43,11 @@ def fail_once(context: StepContext) -> dict:
     raise KeyboardInterrupt
 
 
+def refuse(context: StepContext) -> dict:
+    (context.folder / "metrics.jsonl").touch()
+    raise UserError("this cannot be trained")
+
+
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -127,6 +132,12 @@ def test_a_training_ends_where_its_folder_is_deleted_or_moved(load, tmp_path):
         assert not list(tmp_path.glob("*/store/*/manifest.json"))
 
 
+def test_until(load, tmp_path):
+    assert toy_run(load, tmp_path, toy(), until=["two"])[1] == ["one", "two"]
+    with pytest.raises(UserError, match="`for`"):
+        toy_run(load, tmp_path, toy(), until=["for"])
+
+
 @pytest.mark.parametrize("resumable", [False, True])
 def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, tmp_path, resumable: bool):
     road = [Step("train", fail_once, {}, resumable=resumable)]
@@ -144,6 +155,29 @@ def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, t
     reasons, ran = toy_run(load, tmp_path, road)
     assert reasons["train"].startswith("damaged: half") and ran == ["train"]
     assert (made / "half").read_text() == "longer than it was", "it resumed from what was there"
+
+
+def test_a_training_resumes_only_if_it_has_a_checkpoint(load, tmp_path):
+    road = [Step("train", fail_once, {}, resumable=True, has_progress=True)]
+    with pytest.raises(KeyboardInterrupt):
+        toy_run(load, tmp_path, road)
+    runner = PipelineRunner(load(), tmp_path / "runs", road)
+    save = next((tmp_path / "runs/store").glob("train-*")) / "checkpoints/20"
+    save.mkdir(parents=True)  # one that was cut off
+    assert runner.plan()[0].reason == "not finished; starts again"
+    (save / "commit_success.txt").touch()
+    assert runner.plan()[0].reason == "not finished; resumes"
+
+
+def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_was(load, tmp_path):
+    train = Step("train", refuse, {}, resumable=True, has_progress=True)
+    with pytest.raises(UserError, match="cannot be trained"):
+        toy_run(load, tmp_path, [train])
+    toy_run(load, tmp_path, [Step("train", write_text, {"a": 1})])
+    before = os.readlink(tmp_path / "runs/small/train")
+    with pytest.raises(UserError, match="cannot be trained"):
+        toy_run(load, tmp_path, [train])
+    assert os.readlink(tmp_path / "runs/small/train") == before
 
 
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
@@ -191,3 +225,29 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
 )  # fmt: skip
 def test_how_a_step_is_carried_out_is_in_no_key(load, override):
     assert changed(keys(load()), keys(load(override))) == []
+
+
+def test_changed_user_files_are_noticed(load, tmp_path):
+    before = keys(load())
+    (tmp_path / "texts/b.txt").write_text("b")
+    after = keys(load())
+    assert changed(before, after)[0] == "ingest"
+    (tmp_path / "chat.jsonl").write_text("{} ")
+    assert changed(after, keys(load()))[0] == "sft-data"
+
+
+def test_sections_left_out_have_no_stages(load):
+    names = [
+        stage.name for stage in build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
+    ]
+    assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain"]
+    assert "dedup" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
+    assert build_steps(load("data=null"), write_text) == []
+
+
+def test_what_was_made_from_a_former_result_is_no_part_of_the_run(load, tmp_path):
+    toy_run(load, tmp_path, toy())
+    toy_run(load, tmp_path, toy({"a": 2}), until=["one"])
+    run = tmp_path / "runs/small"
+    assert {entry.name for entry in run.iterdir() if entry.is_symlink()} == {"one"}
+    assert toy_run(load, tmp_path, toy())[1] == [] and (run / "three/text").read_text() == "one+two"

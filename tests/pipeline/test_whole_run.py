@@ -1,6 +1,8 @@
 """A whole run, from text to a released model: every step has its result, and the last model is the one that is used."""
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
 from affinage.model import ApplyConfig, apply
 from affinage.pipeline.models import is_chat, open_model
+from affinage.pipeline.store import Store, read_request
+from affinage.results import RESULTS, Result, read_json
 
 STEPS = [
     "synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "preference-data",
@@ -26,8 +30,27 @@ def affinage(*words: str) -> None:
     assert not ended.value.code
 
 
+def summary(runs: Path, step: str, name: str = "tiny") -> dict:
+    return read_json(runs / name / step / "result.json")
+
+
+def metrics(runs: Path, training: str, kind: str = "loss", name: str = "tiny") -> list[dict]:
+    rows = [json.loads(line) for line in (runs / name / training / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if kind in row]
+
+
 def weights(name: str, runs: Path) -> dict:
     return open_model(name, runs).params
+
+
+def test_every_step_has_a_whole_result(tiny_runs: Path):
+    store = Store(tiny_runs / "store")
+    assert {path.name for path in (tiny_runs / "tiny").iterdir() if path.is_dir()} == set(STEPS)
+    for step in STEPS:
+        request, key = read_request(tiny_runs / "tiny" / step)
+        assert request.step == step and store.is_complete(request) and request.key == key
+        assert all(store.find(*made).exists() for made in request.inputs.items())
+        RESULTS.get(step, Result).model_validate(summary(tiny_runs, step))  # raises if a fact has another form
 
 
 def test_a_finished_run_has_nothing_to_do(own_runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -39,6 +62,42 @@ def test_a_finished_run_has_nothing_to_do(own_runs: Path, capsys: pytest.Capture
     affinage("run", *tiny_run.WORDS, "--runs", str(own_runs), "--json")
     told = json.loads(capsys.readouterr().out)
     assert not told["ran"] and set(told["complete"]) == set(STEPS)
+
+
+def test_documents_are_counted_through_the_data_steps(tiny_runs: Path):
+    data = {step: summary(tiny_runs, step) for step in ("ingest", "filter", "dedup", "split", "tokenize")}
+    for before, step in itertools.pairwise(("ingest", "filter", "dedup", "split")):
+        assert data[step]["documents_in"] == data[before]["documents_out"]
+        held_out = data[step].get("validation_documents", 0)
+        removed = sum(data[step]["removed"].values())
+        assert data[step]["documents_in"] == data[step]["documents_out"] + removed + held_out
+    assert data["filter"]["removed"] and data["dedup"]["removed"]
+    assert data["tokenize"]["train"]["documents"] == data["split"]["documents_out"]
+    tokenizer = summary(tiny_runs, "train-tokenizer")
+    assert tokenizer["vocabulary"] == 512 and tokenizer["round_trip"]["exact"] == tokenizer["round_trip"]["documents"]
+
+
+LOGGED = {"pretrain": ([1, 5, 10, 15, 20], [10, 20]), "sft": ([1, 2, 3, 4, 5], [5]), "dpo": ([1, 2, 3, 4], [2, 4])}
+
+
+@pytest.mark.parametrize("training", LOGGED)
+def test_a_training_logs_its_loss_and_learns(tiny_runs: Path, training: str):
+    rows, facts, (logged, validated) = metrics(tiny_runs, training), summary(tiny_runs, training), LOGGED[training]
+    assert [row["step"] for row in rows] == logged
+    assert [row["step"] for row in metrics(tiny_runs, training, "validation")] == validated
+    assert facts["steps"] == logged[-1]
+    assert facts["final_loss"] == rows[-1]["loss"] < rows[0]["loss"] == facts["first_loss"]
+    assert (tiny_runs / "tiny" / training / "checkpoints" / str(logged[-1])).is_dir()
+
+
+def test_preferences_begin_undecided_and_log_their_rewards(tiny_runs: Path):
+    rows = metrics(tiny_runs, "dpo")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the model is its own reference
+    assert rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and rows[-1]["rewards/margins"] > 0
+    for row in rows:
+        assert row["rewards/margins"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"], abs=1e-5)
+    validation = metrics(tiny_runs, "dpo", "validation")[-1]["validation"]["pocket-world"]
+    assert {"loss", "rewards/accuracies"} <= set(validation) and "bits_per_byte" not in validation
 
 
 def test_the_last_model_is_the_one_that_is_used_and_released(tiny_runs: Path):
@@ -53,6 +112,13 @@ def test_the_last_model_is_the_one_that_is_used_and_released(tiny_runs: Path):
     released = weights(str(tiny_runs / "tiny/export/model"), tiny_runs)
     np.testing.assert_allclose(released["blocks"]["attention"]["query"]["kernel"], query[0], atol=1e-6)
     assert "Preferences" in (tiny_runs / "tiny/report.html").read_text()
+
+
+def test_each_model_is_judged_on_the_same_tasks(tiny_runs: Path):
+    base, *chats = (summary(tiny_runs, f"evaluate-{model}")["tasks"] for model in ("base", "sft", "dpo"))
+    for chat in chats:
+        assert base.keys() < chat.keys() and {name.split("_")[1] for name in chat.keys() - base.keys()} == {"chat"}
+    assert all(task["items"] == 4 for task in (base | chats[0]).values())
 
 
 def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
@@ -73,6 +139,16 @@ def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Pa
         inside = (batch["segment_ids"][0] == 1 + number) & (tokens[-1] != 0)
         expected = alone(model, tokens[-1][inside].astype(np.int32), mask[-1][inside])
         assert told[-1, number] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.full
+def test_a_held_reference_gives_what_a_written_one_gives(own_runs: Path):
+    words = [*tiny_run.WORDS, "--set", "name=held", "--set", "dpo.precompute_ref_log_probs=false"]
+    affinage("run", *words, "--runs", str(own_runs), "--until", "dpo")
+    assert not (own_runs / "held" / "ref-logprobs").exists()
+    for one, other in zip(metrics(own_runs, "dpo", name="held"), metrics(own_runs, "dpo"), strict=True):
+        for name in ("loss", "rewards/margins", "logps/chosen"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
 
 
 def test_only_adapters_are_exported_and_name_their_base(own_runs: Path, tmp_path: Path, capsys):

@@ -1,12 +1,33 @@
 """What a run left behind is read, whatever is missing from it or broken in it."""
 
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from synthetic_run import write_json
 
 from affinage.report import collect_facts, render
 from affinage.report.card import card_facts
+from affinage.report.comparison import Entrant, comparison
+from affinage.report.page import summary
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text("ab<é\x00", max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+SUMMARY_KEYS = (
+    "documents_in bytes_out removed samples benchmarks matches by_language languages round_trip train "
+    "validation parameters tokens seconds devices resumed_at predicted tasks bits_per_byte generation flops_per_step "
+    "validation_documents saves"
+).split()
+STAGES = "ingest filter dedup decontaminate train-tokenizer tokenize pretrain evaluate-base sft-data".split()
+
+
+def plain(text: str) -> str:
+    return text.replace("\u202f", " ").replace("\xa0", " ")
 
 
 def of_one_stage(folder: Path, stage: str, result: dict, recipe: dict | None = None) -> Path:
@@ -24,6 +45,20 @@ def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
 
 
+def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts, change):
+    with change(run / "pretrain" / "result.json") as result:
+        result["seconds"] |= {"paused": 7200.0, "total": result["seconds"]["total"] + 7200.0}
+    with change(run / "pretrain" / "manifest.json") as manifest:
+        manifest["seconds"] = 5.0  # of the last start
+    stopped = collect_facts(run)
+    assert stopped.training("pretrain").result.worked == pytest.approx(94.2) == facts.training("pretrain").result.worked
+    assert {step.name: step.seconds for step in stopped.steps}["pretrain"] == pytest.approx(94.2)
+    assert summary(stopped, "en") == summary(facts, "en") and "in 3 min 08 s" in plain(summary(facts, "en"))
+    found = comparison([Entrant(each.name, each) for each in (facts, stopped)])
+    assert [one.quantities["training_seconds"] for one in found.entrants] == pytest.approx([188.4, 188.4])
+    assert "stopped 2 h 00 min" in plain(render(stopped))
+
+
 def test_any_stage_may_be_absent(run: Path):
     facts = collect_facts(run)
     write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
@@ -34,6 +69,21 @@ def test_any_stage_may_be_absent(run: Path):
         assert stage not in {one.name for one in collect_facts(run).steps}
         assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
     assert "<h1>" in render(collect_facts(run / "nothing-here"))
+
+
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])  # a page is large to shrink with
+@given(summary=st.dictionaries(st.sampled_from(SUMMARY_KEYS), anything, max_size=8), other=anything)
+def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory, summary: dict, other: object):
+    run = tmp_path_factory.mktemp("run")
+    for stage in STAGES:
+        write_json(run / stage / "manifest.json", {"step": stage, "started": other, "seconds": other})
+        write_json(run / stage / "result.json", summary)
+    write_json(run / "pretrain" / "model.json", {"graph": other, "context": 64})
+    lines = json.dumps(other) + "\n" + json.dumps({"step": 1, "loss": other}) + "\n{"
+    (run / "pretrain" / "metrics.jsonl").write_text(lines)
+    write_json(run / "evaluate-base" / "results.json", summary)
+    write_json(run / "recipe.json", {"report": other, "model": other, "name": other})
+    assert render(collect_facts(run)).encode("utf-8")
 
 
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):
@@ -52,3 +102,10 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
     summary = {"by_language": {name: {"documents": 1, "bytes": size} for name, size in shares.items()}}
     told = card_facts(collect_facts(of_one_stage(tmp_path, "split", summary, recipe)), "mit")
     assert told.languages == ("de", "fr"), "3 of 9,603 bytes are a mistake"
+
+
+def test_the_card_says_the_same_as_the_page_without_the_clock(facts):
+    told = card_facts(facts, "apache-2.0")
+    assert told.summary == summary(facts, "en", timed=False) and " in " not in told.summary
+    assert told.results["sft"]["tasks"]["lambada_openai"]["metrics"]["perplexity"]["value"] == pytest.approx(52.4)
+    assert told.sources[0]["documents"] == 10_690 and told.training["Pretraining: steps"] == 600

@@ -8,7 +8,9 @@ from babel.messages.extract import extract_from_dir
 from babel.messages.pofile import read_po
 from html_page import Page
 
+from affinage.data import ingest, readers
 from affinage.report import language
+from affinage.report.language import Language
 from affinage.report.page import summary
 
 PACKAGE = Path(language.__file__).parent
@@ -51,3 +53,10 @@ def test_every_message_has_its_french_with_the_same_blanks_and_no_french_is_left
     for english, text in french.items():
         assert {f[1] for f in string.Formatter().parse(english)} == {f[1] for f in string.Formatter().parse(text)}
         assert not re.search(" [:;?!»]", text), text
+
+
+def test_every_reason_of_the_steps_has_its_french():
+    reasons = {*readers.BROKEN, readers.NOT_ASKED_FOR, ingest.UNKNOWN_KIND, "empty", "not UTF-8", "in a benchmark"}
+    assert not reasons - set(catalogue("reason"))
+    assert Language("fr").reason("too short") == "trop court"
+    assert Language("fr").reason("whatever a plug-in writes") == "whatever a plug-in writes"

@@ -3,13 +3,16 @@
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from html_page import Page
+from synthetic_run import HOSTILE, build_run
 
-from affinage.report import collect_facts, render
+from affinage.report import collect_facts, render, write_report
 from affinage.report.language import LANGUAGES
+from affinage.report.page import summary
 
 REACHING_OUT = {*"iframe object embed form input button img base video audio foreignobject".split()}
 
@@ -44,6 +47,14 @@ def test_loads_nothing(page: str):
     assert "default-src 'none'" in (parsed.all("meta")[1]["content"] or "")
 
 
+def test_a_hostile_document_is_only_text(page: str):
+    parsed = Page(page)
+    assert len(parsed.all("script")) == 1
+    visible = HOSTILE.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd")
+    assert "".join(parsed.texts).count(visible) >= 3  # removed document, question, answer
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", page)
+
+
 def test_hostile_names_are_only_text(run: Path):
     for file in run.rglob("*.json*"):
         text = file.read_text().replace("pocket", "<img src=x onerror=alert(1)>'\\\"pocket")
@@ -69,11 +80,38 @@ def test_a_training_without_an_end_has_its_curve_and_how_far_it_is(run: Path):
         (run / "pretrain" / file).unlink()
     (run / "pretrain" / "feed.json").write_text('{"steps": 9000}')
     page = render(collect_facts(run)).replace("\u00a0", " ")
-    section = page[page.index('<section id="unfinished"') :]
-    assert (
-        "Pretraining is unfinished: step 600 of 9,000." in section and "Loss</b>" in section.partition("</section>")[0]
-    )
+    section = page[page.index('<section id="unfinished"') :].partition("</section>")[0]
+    assert "Pretraining is unfinished: step 600 of 9,000." in section and "Loss</b>" in section
     assert '<section id="pretrain"' not in page and "inachevé, au pas" in render(collect_facts(run), "fr")
+
+
+def test_size_is_modest_however_long_the_run(tmp_path: Path):
+    told = write_report(build_run(tmp_path, steps=12_000), tmp_path / "out" / "report.html")
+    assert told["bytes"] == (tmp_path / "out" / "report.html").stat().st_size < 1_000_000
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
+
+
+FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
+not a finite number at step 300|61.0k of 150k tokens are trained
+Benchmarks searched for in the text|1,234|· quiz · 17|42 runs of words|any out for validation: notes.fr.
+17 have reasoning that the chat template does not write
+Fullest expert|Dropped choices"""
+
+
+def test_facts_are_on_the_page(pages: dict[str, str], facts):
+    shown = Page(pages["en"]).shown
+    assert not [expected for line in FACTS.splitlines() for expected in line.split("|") if expected not in shown]
+    assert all(summary(facts, language) in pages[language] for language in LANGUAGES)
+
+
+def test_preferences_are_told_in_their_own_unit(run: Path, change):
+    shutil.copytree(run / "sft", run / "dpo")
+    with change(run / "dpo" / "manifest.json") as manifest, change(run / "dpo" / "result.json") as summary:
+        manifest["step"] = "dpo"
+        summary["validation"] = {"pairs": {"loss": 0.296, "rewards/accuracies": 0.936}}
+    page = render(collect_facts(run))
+    section = page[page.index('<section id="dpo"') : page.index('<section id="compression"')]
+    assert "nats per pair" in section and "nats per token" not in section and "93.6%" in section
 
 
 STEPS, SHARES = (0, 100, 200, 300), (0.62, 0.60, 0.55, 0.44)

@@ -2,15 +2,21 @@
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from affinage.config.data import default_name, safe_name
+from affinage.config.load import load_recipe
 from affinage.config.yaml import parse
+from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError
 from affinage.hub.read import INDEX, HubWeights, read_hub_folder
 from affinage.pipeline.imports import fitting_tokenizer
+from affinage.pipeline.models import chat_of_hub, made_from
+from affinage.pipeline.store import read_request
 
 DEEP = "[" * 100_000
 LLAMA: dict[str, Any] = {
@@ -75,6 +81,19 @@ def test_a_recipe_is_words_and_numbers(text: str):
         parse(text, "x.yaml")
 
 
+@pytest.mark.parametrize("name", ["../up", "/up", ".hidden", "a/b", "a\n", ""])
+def test_the_name_of_a_run_leads_nowhere_else(tmp_path: Path, name: str):
+    with pytest.raises(UserError):
+        load_recipe("quickstart", [f"name={json.dumps(name)}"])
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", "a/../../b", "C:\\x", "nul\0l", "~/x"])
+def test_the_names_of_sources_are_names_of_files(tmp_path: Path, name: str):
+    for made in (safe_name(name), default_name(name)):
+        place = tmp_path / made
+        assert place.resolve().parent == tmp_path.resolve() and place.name not in (".", "..") and "\0" not in made
+
+
 # ---- weights
 
 
@@ -104,6 +123,23 @@ def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
 # ---- checkpoints
 
 
+@pytest.mark.parametrize("key", ["../../secret", "/etc/passwd", "a/b", "", 5])
+def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: Path, key: object):
+    folder = tmp_path / "runs" / "store" / "pretrain-0123456789ab"
+    folder.mkdir(parents=True)
+    (tmp_path / "runs" / "store" / "train-tokenizer-0123456789ab").mkdir()
+    request = {"step": "pretrain", "version": 1, "settings": {}, "sources": {}, "key": "0123456789ab"}
+    for inputs in (
+        {"train-tokenizer": key},
+        {f"../{key}": "0123456789ab"},
+        {"train-tokenizer": "0123456789ab", "tokenize": key},
+    ):
+        (folder / "request.json").write_text(json.dumps(request | {"inputs": inputs}))
+        assert read_request(folder) is None and made_from(folder, "train-tokenizer") is None
+    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"train-tokenizer": "0123456789ab"}}))
+    assert made_from(folder, "train-tokenizer") == folder.with_name("train-tokenizer-0123456789ab")
+
+
 # ---- datasets
 
 
@@ -117,6 +153,13 @@ def test_a_configuration_of_odd_values_ends_in_a_message(tmp_path: Path, config:
             (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
             with pytest.raises(UserError):  # at the latest because there are no weights
                 read_hub_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "5", '"x"', DEEP, "9" * 5000, "\ud800", '{"model_type": []}'])
+def test_a_configuration_that_is_none_ends_in_a_message(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(UserError):
+        read_hub_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +178,29 @@ def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UserError):
         fitting_tokenizer(tmp_path, 100)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", DEEP, '{"eos_token": ["x"]}', '{"eos_token": {"x": 1}}',
+        '{"eos_token": {"content": 5}, "bos_token": {}}', '{"chat_template": 5}', '{"chat_template": ["a"]}',
+        '{"chat_template": [{"x": 1}]}', '{"chat_template": [{"name": "default"}]}',
+        json.dumps({"chat_template": "{{ '<|im_start|>system\\n' + \"\\q\" + 'x' }}"}),
+    ],
+)  # fmt: skip
+def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path: Path, text: str):
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    asked: list[Callable[[], object]] = [
+        lambda: template_in(tmp_path),
+        lambda: chat_of_hub(tmp_path),
+        lambda: Tokenizer(tmp_path).special_tokens,
+        lambda: Tokenizer(tmp_path).stops,
+        lambda: Tokenizer(tmp_path).opening,
+    ]
+    for ask in asked:
+        try:
+            ask()
+        except UserError as error:
+            assert "tokenizer" in str(error)

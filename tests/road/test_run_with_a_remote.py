@@ -78,3 +78,22 @@ def test_a_remote_that_is_none_or_has_a_secret_in_it_is_refused(tmp_path: Path, 
     assert run(tmp_path, wrong) == 2
     said = capfd.readouterr().err
     assert "--set runtime.remote" in said and "hunter2" not in said
+
+
+def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, capfd: pytest.CaptureFixture[str]):
+    remote, until = RemoteFolder(url), ("--until", "train-tokenizer")
+    assert run(tmp_path / "first", url, *until) == 0
+    name = next(name for name in remote.sizes() if name.startswith("split-") and name.endswith(".parquet"))
+    contents = bytearray(remote.read(name) or b"")
+    contents[len(contents) // 2] ^= 1
+    remote.write(name, bytes(contents))
+    [tokenizer] = [
+        name for name in {name.partition("/")[0] for name in remote.sizes()} if name.startswith("train-tokenizer-")
+    ]
+    remote.remove([f"{tokenizer}/manifest.json"])
+    assert run(tmp_path / "second", url, *until) == 2
+    assert Path(name).name in capfd.readouterr().err
+    remote.remove([f"{name.partition('/')[0]}/manifest.json"])
+    assert run(tmp_path / "second", url, *until) == 0  # made again, from what is whole
+    places = [tmp_path / runs / "tiny/train-tokenizer/tokenizer.model" for runs in ("first", "second")]
+    assert places[0].read_bytes() == places[1].read_bytes()

@@ -106,3 +106,15 @@ def test_a_token_that_is_given_is_asked_for_and_not_printed(
             main(["serve", str(model), *words])
         assert not ended.value.code
     assert keys == ["s3cret-Word!", "s3cret-File!"] and "s3cret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["two words", "", None])
+def test_a_token_that_is_none_is_one_message(
+    text: str | None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    if text is not None:
+        (tmp_path / "token").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(model), "--api-key-file", str(tmp_path / "token")])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "token" in told and "Traceback" not in told

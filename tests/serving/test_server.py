@@ -13,7 +13,7 @@ import pytest
 from running_server import TOKEN, Running, running
 
 from affinage.data.chat import encode_prompt
-from affinage.generation.engine import Engine, Generation, generate
+from affinage.generation.engine import Engine, Generation, generate, token_logprobs
 from affinage.generation.sampling import SamplingParams
 from tiny_models import CONTEXT, tiny_llama
 from waiting import until
@@ -87,6 +87,29 @@ def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(cli
         model="tiny", prompt=prompt, max_tokens=30, temperature=0, stop=[stop], stream=True
     )
     assert "".join(event.choices[0].text for event in stream) == free[: free.index(stop)]
+
+
+def test_log_probabilities_of_answers_and_of_prompts(client: openai.OpenAI):
+    model = tiny_llama()
+    prompt = [model.tokenizer.bos, *model.tokenizer.encode("The capital")]
+    wanted = token_logprobs(model, [*prompt, *expected(prompt, 5)[0].tokens], 2)
+    settings = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    found = client.completions.create(**settings, echo=True).choices[0].logprobs
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
+    assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(prompt) + 5
+    said = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
+    )
+    chat = chat_prompt(MESSAGES)
+    wanted = token_logprobs(model, [*chat, *expected(chat, 3)[0].tokens], 2)[-3:]
+    entries = said.choices[0].logprobs.content
+    assert [one.logprob for one in entries] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
+    assert [len(one.top_logprobs) for one in entries] == [2, 2, 2]
+    stream = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=3, temperature=0, logprobs=1, stream=True
+    )
+    assert [len(e.choices[0].logprobs.tokens) for e in stream if e.choices[0].finish_reason] == [3]
 
 
 def test_lm_evals_own_client_gives_the_scores_of_our_backend(served: Running, tmp_path, monkeypatch):

@@ -9,7 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.tracking import TrackedRun, Trackers
+from affinage.errors import UserError
+from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
+from affinage.tracking.trackers import metrics_of
 from affinage.training import train
 
 
@@ -78,3 +80,32 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str):
     for_ever.set()
     assert len(well.lines) == 10
     assert len([line for line in reports if "tracker stuck" in line]) == 1
+
+
+def test_of_a_tracker_that_is_too_slow_lines_are_lost(tmp_path: Path):
+    for_ever = threading.Event()
+    [report] = deliver(tmp_path, {"stuck": Listed("log", for_ever)}, waiting=3, close_seconds=0.1)
+    for_ever.set()
+    assert "loses lines" in report
+
+
+def test_plugins_have_trackers_too(tmp_path: Path):
+    @tracker("listed")
+    class Own(Listed):
+        pass
+
+    where = {"recipe": "r", "training": "t", "runs": tmp_path}
+    made = trackers_of({"listed": {"fails": "never"}}, **where)["listed"]()
+    assert isinstance(made, Own) and made.fails == "never"
+    with pytest.raises(UserError, match="lisded"):
+        trackers_of({"lisded": {}}, **where)
+    with pytest.raises(UserError, match="falls"):
+        trackers_of({"listed": {"falls": 1}}, **where)
+
+
+def test_scores_have_names_by_what_they_are_of():
+    scores = {"tasks": {"piqa": {"acc": {"value": 0.5, "stderr": None}}}, "bits_per_byte": {"en": 1.5}}
+    assert metrics_of({"step": 7, "evaluation": scores}) == {
+        "evaluation/tasks/piqa/acc/value": 0.5,
+        "evaluation/bits_per_byte/en": 1.5,
+    }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sqlite3
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.tracking import trackers_of
+from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import train
 
 pytestmark = pytest.mark.full
@@ -84,3 +85,12 @@ def test_no_key_is_in_anything_that_was_written(runs: Path):
     files = [path for path in runs.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if b"a" * 40 in path.read_bytes()]
+
+
+def test_an_mlflow_server_that_refuses_is_told_of_while_the_training_goes_on(tmp_path: Path):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        [make] = trackers_of({"mlflow": {"uri": uri}}, recipe="tiny", training="sft", runs=tmp_path).values()
+        with pytest.raises(Exception, match="Connection refused"):
+            make().start(TrackedRun("tiny"))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import PartitionSpec
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
@@ -65,6 +66,18 @@ def test_the_loss_and_its_gradient_are_those_through_merged_weights():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
 
 
+def test_a_new_adapter_changes_nothing_and_only_the_named_matrices_have_one():
+    adapters, weights, _ = drawn(dense(), LORA)
+    low = jax.jit(functools.partial(init_params, adapters))(jax.random.key(0))
+    assert tiny.bits(adapters.merged(weights, low)) == tiny.bits(weights)
+    blocks = low["blocks"]
+    assert low.keys() == {"blocks"} and blocks["attention"].keys() | blocks["ffn"].keys() == {*TARGETS}
+    spread = float(jnp.std(blocks["ffn"]["gate"]["lora_a"]))  # PyTorch's: uniform up to 1 / sqrt(inputs)
+    assert spread == pytest.approx(1 / np.sqrt(3 * 32), rel=0.1)
+    everything = Adapters(adapters.graph, LoraSettings())
+    assert {path[-1] for path in everything.targets} == {*TARGETS, "key", "up"}
+
+
 def test_targets_that_the_model_has_not_are_refused():
     with pytest.raises(UserError, match="q_proj") as refused:
         Adapters(dense(), LoraSettings(target_modules=("query", "q_proj")))
@@ -117,3 +130,12 @@ def test_any_mesh_makes_the_same_step(kind: str, mesh: dict[str, int], micro_bat
     split = job(mesh=mesh, gradient_accumulation_steps=micro_batches, **LAYERS[kind])
     (_, expected), (_, got) = (tiny.steps_of(each, 2, first_state(kind)) for each in (job(**LAYERS[kind]), split))
     tiny.assert_close(got, expected, rtol=2e-5)
+
+
+def test_an_adapter_lies_where_its_matrix_lies():
+    abstract = tiny.uncompiled(job(mesh={"fsdp": 2, "tensor": 2})).abstract
+    query = abstract.params["blocks"]["attention"]["query"]
+    assert query["lora_a"].sharding.spec == PartitionSpec(None, "fsdp")
+    assert query["lora_b"].sharding.spec == PartitionSpec(None, None, "tensor")
+    moments = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == query["lora_b"].shape]
+    assert {leaf.sharding.spec for leaf in moments} == {query["lora_b"].sharding.spec}

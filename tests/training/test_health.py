@@ -1,6 +1,8 @@
 """Sick steps: left out or gone back from, told with their documents, diagnosed, and stopped in time."""
 
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,14 @@ import numpy as np
 import pytest
 import tiny
 
+from affinage.config.training import HealthSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, init_params
 from affinage.training import TrainJob, train
-from affinage.training.health import data_offset_at, diagnose
+from affinage.training.health import HealthMonitor, TrainingDiverged, data_offset_at, diagnose
+from affinage.training.metrics import step_line
+
+NAN = float("nan")
 
 
 class SickFeed(tiny.RandomFeed):
@@ -97,6 +103,46 @@ def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
     assert summary["health"]["data_offset"] == (3 if policy == "rollback" else 0)
 
 
+@pytest.mark.parametrize(
+    ("limits", "sick", "opens"),
+    [
+        ({}, [10, 11, 12], True),
+        ({}, [10, 11, 13, 14], False),
+        ({}, [1, 26, 51, 76, 100], True),
+        ({}, [1, 26, 51, 76, 101], False),
+        ({"max_skips": 2, "window": 5}, [3, 9, 12], True),
+    ],
+    ids=["3 in a row", "2 in a row", "5 in 100", "5 in 101", "2 in 5"],
+)
+def test_three_in_a_row_or_five_in_a_hundred_are_too_many(tmp_path: Path, limits: dict, sick: list[int], opens: bool):
+    health = HealthMonitor(HealthSettings(**limits), tmp_path, 0, {})
+    for step in sick[:-1]:
+        health.update(step, {"skipped": 1.0, "loss": NAN})
+    with pytest.raises(TrainingDiverged) if opens else contextlib.nullcontext():
+        health.update(sick[-1], {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
+    assert [event["action"] for event in events(tmp_path)][-1] == ("stopped" if opens else "skipped")
+
+
+def test_a_run_that_only_notes_spikes_is_stopped_by_what_is_not_finite(tmp_path: Path):
+    health = HealthMonitor(HealthSettings(spike_window=8, on_spike="log"), tmp_path, 0, {})
+    metrics = {"skipped": 1.0, "loss": 9.0, "grad_norm": float("inf"), "spike": 1.0, "spike_score": 60.0}
+    health.update(10, metrics)
+    assert [(event["cause"], event["action"]) for event in events(tmp_path)] == [("nonfinite", "skipped")]
+    row = metrics | {"grad_norm": None, "step": 10, "learning_rate": 0.1, "tokens": 1, "tokens_per_second": 1.0}
+    assert "not finite" in step_line(row | {"mfu": None}, steps=10)
+    health.update(11, metrics)
+    with pytest.raises(TrainingDiverged):
+        health.update(12, metrics)
+
+
+def test_after_ten_rollbacks_the_run_stops(tmp_path: Path):
+    settings = HealthSettings(on_nonfinite="rollback", max_consecutive_skips=99, max_skips=99)
+    ten = {"rollbacks": [[step, step - 1] for step in range(1, 11)]}
+    health = HealthMonitor(settings, tmp_path, 0, ten)
+    with pytest.raises(TrainingDiverged):
+        health.update(30, {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
+
+
 @pytest.fixture(scope="module")
 def model() -> tuple[Any, dict, dict]:
     graph = tiny.graph(layers=2)
@@ -115,3 +161,19 @@ def test_the_diagnosis_names_the_node_in_which_a_value_is_no_longer_finite(model
     assert first(blocks=grown) == "the value of blocks"
     lost = jax.tree.map(lambda w: w.at[1].set(jnp.nan), blocks)
     assert first(blocks=lost) == "the weights of blocks"
+
+
+def test_the_diagnosis_names_the_node_in_which_a_gradient_is_no_longer_finite(model, monkeypatch: pytest.MonkeyPatch):
+    graph, params, batch = model
+    block = type(next(node for node in graph.nodes if node.name == "blocks").layer)
+    apply = block.apply
+
+    def with_a_root(kind: Any, weights: Any, inputs: tuple[Any, ...], context: Any) -> Any:
+        """Its value is finite where the weights are 0, its gradient is not."""
+        result = apply(kind, weights, inputs, context)
+        return replace(result, value=result.value + jnp.sqrt(jnp.abs(weights["ffn_norm"]["scale"]))[None, None])
+
+    monkeypatch.setattr(block, "apply", with_a_root)
+    scale = params["blocks"]["ffn_norm"]["scale"].at[jnp.array([0, 1])].set(0.0)
+    sick = params | {"blocks": params["blocks"] | {"ffn_norm": {"scale": scale}}}
+    assert diagnose(graph, ApplyConfig(), sick, None, batch)["first"] == "the gradient of blocks"

@@ -58,6 +58,13 @@ def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed):
             assert other.sharding == one.sharding
 
 
+@pytest.mark.full
+def test_each_layer_is_clipped_by_its_own_norm():
+    layerwise, whole = (tiny.steps_of(job(update, clip=1e-3), 2)[1] for update in (True, False))
+    assert layerwise[0]["grad_norm"] == pytest.approx(whole[0]["grad_norm"], rel=1e-5)  # before clipping
+    assert layerwise[1]["loss"] != whole[1]["loss"]
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

@@ -56,6 +56,15 @@ def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only
         np.testing.assert_allclose(ours[name], parameter.detach().numpy(), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("scale", [0.01, 3.0, 1e20])
+def test_gradients_are_clipped_as_optax_clips(scale: float):
+    grads = {k: scale * jnp.cos(jnp.arange(np.prod(v), dtype=jnp.float32)).reshape(v) for k, v in SHAPES.items()}
+    expected, _ = optax.clip_by_global_norm(2.0).update(grads, optax.EmptyState())
+    got = clipped(grads, optax.tree.norm(grads), 2.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+    assert clipped(grads, optax.tree.norm(grads), None) is grads
+
+
 def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     params = {k: jnp.ones(v) for k, v in SHAPES.items()}
     gradients = _gradients(50)
@@ -128,3 +137,12 @@ def test_cosine_warms_up_to_the_peak_and_ends_on_the_floor(warmup: int):
 )
 def test_the_other_schedules_are_their_formulas(settings: dict, expected: list[float]):
     np.testing.assert_allclose(_rates(11, **settings), expected, rtol=1e-5)
+
+
+def test_a_share_of_the_steps_warms_up_as_so_many_steps_do():
+    by_share, by_steps = (
+        _rates(30, peak_lr=1e-2, min_lr=1e-3, **w) for w in ({"warmup_ratio": 0.1}, {"warmup_steps": 3})
+    )
+    np.testing.assert_array_equal(by_share, by_steps)
+    with pytest.raises(ValueError, match="give either"):
+        ScheduleSettings(peak_lr=1.0, min_lr=0.1, warmup_ratio=0.1, warmup_steps=10)

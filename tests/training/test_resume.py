@@ -123,6 +123,14 @@ def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(nam
     assert name in accepted
 
 
+@pytest.mark.full
+def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
+    for minutes, count in ((1e-9, 10), (600, 1)):
+        folder, rhythm = tmp_path / str(minutes), {"every_steps": 1000, "every_minutes": minutes, "keep_last": 99}
+        train(tiny.job(folder, checkpoint=rhythm))
+        assert len(CheckpointStore(folder / "checkpoints").steps()) == count
+
+
 def test_the_summary_says_what_the_run_was(tmp_path: Path):
     summary = train(tiny.job(tmp_path, validation={"x": tiny.HeldOut()}))
     assert summary == json.loads((tmp_path / "summary.json").read_text())

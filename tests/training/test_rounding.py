@@ -16,6 +16,13 @@ def test_the_mean_is_the_value_and_only_the_two_neighbours_occur():
     assert abs(share - 0.25) < 5 * np.sqrt(0.25 * 0.75 / x.size)
 
 
+def test_what_bfloat16_can_hold_and_what_is_not_finite_stays():
+    x = jnp.array([0.0, -0.0, 1.5, -3.0, 2.0**-100, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
+    for seed in range(5):
+        rounded = stochastic_bfloat16(x, jax.random.key(seed))
+        np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(x))
+
+
 def test_a_thousand_updates_that_are_each_too_small_add_up():
     start, update = jnp.ones(2000, jnp.bfloat16), 2.0**-12  # a 32nd of bfloat16's step at 1
 

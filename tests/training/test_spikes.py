@@ -1,10 +1,12 @@
 """Losses that stand out of those before: scored as numpy does it, seen on the devices, and none in a clean run."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from affinage.config.training import HealthSettings
 from affinage.training.state import LossWindow
+from affinage.training.step import detect_spike
 
 
 def series(steps: int, seed: int) -> np.ndarray:
@@ -52,3 +54,12 @@ def test_many_clean_steps_do_not_stop_a_run_and_every_spike_is_seen():
     spiky = clean.copy()
     spiky[at] *= 1.15  # thirteen deviations
     assert (np.asarray(scores(spiky))[at] > 6).all()
+
+
+def test_what_is_not_finite_is_no_spike_and_updates_nothing():
+    window = LossWindow.empty(8)
+    for loss in np.linspace(3.0, 2.9, 8, dtype=np.float32):
+        window = window.with_loss(loss)
+    for loss, finite, spike in ((jnp.inf, False, False), (jnp.float32(9.0), True, True)):
+        _, is_finite, metrics = detect_spike(window, loss, HealthSettings(spike_window=8, on_spike="log"))
+        assert (bool(is_finite), bool(metrics["spike"])) == (finite, spike)

@@ -75,6 +75,11 @@ def test_the_gradient_is_that_of_the_mean_loss(expected):
     assert expected[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
+def test_a_run_begins_with_the_same_weights_on_any_mesh():
+    split = tiny.uncompiled(job({"fsdp": 2, "tensor": 2}, initial_params=None))
+    assert tiny.bits(split.begin()) == tiny.bits(alone()[2])
+
+
 def test_accumulation_over_uneven_masks_changes_nothing():
     # One step: later ones amplify rounding. Dropout is on, so the rows must keep their random numbers.
     whole, (expected,) = run(1)
@@ -84,6 +89,17 @@ def test_accumulation_over_uneven_masks_changes_nothing():
     # Adam's first step is a sign: where a gradient is nearly 0, rounding moves the weight by up to its rate.
     for a, b in zip(jax.tree.leaves(whole.opt_state), jax.tree.leaves(parts.opt_state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_any_optimizer_moves_the_same_on_a_mesh(name: str):
+    changes = {"optimizer": {"name": name}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
+    changes["schedule"]["min_lr"] = 0.0
+    (_, one), (_, split) = (tiny.steps_of(job(mesh, **changes), 6) for mesh in (ONE, {"fsdp": 2, "tensor": 2}))
+    losses = [[step["loss"] for step in run] for run in (one, split)]
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)  # a sign may flip where a gradient is nearly 0
 
 
 def test_a_batch_without_targets_has_a_loss_of_zero_and_does_no_harm():
@@ -99,3 +115,17 @@ def test_bfloat16_weights_moments_and_products_train():
     state, seen = run(20, precision=precision, optimizer={"state_dtype": "bfloat16"})
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     assert np.mean([m["loss"] for m in seen[-5:]]) < seen[0]["loss"] - 0.2
+
+
+def test_dropout_depends_on_the_step_alone(expected):
+    _, step, _ = alone()
+    later = TrainState(jnp.int32(7), *begin()[1:])
+    loss = float(step(begin(), batch())[1]["loss"])
+    assert loss == expected[0]["loss"]
+    assert float(step(later, batch())[1]["loss"]) != loss
+
+
+def test_the_feed_must_yield_the_batch_that_the_settings_say():
+    program = alone()[0]
+    with pytest.raises(ValueError, match="8 rows"):
+        Trainer(dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)), program.mesh, program.batch)

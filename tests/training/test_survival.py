@@ -12,8 +12,10 @@ import runs
 import tiny
 
 from affinage.checkpoint import CheckpointStore
-from affinage.errors import EXIT_PREEMPTED
+from affinage.errors import EXIT_PREEMPTED, Preempted
+from affinage.stopping import StopSignals
 from affinage.training.metrics import curve
+from affinage.training.preemption import PreemptionGuard
 from waiting import until
 
 STEPS, EVERY = 30, 5
@@ -121,3 +123,13 @@ def test_native_code_that_does_not_end_is_left(
     _, said = process.communicate(timeout=300)
     assert process.returncode == status
     assert ('File "<string>", line 12 in <module>' in said) == stacks
+
+
+def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow():
+    with StopSignals(), PreemptionGuard("run", grace=600.0) as stop:
+        stop.steps_to_lose()
+        signal.raise_signal(signal.SIGTERM)
+        until(lambda: stop.signal_name)
+    with pytest.raises(Preempted):
+        StopSignals.raise_pending()
+    StopSignals.raise_pending()

@@ -60,3 +60,15 @@ def test_a_process_is_left_where_somebody_starts_it_again(
             time.sleep(0.3)
             assert left.empty()
     assert reported(tmp_path).count("the restore has not ended") == 1
+
+
+def test_what_may_take_long_is_waited_for(tmp_path: Path, left):
+    with watched(tmp_path) as dog:
+        dog.beat("the restore", at_most=600)
+        time.sleep(0.5)
+        assert left.empty() and not reported(tmp_path)
+        dog.step(1)
+        assert "step 1 has not ended" in left.get(timeout=PATIENCE)
+        dog.step(2)  # as long as five times the one before
+        time.sleep(0.5)
+        assert "step 2" not in reported(tmp_path)

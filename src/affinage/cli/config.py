@@ -5,12 +5,15 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from affinage.cli import options
 from affinage.cli.options import app, arg, load, opt, verbs
 from affinage.cli.output import Table, emit, table
 from affinage.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from affinage.config.yaml import Path as Keys
 
 group = verbs("config", "Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
@@ -80,9 +83,11 @@ def show(
     loaded = load(recipe, overrides, runs, lenient=True)
     rows = []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
-        written = _is_written(loaded.raw, path, value)
+        written = _written_at(loaded.raw, path, value)
+        if path == ("pretrain", "tokens") and written:
+            value = loaded.raw["pretrain"]["tokens"]  # which have become the steps
         if written or value not in (None, "", [], {}):
-            origin = loaded.locate(path) if written else "default"
+            origin = loaded.locate(written) if written else "default"
             rows.append({"key": ".".join(map(str, path)), "value": value, "origin": origin})
     shown = [row for row in rows if f"{row['key']}.".startswith(f"{key}." if key else "")]
     if not shown:
@@ -91,7 +96,7 @@ def show(
     emit(shown, as_json, [table([row | {"value": as_yaml(row["value"])} for row in shown])])
 
 
-def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def _leaves(value: Any, path: "Keys" = ()) -> Iterator[tuple["Keys", Any]]:
     """The words, numbers and lists of them in a value, each with its path."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -103,16 +108,20 @@ def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
         yield path, value
 
 
-def _is_written(raw: Any, path: tuple[str | int, ...], value: Any) -> bool:
-    """Whether a recipe sets a path; one value may stand for a mapping with it, as a source's path does."""
-    for key in path:
-        if isinstance(raw, str):
-            return bool(raw == value)
-        try:
-            raw = raw[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return True
+def _written_at(raw: Any, path: "Keys", value: Any) -> "Keys | None":
+    """The key in a recipe that sets the value in effect at a path, which may be a shorter form; None for a default."""
+    if path == ("pretrain", "steps") and "steps" not in raw["pretrain"]:
+        return ("pretrain", "tokens")
+    for place, key in enumerate(path):
+        around = path[:place]
+        if isinstance(raw, list) and isinstance(key, str):  # `[tensorboard]` for {tensorboard: {}}
+            return (*around, raw.index(key)) if key in raw else None
+        if isinstance(raw, dict) and key not in raw:  # `{en: 1}` for [{weights: {en: 1}}]
+            return (*around, path[-1]) if path[-1] in raw and raw[path[-1]] == value else None
+        if type(raw) not in (dict, list):  # `my_text/` for {path: my_text/}
+            return around if raw == value else None
+        raw = raw[key]
+    return path
 
 
 @group.command()

@@ -329,11 +329,13 @@ def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, 
     from affinage.config.recipe import SCRATCH_LICENSE
     from affinage.hub.read import release_in
 
-    facts = read_json(model / MODEL)
+    facts, release = read_json(model / MODEL), None
     if is_hub_folder(model):
         release = release_in(model)
+    elif "imported" in facts:
+        release = facts["imported"].get(RELEASE, {})
     else:
-        release = facts["imported"].get(RELEASE, {}) if "imported" in facts else facts.get(RELEASE)
+        release = facts.get(RELEASE)
     if release is None:
         return license or SCRATCH_LICENSE, {}
     return license or release.get("license"), release.get("sampling", {})

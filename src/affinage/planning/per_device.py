@@ -442,7 +442,7 @@ class _DeviceLayout(MeshLayout):
 
     @override
     def parts(self, *axes: str) -> int:
-        return {("experts",): self.owners, ("sequence",): self.neighbors}.get(axes, 1)
+        return self.owners if axes == ("experts",) else self.neighbors if axes == ("sequence",) else 1
 
     @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:

@@ -1,0 +1,87 @@
+"""`eval` says what was left out or cut and what others published, and its answers are not passed off as another's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from affinage.pipeline.eval_results import model_fingerprint, results_folder
+from affinage.pipeline.models import resolve
+from benchmark_fixtures import write_items
+from choice_task import sums, write_task
+from tiny_run import WORDS
+
+
+@pytest.fixture
+def here(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a copy of the tiny run, where the program is called."""
+    monkeypatch.chdir(own_runs.parent)
+    return own_runs.parent
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(here: Path, affinage):
+    plain, talk = (write_task(here / name, name, sums(2)) for name in ("plain", "talk"))
+    talk.write_text(talk.read_text() + "tag: chat\n")
+
+    def told(model: str) -> str:
+        status, out, said = affinage("eval", model, "--tasks", f"{plain},{talk}")
+        assert status == 0, said
+        return flat(out)
+
+    assert "so left out: talk" in (base := told("tiny/pretrain")) and "Asked in" not in base
+    assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
+
+
+def test_cut_items_and_items_in_the_text_are_reported(here: Path, affinage):
+    items = sums(3)
+    items[1]["question"] *= 40
+    shown = json.loads(affinage("data", "head", "tiny", "--part", "train", "--json", "--limit", "1")[1])
+    items[2]["question"] = shown[0]["text"][:300]
+    task, piqa = write_task(here / "task", "plain", items), str(write_items(here / "items", ["piqa"], copies=2))
+    status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
+    assert status == 0, said
+    assert "longer than the context of 64 tokens" in flat(out) and "2 of plain" in flat(out)
+    assert "plain: 1 of 3 found: 2" in flat(out) and "without them" in out
+
+
+@pytest.mark.full
+def test_answers_of_a_model_that_was_trained_again_are_not_compared(here: Path, affinage):
+    other = "runs/tiny/evaluate-sft"
+    assert affinage("eval", "tiny/pretrain", "--limit", "3")[0] == 0
+    assert affinage("compare", "tiny/pretrain", other)[0] == 0
+    assert affinage("train", *WORDS, "--set", "pretrain.steps=4")[0] == 0
+    status, _, said = affinage("compare", "tiny/pretrain@4", "tiny/pretrain")
+    assert status == 2 and "affinage eval tiny/pretrain@4" in flat(said)
+
+
+def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):
+    model, runs, found = tmp_path / "model", tmp_path / "runs", []
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (model / name).write_text(name)
+    for name in ("", "README.md", "model.safetensors", "tokenizer.json"):
+        if name:
+            (model / name).write_text("another")
+        found.append(model_fingerprint(resolve(str(model), runs), runs))
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
+def test_models_of_different_paths_have_different_folders_of_results(tmp_path: Path, monkeypatch):
+    here = tmp_path / "here"
+    for place in ("a/m", "../a/m", "a-m", "runs/quick/sft", "runs/quick-sft"):
+        (here / place).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    runs = Path("runs")
+    different = ["a/m", "../a/m", "a-m", "quick", "quick/sft", "quick-sft", "quick@10", "quick/sft@10"]
+    for place in ("a/m", "../a/m", "a-m"):
+        (here / place / "config.json").touch()
+    for place in ("quick/sft", "quick-sft"):
+        (here / "runs" / place / "model.json").touch()
+    found = [results_folder(name, runs) for name in different]
+    assert len(set(found)) == len(different) and {folder.parent for folder in found} == {runs / "evaluations"}
+    for one, other in (("a/m", f"{here}/a/m/"), ("./a/m", "a/m"), ("quick/sft", "runs/quick/sft/")):
+        assert results_folder(one, runs) == results_folder(other, runs)
