@@ -1,5 +1,7 @@
 """A training that is copied to a URL: what is there is whole or not taken, and a machine without it resumes from it."""
 
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +153,85 @@ def test_a_step_that_is_being_copied_is_not_removed(url: str, tmp_path: Path, mo
     go_on.set()
     assert uploader.settle() == ""
     assert complete_at(url)[-1] == 4
+
+
+def test_what_vanishes_during_a_copy_is_passed_over(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here, scandir, put = tmp_path / "here", os.scandir, RemoteFolder.put
+    saved(here, 1, 2)
+    vanishing = {str(here / name) for name in ("checkpoints/1", "scratch")}
+    (here / "scratch").mkdir()
+    for name, lines in (("metrics.jsonl", 1), ("metrics.part", 1), ("large.part", 100_000)):
+        (here / name).write_text("{}\n" * lines)
+
+    def scanned(path: Any) -> Any:
+        if str(path) in vanishing:
+            vanishing.remove(str(path))
+            shutil.rmtree(path)
+        return scandir(path)
+
+    def vanished(folder: RemoteFolder, file: Path, name: str) -> None:
+        if name == "metrics.part":
+            file.unlink()
+        put(folder, file, name)
+
+    def vanished_later(_: object, file: str, name: str) -> None:
+        Path(file).unlink()
+        raise FileNotFoundError(file)
+
+    uploader = Uploader(url, here)
+    monkeypatch.setattr(os, "scandir", scanned)
+    monkeypatch.setattr(RemoteFolder, "put", vanished)
+    monkeypatch.setattr("affinage.checkpoint.remote._WHOLE_BYTES", 99_999)
+    monkeypatch.setattr(type(uploader._remote._filesystem), "put_file", vanished_later)
+    assert uploader.settle() == ""
+    assert complete_at(url) == [2] and RemoteFolder(url).read("metrics.jsonl") == b"{}\n"
+    assert not (here / "metrics.part").exists() and not (here / "large.part").exists()
+
+
+def test_whoever_takes_a_step_gets_the_metrics_up_to_it(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    put, metrics, copied = RemoteFolder.put, tmp_path / "metrics.jsonl", {}
+    store = CheckpointStore(tmp_path / "checkpoints")
+    saved(tmp_path, 1)
+    metrics.write_text("1\n")
+    uploader = Uploader(url, tmp_path)
+
+    def committing(folder: RemoteFolder, file: Path, name: str) -> None:
+        put(folder, file, name)
+        if name == metrics.name and store.steps() == [1]:
+            metrics.write_text("1\n2\n")
+            saved(tmp_path, 2, uploader=uploader, keep_last=1)
+            assert store.steps() == [1, 2]  # the first is about to be copied
+        if name.endswith(COMMIT):
+            copied[name.split("/")[1]] = folder.read(metrics.name)
+
+    monkeypatch.setattr(RemoteFolder, "put", committing)
+    assert uploader.settle() == ""
+    assert copied == {"1": b"1\n", "2": b"1\n2\n"}
+
+
+def test_a_step_that_a_rollback_replaces_during_its_copy_is_copied_again(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    put, here, marked = RemoteFolder.put, tmp_path / "here", []
+    uploader = Uploader(url, here)
+    saved(here, 1, 2)
+    replaced = iter([True])
+
+    def rolling_back(folder: RemoteFolder, file: Path, name: str) -> None:
+        if name == f"checkpoints/2/{METADATA}" and next(replaced, False):
+            store = CheckpointStore(here / "checkpoints", uploader=uploader)
+            store.forget_after(1)
+            store.save(2, state(20), {"saved": "later"})
+            store.wait()
+        put(folder, file, name)
+        if name.endswith(COMMIT):
+            marked.append(name)
+
+    monkeypatch.setattr(RemoteFolder, "put", rolling_back)
+    assert uploader.settle() == "" and len(marked) == 1
+    download_newest(url, tmp_path / "there", print)
+    restored = CheckpointStore(tmp_path / "there" / "checkpoints").restore(2, ABSTRACT)
+    np.testing.assert_array_equal(restored["params"]["w"], state(20)["params"]["w"])
 
 
 def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):

@@ -5,6 +5,7 @@ checksums when they are restored.
 """
 
 import contextlib
+import os
 import shutil
 import threading
 import time
@@ -65,9 +66,13 @@ class RemoteFolder:
         if file.stat().st_size <= _WHOLE_BYTES:
             self.write(name, file.read_bytes())
             return
-        with self._failing("write", name):
-            self._make_parent(name)
-            self._filesystem.put_file(str(file), f"{self._root}/{name}")
+        try:
+            with self._failing("write", name):
+                self._make_parent(name)
+                self._filesystem.put_file(str(file), f"{self._root}/{name}")
+        except RemoteError:
+            file.stat()  # if it is gone, the URL is not to blame
+            raise
 
     def get(self, name: str, file: Path) -> None:
         """Copy a file from there; its folder is made."""
@@ -104,10 +109,10 @@ class Uploader:
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.url, self.say = url, lambda line: print(line, flush=True)
-        self.in_use: frozenset[int] = frozenset()  # steps that must not be removed here while they are copied
         self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
         self._remote = RemoteFolder(url)
         self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
+        self._in_use: set[int] = set()  # steps that are being copied
         self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
 
     def start(self) -> None:
@@ -123,6 +128,12 @@ class Uploader:
             if not self._runs:
                 self._runs = True
                 threading.Thread(target=self._run, name="uploader", daemon=True).start()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[set[int]]:
+        """The steps that must not be removed here, because they are being copied; inside, no copy of others begins."""
+        with self._lock:
+            yield self._in_use
 
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
         """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
@@ -153,25 +164,34 @@ class Uploader:
                 )
 
     def _copy(self) -> None:
-        files = [path for path in self._folder.rglob("*") if path.is_file()]
+        with self._lock:
+            self._in_use = kept_steps(complete_steps(self._folder / CHECKPOINTS), 1, self._keep_every)
+        try:
+            # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
+            self._copy_what_is_beside()
+            for step in sorted(self._in_use, reverse=True):
+                with contextlib.suppress(FileNotFoundError):  # a rollback has removed it
+                    self._copy_step(step)
+        finally:
+            with self._lock:
+                self._in_use = set()
+
+    def _copy_what_is_beside(self) -> None:
+        """Copy the files of the training that are new, except its checkpoints; one that vanishes is passed over."""
+        files: list[Path] = []
+        for folder, subfolders, names in os.walk(self._folder):
+            if Path(folder) == self._folder:
+                subfolders[:] = [name for name in subfolders if name not in (*_NOT_COPIED, CHECKPOINTS)]
+                names = [name for name in names if name not in _NOT_COPIED]
+            files += [path for path in (Path(folder, name) for name in names) if path.is_file()]
         # Marks of complete checkpoints, such as of frozen weights, come last.
         for path in sorted(files, key=lambda path: path.name == COMMIT):
             name = path.relative_to(self._folder).as_posix()
-            if name.partition("/")[0] not in (*_NOT_COPIED, CHECKPOINTS):
-                with contextlib.suppress(FileNotFoundError):  # a file that was renamed once it was complete
-                    facts = (path.stat().st_size, path.stat().st_mtime_ns)
-                    if self._sent.get(name) != facts:
-                        self._remote.put(path, name)
-                        self._sent[name] = facts
-        steps = complete_steps(self._folder / CHECKPOINTS)
-        for step in sorted(kept_steps(steps, 1, self._keep_every), reverse=True):
-            self.in_use = frozenset({step})
-            try:
-                self._copy_step(step)
-            except FileNotFoundError:  # removed before it was in use: there is a newer one
-                continue
-            finally:
-                self.in_use = frozenset()
+            with contextlib.suppress(FileNotFoundError):
+                facts = (path.stat().st_size, path.stat().st_mtime_ns)
+                if self._sent.get(name) != facts:
+                    self._remote.put(path, name)
+                    self._sent[name] = facts
 
     def _copy_step(self, step: int) -> None:
         folder, there = self._folder / CHECKPOINTS / str(step), f"{CHECKPOINTS}/{step}"
@@ -182,7 +202,9 @@ class Uploader:
         if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
             self._remote.remove([f"{there}/{COMMIT}"])
             files = [path for path in folder.rglob("*") if path.is_file()]
-            for path in sorted(files, key=lambda path: path.name == COMMIT):
+            for path in sorted(files, key=lambda path: (path.name == COMMIT, path.name == METADATA)):
+                if path.name == COMMIT and (folder / METADATA).read_bytes() != metadata:
+                    return  # after a rollback, another state of this step was saved meanwhile
                 self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
         self._sent[there] = metadata
         steps = _steps_in(self._remote.sizes())

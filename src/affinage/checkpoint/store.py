@@ -134,13 +134,14 @@ class CheckpointStore:
             raise OSError(number, os.strerror(number), str(self.folder)) from error
         if Processes.at_work().first:
             keep = kept_steps([s for s in self.steps() if s not in self._corrupted], self._keep_last, self._keep_every)
-            if self._uploader is not None:
-                self._uploader.saved()
-                keep |= self._uploader.in_use
-            for step, path in entries(self.folder):
-                if step not in keep:
-                    with contextlib.suppress(OSError):  # the training continues
-                        _remove(path)
+            with contextlib.ExitStack() as stack:
+                if self._uploader is not None:
+                    self._uploader.saved()
+                    keep |= stack.enter_context(self._uploader.in_use())
+                for step, path in entries(self.folder):
+                    if step not in keep:
+                        with contextlib.suppress(OSError):  # the training continues
+                            _remove(path)
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
