@@ -31,8 +31,20 @@ def test_time_money_and_utilisation_are_of_one_step():
 def test_a_price_is_that_of_the_chips_it_was_given_for():
     rented = "hardware.slice=v5e-16", "hardware.price=0.5"
     own, other = (plan_of(SMALL, name, *rented) for name in ("v5e-4", "v4-8"))
-    assert (own.price, own.price_source) == (0.5, "")
-    assert other.price == find_slice("v4-8").chip.price and other.price_source
+    assert (own.price, own.price_source, own.unused_price) == (0.5, "hardware.price", None)
+    assert other.price == find_slice("v4-8").chip.price and "remembered" in other.price_source
+    assert any("$0.50" in warning and "--set hardware.price" in warning for warning in other.warnings)
+    assert plan_of(SMALL, "v5e-4", *reversed(rented)).price == 0.5  # in whatever order
+
+
+def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_of_its_child(capsys, tmp_path):
+    (tmp_path / "rented.yaml").write_text(f"base: {SMALL}\nname: rented\nhardware: {{slice: h100x8, price: 2.5}}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text("base: rented.yaml\nname: child\nhardware: {slice: a100x8}\n")
+    assert load_recipe(child).recipe.hardware.price is None
+    for words in ((), ("--on", "v4-8")):
+        status, out, said = told(capsys, str(child), *words, "--set", "hardware.price=9", "--json")
+        assert status == 0 and json.loads(out)["price_per_chip_hour"] == 9, said
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,10 @@ def plan(
     if len(names) > 1:
         raise UserError(f"{' and '.join(names)} do not go together", where=names[0], fix=f"Leave out {names[1]}.")
     named = None if on is None else find_slice(on)
-    planned = _planned(recipe, overrides or [], training, runs)
+    overrides = overrides or []
+    if on and any(each.startswith("hardware.price=") for each in overrides):  # of the chips that are planned for
+        overrides = [f"hardware.slice={on}", *overrides]
+    planned = _planned(recipe, overrides, training, runs)
     from affinage.planning.plan import default_slice
 
     where = named or default_slice(planned.loaded.recipe)

@@ -199,6 +199,7 @@ class DataSettings(Settings):
     """Where the text comes from and what is done to it before it becomes tokens."""
 
     sources: tuple[Source, ...] = Field(min_length=1)
+    """What is read; relative paths start from `root`, or from the working directory."""
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the documents of each source, chosen by their ids."""
     on_error: Literal["skip", "raise"] | None = None

@@ -70,7 +70,7 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe,
 def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str] | None) -> LoadedRecipe:
     path = find_recipe(path_or_name)
     layers = read_file(path)
-    for override in overrides:
+    for override in sorted(overrides, key=lambda each: each.startswith("hardware.price")):  # a slice clears the price
         _put_override(layers, override)
     layers.share()
     layers.value = _without_nulls(layers.value, ())
@@ -200,6 +200,8 @@ def _lay(below: dict[str, Any], above: dict[str, Any]) -> None:
         for key, other in (pair, pair[::-1]):
             if above.get(key) is not None and other not in above:
                 below.pop(other, None)
+    if above.get("slice") not in (None, below.get("slice")) and "price" not in above:
+        below.pop("price", None)  # in `hardware`: the price is of the slice that it was written beside
     for key, value in above.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):
             _lay(below[key], value)

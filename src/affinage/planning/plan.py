@@ -49,7 +49,8 @@ class Plan:
         facts: what the settings come to.
         contradictions: of the recipe's claims.
         price: US dollars per chip and hour, None if it is not known.
-        price_source: what is known of where it comes from; empty for the recipe's own.
+        price_source: where it comes from.
+        unused_price: the recipe's, if it is that of other chips.
         choice: what `remat: auto` stands for here.
         data_rows: of the training data, None if they are not packed yet.
         saves: checkpoints that are kept.
@@ -65,6 +66,7 @@ class Plan:
     contradictions: tuple[Contradiction, ...]
     price: float | None
     price_source: str = ""
+    unused_price: float | None = None
     choice: Choice | None = None
     data_rows: int | None = None
     saves: int = 1
@@ -238,9 +240,9 @@ def make_plan(
     # The claims are about pretraining.
     claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
     # A recipe's price is that of the chips of its own slice, or, if it names none, of whatever is planned for.
-    own, price, source = _own_slice(recipe), recipe.hardware.price, ""
+    own, price, unused, source = _own_slice(recipe), recipe.hardware.price, None, "hardware.price"
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
-        price, source = where.chip.price, where.chip.price_source
+        price, unused, source = where.chip.price, price, where.chip.price_source
     return Plan(
         recipe=recipe.name,
         section=section,
@@ -252,6 +254,7 @@ def make_plan(
         contradictions=tuple(claimed),
         price=price,
         price_source=source,
+        unused_price=unused,
         choice=choice,
         data_rows=data_rows,
         saves=recipe.runtime.checkpoint.keep_last,
@@ -327,6 +330,9 @@ def _warnings(plan: Plan) -> Iterator[str]:
         yield f"does not fit: {excess} too much; find settings that fit with --search{remat}"
     elif plan.nearly_full:
         yield "nearly full: check with the compiler whether it fits, with --compile"
+    if plan.unused_price is not None:
+        unused, chip = f"${plan.unused_price:,.2f} per chip and hour", plan.where.chip.name
+        yield f"the recipe's price of {unused} is not that of {chip}; set it with `--set hardware.price=...`"
     yield from _attention_warnings(plan)
     for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
         lost = 1 - 1 / padding(vocab, device.matrix_unit)
