@@ -56,6 +56,7 @@ def test_verbs_that_use_a_model_print_the_command_that_trains_it(verb: str, affi
     for name, folder in (("quickstart", "runs"), ("novels", "runs"), (str(RECIPE), "other runs")):
         status, out, said = affinage(verb, name, *more, "--runs", folder)
         assert (status, out) == (2, "") and command("run", name, runs=Path(folder)) in " ".join(said.split()), said
+        assert ("sft (step 5 of 5)" in " ".join(said.split())) == (name == "quickstart")
     assert made() == before and not Path("other runs").exists()
     assert shlex.split(command("run", "a b.yaml", runs=Path("my runs"))) == [
         *("affinage", "run", "a b.yaml", "--runs", "my runs")

@@ -64,6 +64,9 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     lines = [json.loads(line) for line in (tmp_path / "items/answers.jsonl").read_text().splitlines()]
     assert [(line["id"], line["filter"]) for line in lines] == [(n, f) for f in ("whole", "lower") for n in range(4)]
     assert set(results["tasks"]["answers"]["metrics"]) == {"exact_match,whole", "exact_match,lower"}
+    assert results["items_per_second"] > 0
+    again = evaluate(tiny_llama(), ["pocket-world"], **asked)
+    assert again["requests"] == 0 and again["items_per_second"] is None and again["tasks"] == results["tasks"]
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer as FastTokenizer
@@ -74,6 +75,20 @@ def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path
     for file in exported.iterdir():
         if file.name != "README.md":  # the model has another name
             assert file.read_bytes() == (tmp_path / "m" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("license", ["mit", None])
+def test_a_card_says_no_more_than_the_import(exported, tmp_path, license, affinage):
+    source = shutil.copytree(exported, tmp_path / "source")
+    (source / "README.md").write_text(f"---\nlicense: {license}\n---\n" if license else "A model.\n")
+    assert affinage("import", str(source), "--to", str(tmp_path / "imported"))[0] == 0
+    for model, words in ((source, []), (tmp_path / "imported", []), (source, ["--license", "cc0-1.0"])):
+        folder, expected = tmp_path / f"out-{len(list(tmp_path.iterdir()))}", words[-1] if words else license
+        assert affinage("export", str(model), "--to", str(folder), *words)[0] == 0
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.license == expected and "conversational" not in card.data.tags
+        assert "answer in conversations" not in card.text and f'from_pretrained("{folder.name}")' in card.text
+        assert (f"Weights under {expected}." if expected else "The license of the weights is not known.") in card.text
 
 
 @pytest.mark.parametrize("name", GRAPHS)

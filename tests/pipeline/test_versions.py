@@ -42,7 +42,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "evaluate-base": (3, "735eb52ae4a72463", 0.44356),
     "evaluate-sft": (3, "81d1a125743bab32", 0.39119),
     "evaluate-dpo": (3, "26feb82ed5d644f6", 0.3912),
-    "export": (2, "1d9dce12f21a5b77", 0.94481),
+    "export": (3, "1d9dce12f21a5b77", 0.94481),
     "report": (2, "2e53bdae4f3ff52c", 0.0),
 }
 

@@ -75,6 +75,16 @@ def test_a_change_is_that_of_the_same_items_and_bold_only_beyond_chance(run: Pat
     assert found is not None and (bool(found[1]), float(found[2].replace("−", "-"))) == (bold, -wrong / 2)
 
 
+def test_a_training_without_an_end_has_its_curve_and_how_far_it_is(run: Path):
+    for file in ("manifest.json", "result.json"):
+        (run / "pretrain" / file).unlink()
+    (run / "pretrain" / "feed.json").write_text('{"steps": 9000}')
+    page = render(collect_facts(run)).replace("\u00a0", " ")
+    section = page[page.index('<section id="unfinished"') :].partition("</section>")[0]
+    assert "Pretraining is unfinished: step 600 of 9,000." in section and "Loss</b>" in section
+    assert '<section id="pretrain"' not in page and "inachevé, au pas" in render(collect_facts(run), "fr")
+
+
 def test_size_is_modest_however_long_the_run(tmp_path: Path):
     told = write_report(build_run(tmp_path, steps=12_000), tmp_path / "out" / "report.html")
     assert told["bytes"] == (tmp_path / "out" / "report.html").stat().st_size < 1_000_000

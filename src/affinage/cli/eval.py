@@ -148,7 +148,11 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
         for task, entry in tasks.items()
         for metric, score in entry["metrics"].items()
     ]
-    yield table(rows)
+    if rows:
+        yield table(rows)
+    else:
+        bits = [f"{name} {_number(of['model'])}" for name, of in results.get("bits_per_byte", {}).items()]
+        yield "No task was scored." + (f" Bits per byte: {', '.join(bits)}." if bits else "")
     if templated := [task for task, entry in tasks.items() if entry.get("chat_template")]:
         yield f"Asked in the chat template: {', '.join(templated)}"
     cut = [f"{entry['truncated']:,} of {task}" for task, entry in tasks.items() if entry.get("truncated")]

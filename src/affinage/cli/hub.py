@@ -62,7 +62,7 @@ def export(
     force: options.ForceOption = None,
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, opt("Of the weights; default: float32.")] = None,
-    license: Annotated[str | None, opt("SPDX identifier of the weights; default: apache-2.0.")] = None,
+    license: Annotated[str | None, opt("SPDX identifier; default: the import's, or apache-2.0.")] = None,
     adapter: Annotated[bool, opt("With --to: only the trained LoRA adapters, for PEFT.", "--adapter")] = False,
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
@@ -100,10 +100,12 @@ def export(
         _must_be_new(to)
         target, state = model_of(model, runs)
         from affinage.hub.export import export as write
-        from affinage.pipeline.models import is_chat, open_target
+        from affinage.pipeline.models import is_chat, open_target, recorded, release_of
 
-        facts = _card(target, state, chosen.pop("license", "apache-2.0"))
-        write(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **chosen)
+        of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
+        license, chosen["sampling"] = release_of(target.path, chosen.pop("license", None) or of_run.get("license"))
+        facts, place = _card(target, state, license), push or to.name
+        write(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), place=place, **chosen)
     if check or check_gguf:
         _compare(model, runs, folder, check, check_gguf)
     print(f"The model is in {folder}.")
@@ -135,16 +137,17 @@ def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
     return run_own_steps(name, settings, "export", ("export",), instead) / "export" / "model"
 
 
-def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFacts":
+def _card(target: "Target", state: "ModelState | None", license: str | None) -> "CardFacts":
     """The facts of the model card: those of its run, and how far a model is that is not trained to its end."""
     from affinage.hub.card import CardFacts
-    from affinage.pipeline.models import results_of
+    from affinage.pipeline.models import is_tuned, results_of
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
 
     run = target.run
     results = results_of(target.path, run) if run is not None and target.step is None else {}
     facts = card_facts(collect_facts(run, results), license) if run is not None and results else CardFacts(license)
+    facts = replace(facts, tuned=is_tuned(target.path))
     if state is None or (state.step == state.steps and target.step is None):
         return facts
     which = f", {target.step}" if isinstance(target.step, str) else ""

@@ -43,6 +43,9 @@ class EvaluateSettings(Settings):
     """Show gzip -9 and xz -9 beside the model's bits per byte on the validation text."""
 
 
+SCRATCH_LICENSE = "apache-2.0"  # of an exported model that was trained from scratch, where no other is set
+
+
 class ExportSettings(Settings):
     """The Hugging Face folder that is released."""
 
@@ -50,8 +53,9 @@ class ExportSettings(Settings):
     """Dtype of the weights in the folder."""
     verify: bool = False
     """Load the folder with transformers and compare logits and tokens (needs `affinage[verify]`)."""
-    license: str = "apache-2.0"
-    """SPDX identifier of the weights' license, for the model card."""
+    license: str | None = None
+    """SPDX identifier of the weights' license, for the model card; by default that of the model in `init_from`, or
+    apache-2.0 for a model trained from scratch."""
 
 
 class ReportSettings(Settings):

@@ -140,7 +140,8 @@ def evaluate(
         "unavailable": list(chosen.unavailable),
         "skipped": [] if chat or apply_chat_template != "auto" else [str(task["task"]) for task in chosen.chat],
         "seconds": time.monotonic() - started,
-        "items_per_second": sum(task["items"] for task in outcome.values()) / max(lm.seconds, 1e-9),
+        # Nothing is asked where all answers are in the file `keep`.
+        "items_per_second": sum(task["items"] for task in outcome.values()) / lm.seconds if lm.requests else None,
         "requests": lm.requests,
         "versions": {"affinage": __version__, "jax": version("jax"), "lm_eval": version("lm_eval")},
         "samples": {name: [_readable(item) for item in of_task[:samples]] for name, of_task in items.items()},

@@ -20,7 +20,8 @@ inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ret
 class CardFacts:
     """What a run knows about its model. A section without facts is left out of the card."""
 
-    license: str  # SPDX identifier of the weights
+    license: str | None  # SPDX identifier of the weights; None where it is not known
+    tuned: bool = False  # to answer in conversations, by sft or dpo; a chat template alone is no sign of that
     language: str = "en"  # of the card: en or fr
     summary: str = ""  # of the run, in one line
     description: str = ""
@@ -32,10 +33,13 @@ class CardFacts:
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, chat: bool, opening: str = "<s>") -> str:
+def model_card(
+    name: str, facts: CardFacts, *, place: str, parameters: int, context: int, chat: bool, opening: str = "<s>"
+) -> str:
     """Return README.md of a released model; the scores in its metadata for the Hub are those of the last results.
 
-    `opening` is what every training text began with, if the tokenizer does not add it by itself.
+    `place` is the folder or repository that the usage loads, `chat` whether it has a chat template. `opening` is what
+    every training text began with, if the tokenizer does not add it by itself.
     """
 
     def number(value: Any) -> str:
@@ -67,7 +71,7 @@ def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, ch
         language=list(facts.languages) or None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["affinage", "jax"] + (["conversational"] if chat else []),
+        tags=["affinage", "jax"] + (["conversational"] if facts.tuned else []),
         model_name=name if last else None,
         eval_results=last or None,
     )
@@ -75,10 +79,10 @@ def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, ch
         metadata,
         template_path=str(_TEMPLATES / f"card.{facts.language}.md"),
         name=name,
+        place=place,
         facts=facts,
         parameters=parameters,
         context=context,
-        chat=chat,
         opening=opening,
         inputs=_CHAT_INPUTS if chat else f'inputs = tokenizer("{opening}The", return_tensors="pt"){note}',
         score_rows=[[*names, *(cells.get(label, "–") for label in facts.results)] for names, cells in rows.items()],

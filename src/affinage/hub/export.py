@@ -1,6 +1,7 @@
 """A model as the folder that Hugging Face's libraries load."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,16 @@ def export(
     facts: CardFacts,
     dtype: str = "float32",
     chat: bool = False,
+    place: str = "",
+    sampling: Mapping[str, Any] | None = None,
     max_shard_size: int = 5_000_000_000,
 ) -> dict[str, Any]:
     """Write `folder`: configuration, weights in safetensors, tokenizer, chat template for chat models, and a card.
 
     The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes. A
-    weight file holds at most `max_shard_size` bytes. Returns the files with their sizes. Raises UserError for graphs
-    that no architecture of transformers computes, and for weights that `dtype` cannot hold.
+    weight file holds at most `max_shard_size` bytes. The card loads it from `place`, by default the folder's name.
+    `sampling` are settings for generation_config.json, by default greedy decoding. Returns the files with their sizes.
+    Raises UserError for graphs that no architecture of transformers computes, and for weights that `dtype` cannot hold.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -46,14 +50,16 @@ def export(
     write_json(
         partial / "config.json", config | ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
     )
-    write_json(partial / "generation_config.json", ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False})
+    generation = ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False} | dict(sampling or {})
+    write_json(partial / "generation_config.json", generation)
     tensors = family.to_tensors(jax.device_get(model.params), model.graph)
     _write_weights({name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size)
     system_prompt = model.system_prompt if chat else ""
     write_hf_tokenizer(tokenizer, partial, context=model.context, chat=chat, system_prompt=system_prompt)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""  # others have it in tokenizer.json
-    card = model_card(model.name, facts, parameters=parameters, context=model.context, chat=chat, opening=opening)
+    sizes: dict[str, int] = {"parameters": parameters, "context": model.context}
+    card = model_card(model.name, facts, place=place or folder.name, chat=chat, opening=opening, **sizes)
     write_atomically(partial / "README.md", card.encode())
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -1,5 +1,6 @@
 """A Hugging Face folder as a graph with its weights. Only JSON and safetensors are read: nothing in it can run."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import HfApi, snapshot_download
+import yaml
+from huggingface_hub import HfApi, metadata_load, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import disable_progress_bars
 from numpy.typing import NDArray
@@ -22,10 +24,12 @@ from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
 from affinage.model.parameter import PyTree
 from affinage.paths import from_home
+from affinage.results import read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _DTYPES = ("F16", "BF16", "F32", "F64")  # others belong to quantized weights, or are no weights
 _UNREADABLE = (SafetensorError, TypeError, ValueError, AttributeError, OverflowError)  # all but the first are NumPy's
 # Buffers in old files that follow from the configuration: GPT-2's masks, Llama's frequencies.
@@ -91,6 +95,20 @@ class HubModel:
     graph: Graph
     params: PyTree  # float32, which holds every dtype of the hub exactly
     weights: "HubWeights"
+
+
+def release_in(folder: Path) -> dict[str, Any]:
+    """Return what a folder's release says beside the model: {"license", "sampling"}.
+
+    The license is that in the front matter of README.md, None if it states none; the sampling settings are those of
+    generation_config.json.
+    """
+    card: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        card = metadata_load(folder / "README.md") or {}
+    license, settings = card.get("license"), read_json(folder / "generation_config.json")
+    sampling = {name: settings[name] for name in _SAMPLING if isinstance(settings.get(name), int | float)}
+    return {"license": license if isinstance(license, str) else None, "sampling": sampling}
 
 
 def read_hub_folder(folder: Path) -> HubModel:

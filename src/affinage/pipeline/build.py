@@ -190,7 +190,7 @@ def _result_steps(recipe: Recipe) -> Iterator[Step]:
         config = _part(recipe, "name", "description", "export")
         inputs = (*_if(recipe.data is not None, "split"), "train-tokenizer", *trained)
         inputs += evaluations  # the card has their scores
-        yield Step("export", steps_eval.export, config, inputs, version=2, check=steps_eval.check_export)
+        yield Step("export", steps_eval.export, config, inputs, version=3, check=steps_eval.check_export)
 
 
 # ---- what a recipe reads ----

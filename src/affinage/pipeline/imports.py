@@ -18,7 +18,7 @@ import yaml
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.pipeline.models import MODEL, TOKENIZER, chat_of_hub
+from affinage.pipeline.models import MODEL, RELEASE, TOKENIZER, chat_of_hub
 from affinage.pipeline.store import write_json
 from affinage.results import read_json
 
@@ -66,7 +66,7 @@ def import_model(
 
     from affinage.checkpoint import CheckpointStore
     from affinage.data.tokenizer import add_chat_tokens
-    from affinage.hub.read import read_hub_folder
+    from affinage.hub.read import read_hub_folder, release_in
     from affinage.hub.vocabulary import with_ids
 
     model = read_hub_folder(source)
@@ -87,6 +87,7 @@ def import_model(
     ]
     hashes = {"weights": digest, "tokenizer": hashlib.sha256(json.dumps(contents).encode()).hexdigest()}
     imported: dict[str, Any] = {"sha256": hashes, "chat": system_prompt is not None or template is not None}
+    imported[RELEASE] = release_in(source)
     imported |= {"from": origin} if origin and not added else {}
     facts = {"graph": model.graph.to_dict(), "context": context, "system_prompt": system_prompt or ""}
     facts |= {"precision": {}, "imported": imported} | ({} if template is None else {"chat_template": template})

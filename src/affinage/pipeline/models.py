@@ -19,7 +19,7 @@ from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import Store, read_manifest, read_request
 from affinage.plugins import VARIABLE, load_named_plugins
-from affinage.results import read_json
+from affinage.results import read_json, read_json_lines
 
 if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ MODEL = "model.json"  # beside the checkpoints of a training or an import: what 
 TOKENIZER = "tokenizer"  # the same, of an import; the tokenizer of a training is a result of its own
 KEPT = "kept"  # a checkpoint in place of those of the training
 BEGUN_WITH = "begun_with"  # in model.json: where Hugging Face's libraries find the import that a training began with
+RELEASE = "release"  # in model.json: what the import says of its license and sampling, see `release_in`
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 RECIPE, COMMAND = "recipe.json", "run.json"  # of a run: its settings, and the command that made it
 ITEMS = "items"  # of the results of an evaluation
@@ -199,19 +200,29 @@ def incomplete(run: Path) -> list[str]:
     return [name for name in planned if read_manifest(run / name) is None]
 
 
+def unfinished(run: Path) -> str:
+    """The trainings of a run that are not complete, with how far those are that have begun; "" if there are none."""
+    listed = []
+    for name in incomplete(run):
+        steps = read_json(run / name / "feed.json").get("steps")
+        step = max((line.get("step", 0) for line in read_json_lines(run / name / "metrics.jsonl")), default=0)
+        listed.append(f"{name} (step {step:,} of {steps:,})" if steps and step else name)
+    return ", ".join(listed)
+
+
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
     """Raise UserError for a run, named as a whole, whose trainings are not all complete.
 
     It has the command that completes it and what can be done `instead`, by default the names of the models there are.
     """
     run = run_of(target, runs) if target.kind in ("run", "recipe") else None
-    if run is None or target.step is not None or not (missing := incomplete(run)):
+    if run is None or target.step is not None or not (missing := unfinished(run)):
         return
     name = target.name if target.kind == "run" else run.name
     if not instead and (trained := trainings_of(run)):
         instead = f"Or name a model that is there: {', '.join(f'{name}/{training}' for training in trained)}."
     fix = "\n  ".join(filter(None, [f"Run it: {command('run', target.name, runs=runs)}", instead]))
-    raise UserError(f"`{target.name}` is not complete; to train: {', '.join(missing)}", fix=fix)
+    raise UserError(f"`{target.name}` is not complete; to train: {missing}", fix=fix)
 
 
 # ---- models ----
@@ -301,6 +312,33 @@ def is_chat(training: Path) -> bool:
         return any(text is not None for text in chat_of_hub(training))
     request = read_request(training)
     return request[0].step in CHAT if request else bool(read_json(training / MODEL).get("imported", {}).get("chat"))
+
+
+def is_tuned(training: Path) -> bool:
+    """Whether it is a fine-tuning to conversations, and not only a model with a chat template."""
+    request = read_request(training)
+    return request is not None and request[0].step in CHAT
+
+
+def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, Any]]:
+    """The license and the sampling settings of an export of this model.
+
+    An imported model, and one that was trained from it, has those of the import, under `license` if that is not None.
+    The license is None if it is not known.
+    """
+    from affinage.config.recipe import SCRATCH_LICENSE
+    from affinage.hub.read import release_in
+
+    facts, release = read_json(model / MODEL), None
+    if is_hub_folder(model):
+        release = release_in(model)
+    elif "imported" in facts:
+        release = facts["imported"].get(RELEASE, {})
+    else:
+        release = facts.get(RELEASE)
+    if release is None:
+        return license or SCRATCH_LICENSE, {}
+    return license or release.get("license"), release.get("sampling", {})
 
 
 def chat_of_hub(folder: Path) -> tuple[str | None, str | None]:

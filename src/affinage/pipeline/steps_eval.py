@@ -11,7 +11,7 @@ from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.pipeline.eval_results import contamination_search
-from affinage.pipeline.models import CHAT, TRAININGS, load_trained
+from affinage.pipeline.models import CHAT, TRAININGS, load_trained, release_of
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.steps_train import mesh_of, with_vocabulary
@@ -68,12 +68,14 @@ def export(context: StepContext) -> Summary:
     assert settings is not None
     training = next(name for name in TRAININGS if name in inputs)
     model = _trained(context, training, context.recipe.name)
+    license, sampling = release_of(inputs[training], settings.license)
     summary = export(
         model,
         folder,
-        facts=card_facts(collect_facts(context.run_folder, inputs), settings.license),
+        facts=card_facts(collect_facts(context.run_folder, inputs), license),
         dtype=settings.dtype,
         chat=training in CHAT,
+        sampling=sampling,
     )
     if settings.verify:
         context.progress("comparing with transformers")

@@ -10,7 +10,7 @@ from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
-from affinage.pipeline.models import BEGUN_WITH, MODEL, TOKENIZER, trained_params
+from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, TOKENIZER, trained_params
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.step import StepContext, Summary, at
 from affinage.pipeline.steps_data import check_benchmarks
@@ -174,9 +174,11 @@ def _model_facts(
         template = chat_template_of(context.loaded, context.inputs["train-tokenizer"])
         facts |= {} if template is None else {"chat_template": template}
         facts |= {} if settings.lora is None else {"lora": settings.lora.model_dump(mode="json")}
-    imported = None if {"pretrain", "sft"} & context.inputs.keys() else initial_folder(context.loaded)
-    if imported is not None and (origin := read_json(imported / MODEL)["imported"].get("from")):
-        facts[BEGUN_WITH] = origin
+    if (folder := initial_folder(context.loaded)) is not None:
+        imported = read_json(folder / MODEL)["imported"]
+        facts[RELEASE] = imported.get(RELEASE, {})
+        if not {"pretrain", "sft"} & context.inputs.keys() and "from" in imported:
+            facts[BEGUN_WITH] = imported["from"]
     return facts
 
 

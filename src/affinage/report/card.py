@@ -19,7 +19,7 @@ _CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages tha
 _LEAST = 0.01  # share of the bytes: less of a language may be mistakes of language id
 
 
-def card_facts(facts: Facts, license: str) -> CardFacts:
+def card_facts(facts: Facts, license: str | None) -> CardFacts:
     """What a run adds to the card of its last model, in the language of the report.
 
     It holds no times: the same model has the same card.
@@ -38,6 +38,7 @@ def card_facts(facts: Facts, license: str) -> CardFacts:
     }
     return CardFacts(
         license=license,
+        tuned=any(one.name in ("sft", "dpo") for one in facts.trainings),
         language=t.code,
         summary=summary(facts, t.code, timed=False) if facts.trainings else "",
         description=facts.settings.description,

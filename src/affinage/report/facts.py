@@ -73,6 +73,7 @@ class Facts:
     results: dict[str, Result] = field(default_factory=dict)  # by step, in the order of the steps
     near_duplicates: tuple[NearDuplicate, ...] = ()
     trainings: tuple[Training, ...] = ()
+    unfinished: tuple[tuple[Training, int | None], ...] = ()  # with the number of steps in all
     evaluations: tuple[Evaluation, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,7 +101,7 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     """Read a run folder (`runs/<name>`, one folder per step, each with its manifest.json) but for its report.
 
     `results` are the folders of the steps that count; None for all that the run has. Raises nothing for steps or fields
-    that are missing; a step without a manifest did not finish and is left out.
+    that are missing; a step without a manifest did not finish, and is left out unless it is a training.
     """
     recipe = read_json(run_folder / "recipe.json")
     settings = Settings.model_validate(recipe)
@@ -113,6 +114,12 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     steps = _steps(folders, trained)
     done = {step.name for step in steps}
     command = read_json(run_folder / "run.json").get("command")
+    begun = {name: folders[name] for name in TRAININGS if name in folders and name not in read}
+    unfinished = [
+        (read_training(name, folder, TrainingResult(), recipe), read_json(folder / "feed.json").get("steps"))
+        for name, folder in begun.items()
+        if (folder / "metrics.jsonl").is_file()
+    ]
     pairs = near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter")) if "dedup" in done else ()
     return Facts(
         name=settings.name or run_folder.name,
@@ -123,6 +130,7 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         results=read,
         near_duplicates=pairs,
         trainings=tuple(read_training(name, folders[name], result, recipe) for name, result in trained.items()),
+        unfinished=tuple(unfinished),
         evaluations=tuple(read_evaluation(EVALUATIONS[n], folders[n]) for n in EVALUATIONS if n in done),
         versions={name: version for step in steps for name, version in step.manifest.versions.items()},
     )
