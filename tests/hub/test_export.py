@@ -121,7 +121,9 @@ def test_the_card_tells_licence_scores_text_and_command(exported):
 def test_numbers_and_headings_are_of_the_language_and_what_is_not_known_is_left_out():
     french = replace(FACTS, language="fr", summary="Un modèle de 1,23 M paramètres.")
     facts = {"en": FACTS, "fr": french, "none": CardFacts(license="mit")}
-    cards = {of: model_card("m", one, parameters=1_234_567, context=2048, chat=True) for of, one in facts.items()}
+    cards = {
+        of: model_card("m", one, place="m", parameters=1_234_567, context=2048, chat=True) for of, one in facts.items()
+    }
     assert "1,234,567 parameters" in cards["en"] and "1\u202f234\u202f567 paramètres" in cards["fr"]
     assert "0,500 ± 0,010" in cards["fr"] and "license: mit" in cards["none"]
     assert not any(word in cards["none"] for word in ("## Scores", "## Training", "None"))
