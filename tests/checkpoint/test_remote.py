@@ -234,6 +234,18 @@ def test_a_step_that_a_rollback_replaces_during_its_copy_is_copied_again(
     np.testing.assert_array_equal(restored["params"]["w"], state(20)["params"]["w"])
 
 
+def test_nobody_resumes_from_what_a_rollback_has_abandoned(url: str, tmp_path: Path):
+    here = tmp_path / "here"
+    uploader = Uploader(url, here, keep_last=2)
+    saved(here, 1, 2, 3, 4, uploader=uploader, settles=True, keep_last=3)
+    assert complete_at(url) == [3, 4]
+    CheckpointStore(here / "checkpoints", keep_last=3, uploader=uploader).forget_after(2)
+    assert uploader.settle() == "" and complete_at(url) == [2]
+    saved(here, 3, uploader=uploader, settles=True, keep_last=3)
+    assert complete_at(url) == [2, 3]
+    assert download_newest(url, tmp_path / "there", print) == [3, 2]
+
+
 def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):
     rules = {"keep_last": 1, "keep_every": 4}
     uploader = Uploader(url, tmp_path, **rules)

@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -103,8 +103,8 @@ class RemoteFolder:
 class Uploader:
     """Copies checkpoints, and what else a training writes into its folder, to a URL in a thread of its own.
 
-    Steps that no rule keeps are removed there as they are here. While the place does not answer, the training
-    continues, and the copy is tried again after the next save.
+    Steps that no rule keeps, or that a rollback has abandoned, are removed there as they are here. While the place does
+    not answer, the training continues, and the copy is tried again after the next save.
     """
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
@@ -167,6 +167,9 @@ class Uploader:
         with self._lock:
             self._in_use = kept_steps(complete_steps(self._folder / CHECKPOINTS), 1, self._keep_every)
         try:
+            if self._in_use:  # what a rollback has abandoned here must not be resumed from there
+                there = _steps_in(self._remote.sizes())
+                self._remove({step: files for step, files in there.items() if step > max(self._in_use)})
             # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
             self._copy_what_is_beside()
             for step in sorted(self._in_use, reverse=True):
@@ -209,8 +212,14 @@ class Uploader:
         self._sent[there] = metadata
         steps = _steps_in(self._remote.sizes())
         complete = [step for step, files in steps.items() if _is_complete(step, files)]
-        for other in steps.keys() - kept_steps(complete, self._keep_last, self._keep_every):
-            self._remote.remove(sorted(steps[other], key=lambda name: not name.endswith(COMMIT)))
+        kept = kept_steps(complete, self._keep_last, self._keep_every)
+        self._remove({step: files for step, files in steps.items() if step not in kept})
+
+    def _remove(self, steps: Mapping[int, Sequence[str]]) -> None:
+        """Remove steps there by their files, the marks of completion first."""
+        for step, files in steps.items():
+            self._remote.remove(sorted(files, key=lambda name: not name.endswith(COMMIT)))
+            self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
 
 def _steps_in(names: Iterable[str]) -> dict[int, list[str]]:

@@ -149,6 +149,8 @@ class CheckpointStore:
             for later, path in entries(self.folder):
                 if later > step:
                     _remove(path)
+            if self._uploader is not None:
+                self._uploader.saved()  # which removes them at its URL, too
 
     # ---- restoring ----
 

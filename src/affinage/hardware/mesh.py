@@ -1,4 +1,4 @@
-"""The sizes of a recipe's `mesh`, and what XLA is told beyond its defaults where it has more than one device."""
+"""The sizes of a recipe's `mesh`, and the XLA flags for meshes of several devices."""
 
 import math
 from collections.abc import Mapping
