@@ -117,6 +117,7 @@ class IngestResult(DocumentsResult):
     """Documents of all sources."""
 
     not_sampled: int = 0  # left out by `data.sample`
+    lone_surrogates: int = 0  # documents in which they were replaced
 
 
 class DecontaminateResult(DocumentsResult):

@@ -49,11 +49,13 @@ def graph(
 
 def _batch_size(recipe: "Recipe") -> int:
     """The sequences of a step; those of a device where the mesh leaves the number of devices open."""
+    from affinage.training.job import rows_per_step
+
     settings = recipe.pretrain
     if settings is None:
         return 1
     devices = math.prod(size for size in recipe.mesh.values() if isinstance(size, int))
-    return settings.batch_size or (settings.per_device_batch_size or 1) * devices
+    return rows_per_step(settings, devices)
 
 
 def _vocabulary(recipe: "Recipe", run: Path) -> int:

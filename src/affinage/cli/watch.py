@@ -21,6 +21,7 @@ _SHOWN = 3  # reasons, benchmarks and groups that the line of a step names
 _FACTS = {  # attribute of a result -> what the line of its step says
     "documents_out": "{:,} documents",
     "not_sampled": "{:,} not in the sample",
+    "lone_surrogates": "{:,} with damaged characters replaced",
     "validation_documents": "{:,} held out",
     "vocabulary": "{:,} pieces",
     "train.rows": "{:,} rows",

@@ -25,6 +25,7 @@ from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
 from affinage.training.frozen import split_params
+from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_remat, check_update
 
 REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
@@ -238,7 +239,7 @@ def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _micro_batches(settings: TrainSettings, devices: int) -> list[int]:
-    rows = settings.batch_size or (settings.per_device_batch_size or 1) * devices
+    rows = rows_per_step(settings, devices)
     return [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
 
 
@@ -279,7 +280,7 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
     parallel = recipe.parallel.model_copy(update={"remat": least})
     meshes: list[Any] = [recipe.mesh]
     meshes += [{"fsdp": "auto", "tensor": t, "context": c} for t, c in itertools.product(_CURVE_SIZES, repeat=2)]
-    rows = settings.batch_size or (settings.per_device_batch_size or 1) * first.devices
+    rows = rows_per_step(settings, first.devices)
     plans: list[Plan] = []
     for where in _larger(first):
         batch = rows if kind == "strong" else rows * where.devices // first.devices
