@@ -115,7 +115,7 @@ def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "Da
     from affinage.hardware.devices import acquire
     from affinage.model.graph import preference_graph
     from affinage.parallel import MeshLayout, make_mesh, table_with
-    from affinage.planning.auto_remat import remat_for_devices
+    from affinage.planning.estimate import remat_for_devices
     from affinage.tracking import trackers_of
     from affinage.training import TrainJob, rows_per_step
     from affinage.training.job import Extension
