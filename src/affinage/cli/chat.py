@@ -67,9 +67,7 @@ def generate(
     texts = prompts or ["" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")]
     "".join(texts).encode()  # raises, before a model is opened, for words of another encoding than UTF-8
     if not any(texts):
-        fix = (
-            'For example: affinage generate MODEL "La monnaie de la France", or echo "La monnaie" | affinage generate MODEL'
-        )
+        fix = 'For example: affinage generate MODEL "Once upon a time", or echo "Once" | affinage generate MODEL'
         raise UserError("no prompt was given", fix=fix)
     loaded = opened(model, opening)
     from affinage.api import prompt_tokens
