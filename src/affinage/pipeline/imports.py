@@ -26,7 +26,7 @@ _TEMPLATE = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
 #   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
-#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, once there are conversations
+#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with `sft` uncommented
 {settings}
 data:
   sources: [my_text/]

@@ -20,7 +20,7 @@ from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, print_line
 from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
-from affinage.results import RESULTS, Result, read_result
+from affinage.results import RESULT, RESULTS, Result, read_json
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -235,10 +235,8 @@ class PipelineRunner:
                 Processes.current.broadcast(_NEXT, work)
                 together.enter_context(Processes.current.all_at_work())
             summary = step.fn(context)
-        manifest = store.finish(request, summary, started=started, clock=clock)
-        result = read_result(folder, RESULTS.get(step.name, Result))
-        assert result is not None
-        listener.on_end(planned, result, manifest["seconds"])
+        seconds = store.finish(request, summary, started=started, clock=clock)
+        listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
 
     # ---- other processes ----
 
