@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 from typer.core import TyperGroup
 
 from affinage.cli import options
-from affinage.cli.options import arg, find, opt, verbs, with_options
+from affinage.cli.options import arg, find, opt, verbs
 from affinage.cli.output import emit, table, working
-from affinage.cli.run import run_pipeline
+from affinage.cli.run import verb_until
 from affinage.errors import UserError
 
-_LAST = ("tokenize", "sft-data", "preference-data")  # the last of the data steps
 _SHOWN = 200  # characters of a text in a list
 
 
@@ -34,14 +33,13 @@ group = verbs(
 )
 
 
-@group.command()
-@with_options(settings=options.PipelineOptions)
-def run(recipe: options.RecipeArgument, *, settings: options.PipelineOptions) -> None:
-    """Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.
-
-    Example: affinage data quickstart --set data.sources='[my_folder/]'
-    """
-    run_pipeline(recipe, settings, _LAST, any_of=True)
+verb_until(
+    ("tokenize", "sft-data", "preference-data"),
+    "run",
+    "Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.\n\n"
+    "Example: affinage data quickstart --set data.sources='[my_folder/]'",
+    group,
+)
 
 
 @group.command()
