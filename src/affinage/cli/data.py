@@ -104,8 +104,6 @@ def head(
     run: Annotated[str, arg("RUN[/STEP]", "A run, or one of its data steps.")],
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
     reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
-    source: Annotated[str | None, opt("Only documents of this source.")] = None,
-    language: Annotated[str | None, opt("Only documents in this language.")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: options.RunsOption = options.RUNS,
@@ -123,7 +121,7 @@ def head(
     if reason is not None:
         rows = iter(removed(folder, step, reason))
     else:
-        rows = documents(folder, step, part=part, source=source, language=language)
+        rows = documents(folder, step, part)
     page = list(itertools.islice(rows, limit))
     shown = [row | {"text": str(row["text"])[:_SHOWN]} if "text" in row else row for row in page]
     emit(page, as_json, [table(shown) if shown else "no documents"])
