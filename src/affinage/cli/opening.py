@@ -62,7 +62,7 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     if announce and state is not None and is_there and is_first():
         print(f"Model: {state}", file=sys.stderr)
     kind: Literal["hub", "model"] = "hub" if target.kind == "hub" else "model"
-    return replace(target, kind=kind, path=folder, step=step, belongs_to=target.run), state
+    return replace(target, kind=kind, path=folder, step=step), state
 
 
 def opened(
@@ -78,10 +78,11 @@ def opened(
     """
     target, state = model_of(name, runs, announce=announce)  # before JAX is imported
     from affinage.cluster.processes import is_first
-    from affinage.pipeline.models import is_chat, open_target
+    from affinage.pipeline.models import is_chat
+    from affinage.pipeline.opening import open_model
 
     with working(f"opening {name}"):
-        model = open_target(target, runs, mesh=mesh)
+        model = open_model(target, runs, mesh=mesh)
     longest, length = model.context, max_model_len
     if length is not None and length > longest:
         what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"
