@@ -114,7 +114,7 @@ def _counted(index: ItemIndex, read: list[Path], texts: Callable[[], Any]) -> Oc
 
     A search of a corpus takes long, so its counts are stored for every other model that was trained on the same text.
     """
-    keys = [request[1] for folder in read if (request := read_request(folder)) is not None]
+    keys = [request.key for folder in read if (request := read_request(folder)) is not None]
     words = index.keys.tobytes() + index.lengths.tobytes()
     digest = hashlib.sha256(words + " ".join([str(_VERSION), *keys]).encode()).hexdigest()
     file = read[0].resolve().parent / f"contamination-{digest[:12]}.npz"

@@ -250,7 +250,7 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
     request = read_request(folder)
     if request is None or target.kind == "hub":
         return None
-    training, run = request[0].step, target.run
+    training, run = request.step, target.run
     name = target.name if target.step is None else target.name.rpartition("@")[0]
     if target.kind in ("run", "recipe"):
         run = run_of(target, runs)
@@ -285,7 +285,7 @@ def averaged_steps(step: Checkpoint | None, complete: Sequence[int]) -> list[int
 def made_from(result: Path, step: str) -> Path | None:
     """The result of `step` that went into `result`, directly or through others; None if there was none."""
     request = read_request(result)
-    for name, key in request[0].inputs.items() if request else ():
+    for name, key in request.inputs.items() if request else ():
         read = Store(result.parent).find(name, key)
         source = read if name == step else made_from(read, step)
         if source is not None and source.is_dir():
@@ -301,7 +301,7 @@ def is_hub_folder(folder: Path) -> bool:
 def is_tuned(training: Path) -> bool:
     """Whether it is a fine-tuning to conversations, and not only a model with a chat template."""
     request = read_request(training)
-    return request is not None and request[0].step in CHAT
+    return request is not None and request.step in CHAT
 
 
 def is_chat(training: Path) -> bool:
@@ -344,7 +344,7 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
     if request is None:
         return {}
     results = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
-    results[request[0].step] = training
+    results[request.step] = training
     evaluated = {step for name, step in EVALUATIONS.items() if name in results and read_manifest(run / step)}
     return results | {step: run / step for step in evaluated}
 
@@ -358,10 +358,10 @@ def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
     """
     training, _ = locate(target, runs)
     request = read_request(training)
-    before = next((name for name in TRAININGS if request is not None and name in request[0].inputs), "")
+    before = next((name for name in TRAININGS if request is not None and name in request.inputs), "")
     base = made_from(training, before)
     if request is None or base is None:
         origin = str(read_json(training / MODEL).get(BEGUN_WITH, ""))
         return "", "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
-    step = request[0].settings.get(request[0].step, {}).get("from_step")
+    step = request.settings.get(request.step, {}).get("from_step")
     return str(base if target.run is None else target.run / before) + (f"@{step}" if step else ""), ""

@@ -165,17 +165,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / MANIFEST) or None
 
 
-def read_request(folder: Path) -> tuple[Request, str] | None:
-    """Returns what a result, complete or not, is made from, and its key; None if the folder does not hold it.
+def read_request(folder: Path) -> Request | None:
+    """Returns what a result, complete or not, is made from; None if the folder does not hold it.
 
     Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
     """
     value = read_json(folder / REQUEST)
     try:
-        names = [value["step"], value["key"], *value["inputs"].keys(), *value["inputs"].values()]
-        if not all(map(_NAME.fullmatch, names)):
-            return None
-        return Request(**{name: value[name] for name in _FIELDS}), value["key"]
+        names = [value["step"], *value["inputs"].keys(), *value["inputs"].values()]
+        return Request(**{name: value[name] for name in _FIELDS}) if all(map(_NAME.fullmatch, names)) else None
     except (KeyError, TypeError, AttributeError):
         return None  # of another version
 
