@@ -478,7 +478,8 @@ def _open(
     from affinage.parallel import serving_layout
     from affinage.training.trainer import compute_dtype
 
-    precision = PrecisionSettings(**facts["precision"])
+    known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
+    precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
     return LoadedModel(
@@ -523,7 +524,7 @@ def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abst
     import jax
 
     from affinage.parallel.sharding import replicated
-    from affinage.training.frozen import kept_frozen
+    from affinage.training.state import kept_frozen
 
     whole = replicated(jax.tree.leaves(abstract)[0].sharding.mesh)
     if (pair := _trained_adapters(training, graph, step, whole)) is None:

@@ -216,7 +216,7 @@ def _model_of(
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.parallel import MeshLayout, serving_table
-    from affinage.training.frozen import split_params
+    from affinage.training.state import split_params
     from affinage.training.trainer import compute_dtype
 
     params = state.params
