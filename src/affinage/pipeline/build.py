@@ -142,11 +142,10 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
         config, files = {**_part(recipe, "model", "seed"), name: settings.deciding()}, tuple[str, ...]()
         if recipe.dpo is not None and name == "dpo":
             config["dpo"]["system_prompt"] = recipe.chat_system_prompt
-            if recipe.dpo.precompute_ref_log_probs:
-                of_reference = {**_part(recipe, "model"), "dpo": _part(recipe.dpo, "precision", "from_step")}
-                how: dict[str, Any] = {"version": 2, "sources": begun, "check": check, "distributed": True}
-                yield Step("ref-logprobs", _of_train("ref_logprobs"), of_reference, inputs, **how)
-                inputs += ("ref-logprobs",)
+            of_reference = {**_part(recipe, "model"), "dpo": _part(recipe.dpo, "precision", "from_step")}
+            how: dict[str, Any] = {"version": 2, "sources": begun, "check": check, "distributed": True}
+            yield Step("ref-logprobs", _of_train("ref_logprobs"), of_reference, inputs, **how)
+            inputs += ("ref-logprobs",)
         if name != "pretrain" and settings.monitor is not None:  # the monitor of a pretraining decides nothing
             inputs += ("synthesize",) if any(map(of_pocket_world, settings.monitor.tasks)) else ()
             files = (*task_files(filter(is_task_file, settings.monitor.tasks)), *_item_files(settings.monitor))
@@ -155,7 +154,7 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             _of_train("train"),
             config,
             inputs,
-            version=4,
+            version=5,
             files=files,
             sources=begun | extension_fingerprint(loaded, name),
             check=check,

@@ -26,8 +26,7 @@ from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer
 from affinage.pipeline.store import write_json
 from affinage.results import read_json
-from affinage.training.frozen import split_params
-from affinage.training.state import TrainState
+from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import compute_dtype
 
 POINTS = "monitor.json"

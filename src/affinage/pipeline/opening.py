@@ -24,7 +24,7 @@ from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
 from affinage.pipeline.store import read_manifest
 from affinage.plugins import VARIABLE, load_named_plugins
 from affinage.results import read_json
-from affinage.training.frozen import kept_frozen
+from affinage.training.state import kept_frozen
 from affinage.training.trainer import compute_dtype
 
 Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
@@ -105,7 +105,8 @@ def _open(
     sharding: Table | None = None,
 ) -> LoadedModel:
     """A model with the `facts` of its model.json; `params` loads parameters, given abstract ones with shardings."""
-    precision = PrecisionSettings(**facts["precision"])
+    known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
+    precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
     return LoadedModel(
