@@ -46,7 +46,7 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
     """Returns the recipe's model; `vocabulary` is the size of `vocab: auto`, by default that of the tokenizer."""
     prepare()
     from affinage.model import parse
-    from affinage.plugins import load_plugins
+    from affinage.registry import load_plugins
 
     load_plugins(loaded)
     size = loaded.recipe.tokenizer.vocab_size if vocabulary is None else vocabulary

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from affinage.config.load import load_recipe, packaged_recipes
 from affinage.errors import UserError
 from affinage.model.graph import parse
-from affinage.plugins import load_plugins
+from affinage.registry import load_plugins
 
 RECIPES = {name: yaml.safe_load(file.read_text()) for name, file in packaged_recipes().items()}
 WORDS = ["", "x", "../..", "~nobody/x", "a" * 5000, "\x00", "${HOME}", "auto", "null", "1e5", "0x10", "nan", "é"]

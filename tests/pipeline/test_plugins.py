@@ -19,7 +19,7 @@ from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.opening import load_trained
 from affinage.pipeline.runner import PipelineRunner
-from affinage.plugins import load_named_plugins, load_plugins
+from affinage.registry import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
 
 # of the quickstart: those that read the model

@@ -29,7 +29,7 @@ def graph(
     from affinage.model.graph import parse
     from affinage.model.layer import SEQUENCE
     from affinage.pipeline.models import resolve
-    from affinage.plugins import load_plugins
+    from affinage.registry import load_plugins
 
     load_plugins(loaded)
     vocabulary = _vocabulary(loaded.recipe, resolve(recipe, runs).run or runs / loaded.recipe.name)

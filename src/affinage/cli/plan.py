@@ -140,7 +140,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     from affinage.data.tuning_data import documents_in_a_row
     from affinage.pipeline.models import RECIPE, resolve
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
-    from affinage.plugins import load_plugins
+    from affinage.registry import load_plugins
     from affinage.results import SequencesResult, TokenizerResult, read_result
     from affinage.training.optimizer import check_choices
 

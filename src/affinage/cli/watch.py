@@ -106,7 +106,7 @@ def show_result(
 def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield where the results of a run's steps are, and the next command, each with its name."""
     from affinage.pipeline.models import TRAININGS, command
-    from affinage.plugins import VARIABLE
+    from affinage.registry import VARIABLE
 
     folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe
     yield "results", folder

@@ -19,7 +19,7 @@ from affinage.pipeline.imports import chat_template_of, extension_fingerprint, i
 from affinage.pipeline.models import EVALUATIONS, ROWS
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
-from affinage.plugins import load_plugins, plugin_sources
+from affinage.registry import load_plugins, plugin_sources
 
 _of_data, _of_train, _of_eval = (partial(lazily, f"steps_{name}") for name in ("data", "train", "eval"))
 

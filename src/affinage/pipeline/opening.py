@@ -22,7 +22,7 @@ from affinage.parallel.sharding import replicated
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
 from affinage.pipeline.store import read_manifest
-from affinage.plugins import VARIABLE, load_named_plugins
+from affinage.registry import VARIABLE, load_named_plugins
 from affinage.results import read_json
 from affinage.training.state import kept_frozen
 from affinage.training.trainer import compute_dtype

@@ -32,7 +32,7 @@ from affinage.pipeline.step import StepContext, Summary, at, mesh_of
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
 from affinage.planning.auto_remat import remat_for_devices
-from affinage.plugins import plugin_sources
+from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import TrainJob, rows_per_step
