@@ -93,7 +93,9 @@ class Tokenizer:
         self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
         self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
-        normalizer = state.get("normalizer") or {"type": "NFC"}  # in which conversations are, so that it changes nothing
+        normalizer = state.get("normalizer") or {
+            "type": "NFC"
+        }  # in which conversations are, so that it changes nothing
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer["type"] == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
         # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
@@ -103,8 +105,6 @@ class Tokenizer:
             prefix: sorted({len(c) for c in controls if c[:3] == prefix or prefix.startswith(c)}, reverse=True)
             for prefix in prefixes
         }
-        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
-        self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
 
     def _named_tokens(self) -> dict[str, str]:
         if self.fixed_ids:
@@ -245,11 +245,16 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
         """Return `encode` of every text as an array of `dtype`; affinage's own BPE is compiled."""
-        if self._fast_bpe is not None:
+        if self.kind == "bpe":
             flat, ends = self._fast_bpe.encode([_plain(text).replace(SPACE, " ") for text in texts])
             return np.split(flat, ends)[:-1]
         encodings = self._fast.encode_batch_fast(list(map(_plain, texts)), add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    @cached_property
+    def _fast_bpe(self) -> FastBpe:
+        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
+        return FastBpe(pieces, self.dtype)
 
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Return where control tokens are spelled in a text: (id, first character, end) of each."""
