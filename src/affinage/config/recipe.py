@@ -35,8 +35,6 @@ class EvaluateSettings(Settings):
     apply_chat_template: Literal["auto"] | bool = "auto"
     """auto: chat models answer generation tasks, if their file is here, and those tagged `chat` in their template;
     true: everything, for models that have a template; false: nothing."""
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Sequences of a forward pass; auto: as many as fit by the planner's estimate, at most 64 per part of the mesh."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
     compressors: bool = False

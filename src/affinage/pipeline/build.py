@@ -116,7 +116,7 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str, tuning: TuningSettings
         config["chat_template"] = template
     if tuning.seq_len is None:
         config["packing"] = _part(recipe.packing, "seq_len")
-    places = [source.as_source() for source in tuning.sources if not is_on_hub(source.as_source(), tuning.mirror)]
+    places = [source for source in tuning.sources if not is_on_hub(source, tuning.mirror)]
     files = tuple(location(place, tuning.root, tuning.mirror) for place in places)
     if contamination_targets(recipe):
         searched, item_files = _searched(recipe)
@@ -170,7 +170,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     evaluate = recipe.evaluate
     inputs = (*(["split"] if recipe.data is not None else []), "train-tokenizer", *trained)  # of the export
     if evaluate is not None:
-        config = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "data_dir"})}
+        config = {"evaluate": evaluate.model_dump(mode="json", exclude={"data_dir"})}
         decontaminate = recipe.data.decontaminate if recipe.data else None
         if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
             # How items are found in the text; otherwise the same settings have decided over the text itself.
@@ -200,9 +200,8 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
 
 def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
-    sources = [(each, recipe.data.root, recipe.data.mirror) for each in recipe.data.sources] if recipe.data else []
-    for tuning in _tunings(recipe).values():
-        sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
+    readers = [each for each in (recipe.data, *_tunings(recipe).values()) if each is not None]
+    sources = [(source, each.root, each.mirror) for each in readers for source in each.sources]
     files = [task for task in _tasks(recipe, monitored=True) if is_task_file(task)]
     named = [task for task in _tasks(recipe, monitored=True) if task != POCKET_WORLD and task not in files]
     if recipe.data and recipe.data.decontaminate:

@@ -284,8 +284,7 @@ def averaged_steps(step: Checkpoint | None, complete: Sequence[int]) -> list[int
 
 def made_from(result: Path, step: str) -> Path | None:
     """The result of `step` that went into `result`, directly or through others; None if there was none."""
-    request = read_request(result)
-    for name, key in request.inputs.items() if request else ():
+    for name, key in request.inputs.items() if (request := read_request(result)) else ():
         read = Store(result.parent).find(name, key)
         source = read if name == step else made_from(read, step)
         if source is not None and source.is_dir():
@@ -300,8 +299,7 @@ def is_hub_folder(folder: Path) -> bool:
 
 def is_tuned(training: Path) -> bool:
     """Whether it is a fine-tuning to conversations, and not only a model with a chat template."""
-    request = read_request(training)
-    return request is not None and request.step in CHAT
+    return (request := read_request(training)) is not None and request.step in CHAT
 
 
 def is_chat(training: Path) -> bool:
@@ -340,8 +338,7 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
     """By step: what went into a training, the training itself, and how `run` has evaluated these trainings."""
     from affinage.report.facts import ORDER
 
-    request = read_request(training)
-    if request is None:
+    if (request := read_request(training)) is None:
         return {}
     results = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
     results[request.step] = training

@@ -52,7 +52,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        batch_size=settings.batch_size,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
