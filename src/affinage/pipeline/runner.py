@@ -226,7 +226,6 @@ class PipelineRunner:
         started, clock = time.time(), time.monotonic()
 
         def on_metrics(row: Mapping[str, Any]) -> None:
-            store.check_begun(request)  # nothing that a training writes into another folder would be found
             self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
             listener.on_metrics(row)
 

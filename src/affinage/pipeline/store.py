@@ -88,13 +88,6 @@ class Store:
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
-    def check_begun(self, request: Request) -> None:
-        """Raise UserError if the folder that `begin` returned was deleted or moved."""
-        folder = self.path(request)
-        if not (folder / REQUEST).is_file():
-            what = "this folder was deleted or moved while its result was made"
-            raise UserError(what, where=str(folder), fix="Run the same command again.")
-
     def discard(self, request: Request) -> None:
         """Remove a result, complete or not."""
         folder = self.path(request)
@@ -110,7 +103,9 @@ class Store:
         the seconds that it took. Raises UserError if the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
-        self.check_begun(request)
+        if not (folder / REQUEST).is_file():
+            what = "this folder was deleted or moved while its result was made"
+            raise UserError(what, where=str(folder), fix="Run the same command again.")
         write_json(folder / RESULT, summary)
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
