@@ -232,10 +232,15 @@ def check_tokenize(loaded: LoadedRecipe) -> None:
 
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
-    """The conversations are there, and so is their template."""
+    """The conversations are there, and a template that the imported tokenizer, if there is one, has the tokens of."""
     tuning: TuningSettings = getattr(loaded.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
             check_source(tuning, index)
     folder = initial_folder(loaded)
-    chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
+    template = chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
+    if folder is not None:
+        with at(loaded, "init_from"):
+            tokenizer = Tokenizer(folder / TOKENIZER)
+            tokenizer.use_template(template)
+            _ = tokenizer.conversation_marks

@@ -25,7 +25,7 @@ from affinage.model.graph import ANSWERS, preference_graph
 from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder
-from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, TOKENIZER
+from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at, mesh_of
@@ -260,10 +260,6 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     if folder is not None:
         with line("init_from"):
             initial_params(folder, graph)
-            tokenizer = Tokenizer(folder / TOKENIZER)
-            if recipe.sft is not None or recipe.dpo is not None:
-                tokenizer.use_template(chat_template_of(loaded, folder / TOKENIZER))
-                _ = tokenizer.conversation_marks
     elif recipe.tokenizer.kind == "bpe":
         _check_vocabulary(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))
