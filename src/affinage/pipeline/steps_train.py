@@ -237,11 +237,9 @@ def token_rows(
 
 def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    from affinage.data.lineage import spans_of_row
-
     rows = []
     for row, (folder, number) in enumerate(feed.where(step - 1)):
-        documents = [f"{span['source']}/{span['id']}" for span in spans_of_row(feed.shards[folder], number)]
+        documents = [f"{span['source']}/{span['id']}" for span in feed.shards[folder].spans_of_row(number)]
         rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
     return rows
 
