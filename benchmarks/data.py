@@ -209,9 +209,7 @@ class GrainSource:
         return self._shards.rows
 
     def __getitem__(self, index: int) -> np.ndarray:
-        tokens = np.empty((1, SEQ_LEN), np.int32)
-        self._shards.read(np.array([index]), tokens, tokens)
-        return tokens[0]
+        return self._shards.read(np.array([index]))[0][0]
 
 
 def by_grain(sources: list[Any]) -> Callable[[int], dict[str, np.ndarray]]:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer
 from affinage.data.mixture import Component, Group, Stage, Weights, stages_of
 from affinage.data.order import permuted
 from affinage.data.special_tokens import MARKS, Marks
-from affinage.data.token_shards import TokenShards, find_shard_folders, open_shards
+from affinage.data.token_shards import find_shard_folders, open_shards
 from affinage.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -55,14 +55,6 @@ def make_batch(
     loss_mask: Float[np.ndarray, "B S"] = counted.astype(np.float32)
     fields = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
     return fields | {"rows": rows.astype(np.int32)}
-
-
-def read_rows(shards: TokenShards, rows: Integer[np.ndarray, " B"]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens int32 [B, S] of rows by their numbers, and uint8 [B, S], 1 where they are trained on."""
-    tokens = np.empty((len(rows), shards.seq_len), np.int32)
-    mask = np.ones((len(rows), shards.seq_len), np.uint8)
-    shards.read(rows, tokens, mask)
-    return tokens, mask
 
 
 class DataLoader:
@@ -172,7 +164,7 @@ class DataLoader:
         mask = np.ones((size, self.context), np.uint8)
         references = np.zeros((size, *next((of.shape[1:] for of in self.reference.values()), ())), np.float32)
         for name, lines, rows in self._draws(step * self.batch_size + first, size):
-            self.shards[name].read(rows, tokens, mask, lines)
+            tokens[lines], mask[lines] = self.shards[name].read(rows)
             if self.reference:
                 references[lines] = self.reference[name][rows]
         batch = make_batch(tokens, mask, np.arange(first, first + size), next(iter(self.shards.values())).marks)
@@ -235,7 +227,7 @@ class ValidationRows:
         chosen = self._chosen[index * self.batch_size + first :][:size]
         tokens = np.full((size, self.context), self._shards.marks.pad, np.int32)
         mask = np.zeros((size, self.context), np.uint8)
-        tokens[: len(chosen)], mask[: len(chosen)] = read_rows(self._shards, chosen)
+        tokens[: len(chosen)], mask[: len(chosen)] = self._shards.read(chosen)
         batch = make_batch(tokens, mask, np.arange(first, first + size), self._shards.marks)
         if self.reference is not None:
             batch[REFERENCE] = np.zeros((size, self.reference.shape[1]), np.float32)
@@ -249,8 +241,3 @@ class ValidationRows:
 def validation_sets(folder: Path, *, batch: int, limit: int | None = None) -> dict[str, ValidationRows]:
     """Return all folders of shards below `folder`, by name; none if there was no text to hold out."""
     return {name: ValidationRows(path, batch=batch, limit=limit) for name, path in find_shard_folders(folder).items()}
-
-
-def read_reference(folder: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of `folder`, memory-mapped, by the folders of rows that they belong to."""
-    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("*.npy"))}

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,13 +58,6 @@ def is_local(place: str) -> bool:
 def local_path(place: str) -> Path:
     """Return the path that a local path or URL means."""
     return Path(fsspec.core.strip_protocol(place)) if "://" in place else from_home(place)
-
-
-def open_url(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it. Raises UserError where a package is missing."""
-    with errors_at(url):
-        filesystem, path = fsspec.core.url_to_fs(url)
-        return filesystem, str(path)
 
 
 def check_url(url: str) -> None:
@@ -188,8 +180,8 @@ def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
         local_path(place).mkdir(parents=True, exist_ok=True)
         write_atomically(local_path(place) / name, *parts)
         return
-    filesystem, path = open_url(place)
     with errors_at(place):
+        filesystem, path = fsspec.core.url_to_fs(place)
         filesystem.makedirs(path, exist_ok=True)
         upload(filesystem, f"{path}/{name}", b"".join(parts))
 
@@ -260,55 +252,54 @@ class TokenShards:
                 rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
         return sorted(rows)
 
-    def read(
-        self,
-        rows: Integer[np.ndarray, " n"],
-        tokens: Integer[np.ndarray, "B S"],
-        mask: Integer[np.ndarray, "B S"],
-        lines: Integer[np.ndarray, " n"] | None = None,
-    ) -> None:
-        """Copy rows by their numbers into `lines` (by default the first) of `tokens`, and of `mask` if there is one."""
+    def read(self, rows: Integer[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n S"], Integer[np.ndarray, "n S"]]:
+        """Return the tokens of rows by their numbers, int32, and a mask, uint8, 1 where they are trained on."""
         shards = np.searchsorted(self.starts, rows, side="right") - 1
-        within = rows - self.starts[shards]
-        lines = np.arange(len(rows)) if lines is None else lines
+        within = (rows - self.starts[shards]).tolist()
+        tokens = np.empty((len(rows), self.seq_len), np.int32)
+        mask = np.ones(tokens.shape, np.uint8)
         if not self.shards:
-            tokens[lines] = self._download(shards.tolist(), within.tolist())
-        for line, shard, row in zip(lines.tolist(), shards.tolist(), within.tolist(), strict=True):
+            tokens[:] = self._download(shards.tolist(), within)
+        for line, (shard, row) in enumerate(zip(shards.tolist(), within, strict=True)):
             if self.shards:
                 tokens[line] = self.shards[shard][row]
             if self.masks:
                 mask[line] = self.masks[shard][row]
+        return tokens, mask
 
     def _download(self, shards: list[int], rows: list[int]) -> Integer[np.ndarray, "n S"]:
         """Read rows at the URL, each by a range request, all at the same time where the file system can."""
         url, dtype = self.facts["url"], np.dtype(self.facts["dtype"])
-        filesystem, path = open_url(url)
         size = self.seq_len * dtype.itemsize
         files = [self.facts["files"][self.names[shard]] for shard in shards]
         begins = [file["bytes"] - (file["rows"] - row) * size for file, row in zip(files, rows, strict=True)]
         ends = [begin + size for begin in begins]
-        paths = [f"{path}/{self.names[shard]}" for shard in shards]
-        contents = b"".join(_patient(lambda: filesystem.cat_ranges(paths, begins, ends, on_error="raise"), url))
+
+        def ranges() -> list[bytes]:
+            filesystem, path = fsspec.core.url_to_fs(url)
+            paths = [f"{path}/{self.names[shard]}" for shard in shards]
+            contents: list[bytes] = filesystem.cat_ranges(paths, begins, ends, on_error="raise")
+            return contents
+
+        contents = b"".join(_patient(ranges, url))
         if len(contents) != len(rows) * size:
             raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
         return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)
 
 
 def open_shards(folder: Path) -> TokenShards:
-    """Open a folder of shards. Raises UserError where files are missing or not of the counted size."""
+    """Open a folder of shards. Raises UserError where files here are missing or not of the counted size."""
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     files, url = facts["files"], facts.get("url", "")
     names, masks = ([name for name in files if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
-    shards: list[np.ndarray] = []
-    if is_local(url):
-        place = local_path(url) if url else folder
-        shards = [_open(place, name, (files[name]["rows"], facts["seq_len"])) for name in names]
-    else:
-        _check_sizes(url, {name: files[name]["bytes"] for name in names})
-    opened = tuple(_open(folder, name, (files[name]["rows"], facts["seq_len"])) for name in masks)
+    place = local_path(url) if url else folder
+    shards, opened = (
+        tuple(_open(here, name, (files[name]["rows"], facts["seq_len"])) for name in members)
+        for here, members in ((place, names if is_local(url) else ()), (folder, masks))
+    )
     starts = np.cumsum([0, *(files[name]["rows"] for name in names)])
     marks = Marks(**facts["marks"]) if "marks" in facts else MARKS
-    return TokenShards(folder, facts, tuple(names), tuple(shards), opened, starts, marks)
+    return TokenShards(folder, facts, tuple(names), shards, opened, starts, marks)
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:
@@ -327,13 +318,3 @@ def _open(folder: Path, name: str, shape: tuple[int, int]) -> np.ndarray:
     if array.shape != shape:
         raise UserError(f"{name} has the shape {array.shape} instead of {shape}", where=str(folder), fix=_AGAIN)
     return array
-
-
-def _check_sizes(url: str, expected: dict[str, int]) -> None:
-    """Raise UserError unless the files at a URL have the sizes with which they were written."""
-    filesystem, path = open_url(url)
-    entries = _patient(lambda: filesystem.ls(path, detail=True) if filesystem.exists(path) else [], url)
-    sizes = {os.path.basename(entry["name"]): int(entry["size"] or 0) for entry in entries}
-    for name, size in expected.items():
-        if sizes.get(name) != size:
-            raise UserError(f"{name} has {sizes.get(name, 'no')} bytes instead of {size}", where=url, fix=_AGAIN)

@@ -93,10 +93,8 @@ class Tokenizer:
         self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
         self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
-        normalizer = state.get("normalizer") or {
-            "type": "NFC"
-        }  # in which conversations are, so that it changes nothing
-        self._exact = self.kind == "bpe" or (self._byte_level and normalizer["type"] == "NFC")
+        normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
+        self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
         # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
         prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
@@ -272,12 +270,11 @@ class Tokenizer:
 
         With `tags`, tags such as <think> are structure, where they are no special tokens.
         """
-        text, place, parts = _plain(text), 0, []
-        for id_, start, _ in self.control_spans(text):
+        text = _plain(text)
+        for id_, start, _ in reversed(self.control_spans(text)):
             if not (tags and id_ not in self._special and _TAG.fullmatch(self._pieces[id_])):
-                parts += [text[place : start + 1], _GUARD]
-                place = start + 1
-        return "".join([*parts, text[place:]])
+                text = text[: start + 1] + _GUARD + text[start + 1 :]
+        return text
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
         """Return the ids of what a chat template wrote, as transformers has them, and which lie in spans of characters.
@@ -299,9 +296,9 @@ class Tokenizer:
         if not spans:
             return ids, trained.tolist()
         edges = [edge for span in spans for edge in span]
-        sizes = self._written_bytes[ids]
-        if self._exact and sizes.sum() == len(text.encode()):  # a quarter faster than asking for their places
-            stops = np.cumsum(sizes)
+        sizes = self._spelled_bytes[np.array(ids, np.int64)]
+        stops = np.cumsum(sizes)
+        if self._exact and len(ids) and stops[-1] == len(text.encode()):  # a quarter faster than asking for the places
             starts = stops - sizes
             places = np.array([len(text[:edge].encode()) for edge in edges])
         else:
@@ -320,16 +317,21 @@ class Tokenizer:
         return self._pieces.get(token, "")
 
     @cached_property
-    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
-        controls, alphabet = set(self.controls.values()), frozenset(pre_tokenizers.ByteLevel.alphabet())
+    def _spelled_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes by which each id is spelled."""
+        alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet() if self._byte_level else ())
         sizes = np.zeros(self.vocabulary, np.int64)
         for token, piece in self._pieces.items():
-            if token not in controls:
-                # Byte-level pieces spell every byte as a character.
-                is_bytes = self._byte_level and alphabet.issuperset(piece)
-                plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
-                sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
+            is_bytes = alphabet.issuperset(piece) and piece not in self.controls  # every byte as a character
+            plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
+            sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
+        return sizes
+
+    @cached_property
+    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
+        sizes = self._spelled_bytes.copy()
+        sizes[list(self.controls.values())] = 0
         return sizes
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
@@ -344,14 +346,6 @@ class Tokenizer:
         ends[-1:] = [len(text)] if ends else []
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
         return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
-
-    @cached_property
-    def _written_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """`piece_bytes`, with those that control tokens are spelled with."""
-        sizes = self.piece_bytes.copy()
-        for content, id_ in self.controls.items():
-            sizes[id_] = len(content.encode())
-        return sizes
 
     @cached_property
     def _spells_everything(self) -> bool:

@@ -28,7 +28,6 @@ from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import Encoded
 from affinage.data.conversations import Conversation, Pair, Part, open_source, read_lines
-from affinage.data.dataloader import read_rows
 from affinage.data.decontaminate import Searched, contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
@@ -360,7 +359,7 @@ def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tu
     sources = {name: open_shards(path) for name, path in find_shard_folders(folder / "train").items()}
     places = ((name, row) for row in range(count) for name, shards in sources.items() if row < shards.rows)
     for name, row in itertools.islice(places, count):
-        tokens, mask = (rows[0] for rows in read_rows(sources[name], np.array([row])))
+        tokens, mask = (rows[0] for rows in sources[name].read(np.array([row])))
         here, text = np.arange(sources[name].spans_of_row(row)[0]["stop"]), Text()
         for run in np.split(here, np.flatnonzero(np.diff(mask[here])) + 1):
             spelled = tokenizer.decode(tokens[run], keep_special=True)

@@ -75,7 +75,6 @@ class TrainingRows:
         Returns {row, folder, number, documents: [{id, source, url, start, stop, offset}]} for each row; for one row its
         documents also have `text`. Raises UserError for steps and rows that do not exist.
         """
-        from affinage.data.dataloader import read_rows
         from affinage.training.health import data_offset_at
 
         if not 1 <= step <= self.facts["steps"]:
@@ -90,7 +89,7 @@ class TrainingRows:
                 documents = [{k: v for k, v in span.items() if k != "row"} for span in spans]
                 rows.append({"row": index, "folder": folder, "number": number, "documents": documents})
         if row is not None:
-            tokens, _ = read_rows(self.feed.shards[rows[0]["folder"]], np.array([rows[0]["number"]]))
+            tokens, _ = self.feed.shards[rows[0]["folder"]].read(np.array([rows[0]["number"]]))
             for document in rows[0]["documents"]:
                 document["text"] = self.tokenizer.decode(tokens[0, document["start"] : document["stop"]].tolist())
         return rows

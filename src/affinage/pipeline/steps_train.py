@@ -32,7 +32,8 @@ Tuning = TypeVar("Tuning", bound=TuningSettings)
 
 def train(context: StepContext) -> Summary:
     """Train the model, from random weights or those of the training or import before, on the rows of its data step."""
-    from affinage.data.dataloader import read_reference
+    import numpy as np
+
     from affinage.training import train
 
     recipe, name, inputs = context.recipe, context.step, context.inputs
@@ -46,7 +47,10 @@ def train(context: StepContext) -> Summary:
         for held_out in validation.values():
             held_out.bytes = 0  # the loss is of pairs, not of text
     if reference is not None:
-        feed.reference, of_validation = read_reference(reference / "train"), read_reference(reference / "validation")
+        feed.reference, of_validation = (
+            {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in (reference / part).glob("*.npy")}
+            for part in ("train", "validation")
+        )
         for title, held_out in validation.items():
             held_out.reference = of_validation.get(title)
         data["reference"] = content_hash(reference, "train")
