@@ -12,6 +12,7 @@ import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from os.path import commonpath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -298,8 +299,6 @@ def _spans_at_once(
     if template.marks_answers:
         if len(blocks) != len(answers):
             return None
-        for number, (start, end) in zip(answers, blocks, strict=True):
-            _check_written(messages[number], number, text[start:end])
         return [block for number, block in zip(answers, blocks, strict=True) if number in trained]
     talk = messages[messages[0]["role"] == "system" :]
     if [each["role"] for each in talk] != ["user", "assistant"] * len(answers):
@@ -320,7 +319,7 @@ def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) ->
     text, blocks = template.render_blocks(messages[: number + 1])
     if template.marks_answers:
         before = template.render(messages[:number]) if number else ""
-        begin = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text)))
+        begin = len(commonpath([before, text]))
         spans = [block for block in blocks if block[0] >= begin]
         earlier = sum(message["role"] == "assistant" for message in messages[:number])
         if not spans or len(blocks) - len(spans) < earlier:
@@ -332,15 +331,10 @@ def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) ->
             what = f"the chat template asks for message {number + 1} with another text than it writes before it"
             raise UserError(f"{what}: what the model would have said is a guess", where=_WHERE, fix=_MARK)
         spans = [(begin, begin + _turn_end(text[begin:], template.tokenizer))]
-    _check_written(messages[number], number, text[begin:])
-    return text, spans
-
-
-def _check_written(message: Message, number: int, text: str) -> None:
-    words = message["content"].split()
-    if words and words[-1] not in text:
+    if not all(word in text[begin:] for word in messages[number]["content"].split()[-1:]):
         fix = "Some want messages that are lists of texts and pictures; take one for texts."
         raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
+    return text, spans
 
 
 def _turn_end(answer: str, tokenizer: "Tokenizer") -> int:

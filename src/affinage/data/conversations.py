@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
-from affinage.data.chat import REASONING, Message, check_messages
+from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
 from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
 from affinage.data.foreign_json import encodable, of_a_line
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
@@ -85,7 +85,7 @@ def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Conve
     if messages is None:
         what = f"this line has {sorted(item)}, which is no conversation of the form {form}"
         raise UserError(what, where=where, fix=f"A conversation has {_CONVERSATION}.")
-    parsed = _with_system([_message(each, where) for each in messages], item, where)
+    parsed = _with_system([_message(each, where) for each in messages], item)
     check_messages(parsed, where=where)
     return Conversation(_id(item, name), parsed)
 
@@ -114,13 +114,13 @@ def parse_pair(item: Item, *, where: str, name: str) -> Pair:
     key = next((key for key in (*_QUESTIONS, "messages", "conversations") if key in item), None)
     turns = _turns(item[key], "user") if key else [_instruction(item)] if "instruction" in item else []
     prompt = [_message(each, where) for each in turns] or chosen[:same]
-    if same and _alike(prompt[-1], chosen[same - 1]):
+    if same and len({(each["role"], str(each["content"]).strip()) for each in (prompt[-1], chosen[same - 1])}) == 1:
         prompt = chosen[:same]  # whole conversations, with the prompt beside them
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:
         raise UserError("a pair without a prompt", where=where, fix=f"A pair needs {_PAIR}.")
-    prompt = _with_system(prompt, item, where)
+    prompt = _with_system(prompt, item)
     for answer in (chosen, rejected):
         check_messages([*prompt, *answer], where=where)
     return Pair(_id(item, name), prompt, chosen, rejected)
@@ -143,16 +143,10 @@ def _instruction(item: Item) -> Item:
     return {"role": "user", "content": "\n\n".join(str(part) for part in (item["instruction"], about) if part)}
 
 
-def _alike(one: Message, other: Message) -> bool:
-    return bool(one["role"] == other["role"] and str(one["content"]).strip() == str(other["content"]).strip())
-
-
-def _with_system(messages: list[Message], item: Item, where: str) -> list[Message]:
+def _with_system(messages: list[Message], item: Item) -> list[Message]:
     """Return the messages, after the system message that the line has beside them."""
-    systems = (item[key] for key in ("system", "system_prompt") if isinstance(item.get(key), str))
-    if not (system := next(filter(None, systems), "")) or (messages and messages[0]["role"] == "system"):
-        return messages
-    return [_message({"role": "system", "content": system}, where), *messages]
+    system = item.get("system") or item.get("system_prompt")
+    return with_system_prompt(messages, _text(system) if isinstance(system, str) else "")
 
 
 def _message(message: Any, where: str) -> Message:

@@ -1,6 +1,6 @@
 """Which groups of sequences a training draws from: weights, in stages, as a function of the step alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,6 @@ class Group(NamedTuple):
 
 Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`; or of `all` alone
 Component = tuple[str, ...]  # names of the groups that are shuffled together
-# A component, the lines of the batch that it gives, int64 [n], and their positions in its endless sequence of epochs.
-Draws = tuple[Component, np.ndarray, np.ndarray]
 
 
 class Stage(NamedTuple):
@@ -37,15 +35,17 @@ class Stage(NamedTuple):
     counts: Integer[np.ndarray, " components"]  # slots of every component
     begun: Integer[np.ndarray, " components"]  # position of every component at the beginning of the stage
 
-    def draws(self, first: int, count: int) -> list[Draws]:
-        """Return what `count` draws from `first` on take."""
+    def draws(self, first: int, count: int) -> Iterator[tuple[Component, np.ndarray, np.ndarray]]:
+        """Return what `count` draws from `first` on take of every component: int64 [n] lines of a batch, [n] positions.
+
+        A position is one of the component's endless sequence of epochs.
+        """
         turns, slots = np.divmod(np.arange(first - self.first, first - self.first + count), len(self.pattern))
-        chosen, draws = self.pattern[slots], []
+        chosen = self.pattern[slots]
         for number in np.unique(chosen).tolist():
             lines = np.flatnonzero(chosen == number)
             positions = self.begun[number] + turns[lines] * self.counts[number] + self.ranks[slots[lines]]
-            draws.append((self.components[number], lines, positions))
-        return draws
+            yield self.components[number], lines, positions
 
     def positions_at(self, draw: int) -> Integer[np.ndarray, " components"]:
         """Return the position that every component has reached before a draw."""

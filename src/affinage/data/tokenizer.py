@@ -1,8 +1,7 @@
 """Text to token ids and back, by a tokenizer.json: one of affinage's, whose first ten ids are fixed, or of any model.
 
-No text ever becomes a control token. The library matches control tokens in text before anything else, so each of them
-is renamed here to a spelling that no text has (`_renamed`). What a chat template writes gets its control tokens by
-`encode_rendered`; `guard` protects the messages in it.
+No text ever becomes a control token: the library matches them in text before anything else, so each is renamed here to
+a spelling that no text has. What a chat template writes gets them by `encode_rendered`; `guard` protects its messages.
 """
 
 import json
@@ -96,6 +95,7 @@ class Tokenizer:
         normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+        self._anchor = self.encode(_ANCHOR)
         # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
         prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
         self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
@@ -108,13 +108,12 @@ class Tokenizer:
         if self.fixed_ids:
             named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
             return {name: CONTROL_PIECES[token] for name, token in named.items()}
-        config: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
         for file in (self.folder / "special_tokens_map.json", self.folder / CONFIG):
-            if file.is_file():
-                config |= {name: token for name, token in read_object(file).items() if token is not None}
-        spelled = {name: config.get(name) for name in _NAMED}
-        spelled = {name: token.get("content") if isinstance(token, dict) else token for name, token in spelled.items()}
-        return {name: token for name, token in spelled.items() if isinstance(token, str)}
+            for name, token in read_object(file).items() if file.is_file() else ():
+                content = token.get("content") if isinstance(token, dict) else token
+                spelled |= {name: content} if name in _NAMED and isinstance(content, str) else {}
+        return spelled
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
@@ -132,8 +131,7 @@ class Tokenizer:
 
     def id_of(self, piece: str) -> int | None:
         """Return the id of a piece or a control token, None if the vocabulary lacks it."""
-        id_: int | None = self.controls.get(piece, self._fast.token_to_id(piece))
-        return id_
+        return self.controls.get(piece, self._fast.token_to_id(piece))
 
     def _named(self, name: str) -> int | None:
         return self.id_of(self.special_tokens.get(name, ""))
@@ -143,9 +141,9 @@ class Tokenizer:
         """Ids that a text begins with: <s>; what another tokenizer itself puts before a text."""
         if self.fixed_ids:
             return (BOS,)
-        plain: list[int] = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
         whole: list[int] = self._fast.encode(_ANCHOR).ids
-        return tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
+        before = len(whole) - len(self._anchor)
+        return tuple(whole[:before]) if whole[before:] == self._anchor else ()
 
     @property
     def bos(self) -> int:
@@ -376,24 +374,18 @@ class Tokenizer:
             if 0 <= token < self.vocabulary and token not in controls:
                 run.append(token)
                 continue
-            parts.append(self._decode_text(run))
+            parts.append(self._decode_text(run) if run else "")
             run = []
             if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
                 parts.append(REPLACEMENT)
             elif keep_special or token not in self._special:
                 parts.append(self._pieces[token])
-        return "".join([*parts, self._decode_text(run)])
+        return "".join([*parts, self._decode_text(run) if run else ""])
 
     def _decode_text(self, ids: list[int]) -> str:
-        if not ids:
-            return ""
         # After another token: some decoders drop the space that the first token of a text begins with.
         text: str = self._fast.decode([*self._anchor, *ids], skip_special_tokens=False)
         return text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :]
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        return self.encode(_ANCHOR)
 
 
 @lru_cache(maxsize=1)
@@ -425,9 +417,8 @@ def template_in(folder: Path) -> str | None:
             raise UserError(f"this is no text: {error}", where=str(folder / TEMPLATE)) from error
     template = read_object(folder / CONFIG).get("chat_template") if (folder / CONFIG).is_file() else None
     if isinstance(template, list):  # several, by name
-        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}.get(
-            "default"
-        )
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
     return template if isinstance(template, str) else None
 
 
