@@ -12,7 +12,6 @@ import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from os.path import commonpath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -319,7 +318,7 @@ def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) ->
     text, blocks = template.render_blocks(messages[: number + 1])
     if template.marks_answers:
         before = template.render(messages[:number]) if number else ""
-        begin = len(commonpath([before, text]))
+        begin = next((n for n, pair in enumerate(zip(before, text)) if pair[0] != pair[1]), min(len(before), len(text)))
         spans = [block for block in blocks if block[0] >= begin]
         earlier = sum(message["role"] == "assistant" for message in messages[:number])
         if not spans or len(blocks) - len(spans) < earlier:
