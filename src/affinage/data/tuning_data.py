@@ -24,7 +24,6 @@ from rich.text import Text
 from affinage.config.data import SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
-from affinage.data.atomic import write_json
 from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import Encoded
 from affinage.data.conversations import Conversation, Pair, Part, open_source, read_lines
@@ -113,10 +112,8 @@ def prepare_tuning_data(
     size = sum(part.bytes // count for task in tasks for part, _, count in task.parts if isinstance(part, SourceFile))
     shown = lambda share: progress(f"reading {share:.0%}")  # noqa: E731
     read = executor.map(read_keys, tasks, folder / "keys", bytes=size, progress=shown)
-    selection = folder / "keys" / "selection.json"
-    write_json(selection, _select(tasks, read))
     shown = lambda share: progress(f"tokenizing {share:.0%}")  # noqa: E731
-    write = partial(write_lines, selection=selection)
+    write = partial(write_lines, selection=_select(tasks, read))
     written = executor.map(write, tasks, folder / "shards", bytes=size, progress=shown)
     summary = _finish(tasks, read, written, tokenizer)
     for stage in ("shards", "keys"):
@@ -169,20 +166,20 @@ def read_keys(task: TuningTask) -> dict[str, Any]:
             keys.append(key)
             if task.searched is not None:
                 texts.append("\n\n".join(text for text in strings_in(vars(line)) if " " in text))
-    contained = contaminated(texts, task.searched) if task.searched is not None and texts else {}
-    in_benchmark = sorted({keys[place] for place in contained})
-    return {"counts": counts, "keys": keys, "first_bad": first_bad, "contaminated": in_benchmark}
+    holders = contaminated(texts, task.searched) if task.searched is not None and texts else {}
+    in_benchmark = sorted({keys[place] for place in holders})
+    return {"counts": counts, "keys": keys, "first_bad": first_bad, "in_benchmark": in_benchmark}
 
 
 def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return, of every source, the largest keys that are used and held out; and the keys of all held-out lines."""
-    in_benchmark = sorted({key for result in read for key in result["contaminated"]})
+    in_benchmark = {key for result in read for key in result["in_benchmark"]}
     last: dict[str, tuple[int, int]] = {}
     held_out: set[int] = set()
     for name, members in itertools.groupby(zip(tasks, read, strict=True), lambda member: member[0].name):
         (task, *_), results = zip(*members, strict=True)
         keys = np.sort(np.array([key for result in results for key in result["keys"]], np.uint64))
-        keys = keys[~np.isin(keys, np.array(in_benchmark, np.uint64))]
+        keys = keys[~np.isin(keys, np.array([*in_benchmark], np.uint64))]
         limit, last_held_out = task.largest_key, -1
         if task.source.max_examples is not None:
             keys = keys[: max(1, round(task.source.max_examples * task.settings.sample))]
@@ -195,18 +192,16 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
                 last_held_out = int(first[-1])
                 held_out.update(first.tolist())
         last[name] = limit, last_held_out
-    return {"last": last, "held_out": sorted(held_out), "contaminated": in_benchmark}
+    return {"last": last, "held_out": held_out, "in_benchmark": in_benchmark}
 
 
 # ---- a shard ----
 
 
-def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
+def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
     """Encode the lines of a task and write its shards; return what was counted of them and of each part."""
     tokenizer = cached_tokenizer(task.tokenizer, task.template)
-    selected = json.loads(selection.read_text(encoding="utf-8"))
-    limit, last_held_out = selected["last"][task.name]
-    held_out, in_benchmark = frozenset(selected["held_out"]), frozenset(selected["contaminated"])
+    limit, last_held_out = selection["last"][task.name]
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
     counts, used, first_bad = Counter[str](), Counter[str](), ""
     for key, line in _lines(task):
@@ -215,9 +210,9 @@ def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
         part = "validation" if key <= last_held_out else "train"
         if key > limit:
             counts["not_sampled"] += 1
-        elif key in in_benchmark:
+        elif key in selection["in_benchmark"]:
             counts["in_benchmark"] += 1
-        elif part == "train" and key in held_out:  # of another source
+        elif part == "train" and key in selection["held_out"]:  # of another source
             counts["held_out_elsewhere"] += 1
         else:
             counts["used"] += 1
