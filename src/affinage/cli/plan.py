@@ -128,11 +128,11 @@ class _Planned:
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
-    from affinage.config.load import load_recipe, load_saved
+    from affinage.config.load import load_recipe
     from affinage.pipeline.models import RECIPE, resolve
     from affinage.planning.plan import only, planned_graph, training_settings
-    from affinage.plugins import load_plugins
-    from affinage.results import ChatDataResult, TokenizeResult, TokenizerResult, read_result
+    from affinage.registry import load_plugins
+    from affinage.results import SequencesResult, TokenizerResult, read_result
     from affinage.training.optimizer import check_choices
 
     target = resolve(name, runs)
@@ -145,12 +145,11 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
         automatic = [node for node, settings in nodes if settings.get("vocab") == "auto"]
         changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
     if changed != overrides:
-        loaded = load_recipe(file, changed) if target.run is None else load_saved(Path(file), changed)[0]
+        loaded = load_recipe(file, changed, left_out=None if target.run is None else [])
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
-    kind: type[TokenizeResult | ChatDataResult] = TokenizeResult if section == "pretrain" else ChatDataResult
-    packed = read_result(run / _DATA[section], kind)
+    packed = read_result(run / _DATA[section], SequencesResult)
     tokens = packed.train.tokens if packed and packed.train else None
     return _Planned(name, file, changed, loaded, section, planned_graph(loaded), tokens)
 

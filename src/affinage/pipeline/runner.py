@@ -1,7 +1,6 @@
 """Plan a recipe's steps, and run those that are not complete, one after the other."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import rich
+from filelock import FileLock, Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
@@ -21,9 +20,9 @@ from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
-from affinage.pipeline.step import Step, StepContext
-from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
-from affinage.results import RESULTS, Result, read_result
+from affinage.pipeline.step import Step, StepContext, print_line
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
+from affinage.results import RESULT, RESULTS, Result, read_json
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 _POLL = 0.5  # seconds, while another process makes a result
 _SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what another machine wrote
 _REMOTE = "complete at the remote"  # the reason of a step whose result is only there
-_SHOWN = 3  # differences named per step
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,11 @@ class PipelineRunner:
         for step in self._steps:
             before = read_request(self.folder / step.name)
             if step.name not in self._sources:
-                self._sources[step.name] = _sources_of(step, before[0] if before else None)
+                remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
+                sources = step.sources | fingerprints(step.files) | remote
+                if not sources and before is not None and before.settings == step.config:
+                    sources = before.sources  # the user's files are gone, and what was made from them is still good
+                self._sources[step.name] = sources, unchecked
             sources, unchecked = self._sources[step.name]
             inputs = {name: planned[name].request.key for name in step.inputs}
             request = Request(step.name, step.version, step.config, inputs, sources)
@@ -121,7 +123,7 @@ class PipelineRunner:
                 complete, reason = True, "complete"
             elif self._remote is not None and self._remote.has(request):
                 complete, reason = True, _REMOTE
-            reason = reason or _reason_to_run(step, self.store, request, before[0] if before else None)
+            reason = reason or _reason_to_run(step, self.store, request, before)
             planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
         return list(planned.values())
 
@@ -166,8 +168,7 @@ class PipelineRunner:
 
     def _common(self) -> dict[str, str]:
         """What must be the same for all processes."""
-        settings = json.dumps(self.loaded.recipe.model_dump(mode="json"), sort_keys=True)
-        return {"the hash of the recipe": hashlib.sha256(settings.encode()).hexdigest()[:12], **versions()}
+        return {"the recipe": self.loaded.recipe.model_dump_json(), **versions()}
 
     def _inputs(self, keys: Mapping[str, str]) -> dict[str, Path]:
         return {name: self.store.find(name, key) for name, key in keys.items()}
@@ -179,11 +180,12 @@ class PipelineRunner:
         if all(planned.complete and self.store.is_complete(planned.request) for planned in steps):
             self._note(steps)
             return []
-        lock = self._lock(f"{self.loaded.recipe.name}.run")
-        if not lock.acquire():
+        try:
+            lock = self._lock(f"{self.loaded.recipe.name}.run").acquire()
+        except Timeout:
             fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
-            raise UserError(f"{lock.holder} is at this run", where=str(self.folder), fix=fix)
-        with contextlib.closing(lock):
+            raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
+        with lock:
             self.store.sweep()
             steps = self.plan()  # again: another process may have been at some of them
             for planned in reversed(steps):
@@ -224,7 +226,6 @@ class PipelineRunner:
         started, clock = time.time(), time.monotonic()
 
         def on_metrics(row: Mapping[str, Any]) -> None:
-            store.check_begun(request)  # nothing that a training writes into another folder would be found
             self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
             listener.on_metrics(row)
 
@@ -240,30 +241,33 @@ class PipelineRunner:
                 Processes.current.broadcast(_NEXT, work)
                 together.enter_context(Processes.current.all_at_work())
             summary = step.fn(context)
-        manifest = store.finish(request, summary, started=started, clock=clock)
-        result = read_result(folder, RESULTS.get(step.name, Result))
-        assert result is not None
-        listener.on_end(planned, result, manifest["seconds"])
+        seconds = store.finish(request, summary, started=started, clock=clock)
+        listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
 
     # ---- other processes ----
 
-    def _lock(self, name: str) -> Lock:
-        return Lock(self.store.folder / ".locks", name, f"affinage, recipe {self.loaded.recipe.name}")
+    def _lock(self, name: str) -> FileLock:
+        """A lock on a run or a result, which at most one process holds, and never one that has ended."""
+        folder = self.store.folder / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
 
     @contextlib.contextmanager
     def _making(self, request: Request) -> Iterator[bool]:
         """Inside, a missing result is this process's to make. Yields whether it is missing.
 
-        While another process makes it, this one waits and prints for whom.
+        While another process makes it, this one waits and prints that.
         """
+        if self.store.is_complete(request):
+            yield False
+            return
         lock = self._lock(self.store.path(request).name)
-        for attempt in itertools.count():
-            if self.store.is_complete(request) or lock.acquire():
-                break
-            if attempt == 0:
-                print_line(f"{request.step}: waiting for {lock.holder}, which is making it")
-            time.sleep(_POLL)
-        with contextlib.closing(lock):
+        try:
+            held = lock.acquire()
+        except Timeout:
+            print_line(f"{request.step}: waiting for another process, which is making it")
+            held = lock.acquire(timeout=-1, poll_interval=_POLL)
+        with held:
             yield not self.store.is_complete(request)
 
     # ---- the folder of the run ----
@@ -323,46 +327,19 @@ def _select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
     return [step for step in steps if step.name in wanted]
 
 
-def _sources_of(step: Step, before: Request | None) -> tuple[dict[str, str], dict[str, str]]:
-    """The fingerprints of what a step reads from outside, and the URLs that could not be checked.
-
-    Where the user's files are gone, the fingerprints of `before` stay, as its result is still good.
-    """
-    remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
-    sources = step.sources | fingerprints(step.files) | remote
-    if not sources and before is not None and before.settings == step.config:
-        sources = before.sources
-    return sources, unchecked
-
-
 def _reason_to_run(step: Step, store: Store, request: Request, before: Request | None) -> str:
     """Why a step must run: how it differs from the request `before`, of the previous run."""
-    folder = store.path(request)
     if damage := store.damage(request):
         return f"damaged: {damage}"
-    if read_request(folder):
-        # The mark is what Orbax writes last: `affinage.checkpoint` takes importing JAX.
-        saved = not step.has_progress or any(folder.glob("checkpoints/[0-9]*/commit_success.txt"))
-        return "not finished; resumes" if step.resumable and saved else "not finished; starts again"
+    if read_request(store.path(request)):
+        return "not finished; resumes" if step.resumable else "not finished; starts again"
     if before is None:
         return "never ran"
-    return "; ".join(_differences(before, request)) or "never ran in this store"
-
-
-def _differences(old: Request, new: Request) -> Iterator[str]:
+    reasons = []
     for name, word in (("settings", "settings"), ("sources", "files"), ("inputs", "input"), ("version", "version")):
-        parts = []
-        for key, values in differing([getattr(each, name) for each in (old, new)], absent="nothing"):
-            was, now = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values)
-            parts.append(f"{key} {was} → {now}".lstrip() if name in ("settings", "version") else key)
-        if parts:
-            more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-            yield f"{word} changed: {', '.join(parts[:_SHOWN])}{more}"
-
-
-def print_line(line: str) -> None:
-    """Print a line of plain text, whatever is in it."""
-    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+        if keys := [key for key, _ in differing([getattr(each, name) for each in (before, request)])]:
+            reasons.append(f"{word} changed: {', '.join(keys)}".removesuffix(": "))
+    return "; ".join(reasons) or "never ran in this store"
 
 
 # ---- sweeps ----

@@ -3,8 +3,11 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import rich
 
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
@@ -46,7 +49,7 @@ class Step:
     """
 
     name: str
-    fn: Callable[[StepContext], Summary]  # imports what it needs in its body, so that a plan loads nothing heavy
+    fn: Callable[[StepContext], Summary]
     config: dict[str, Any]  # the settings that decide the result, under the recipe's own keys, as JSON
     inputs: tuple[str, ...] = ()  # names of the steps whose results it reads
     version: int = 1
@@ -58,6 +61,16 @@ class Step:
     distributed: bool = False  # all processes of a run compute it together; other steps run in the first one alone
     has_progress: bool = False  # shows its own progress on a terminal, as a training does
     resumable: bool = False  # resumes after a kill from what is in its folder; other steps begin with an empty folder
+
+
+def lazily(module: str, function: str, **settings: Any) -> Callable[..., Any]:
+    """A function of a module here, with some of its arguments, that imports it when it is called: plans do without."""
+    return lambda *args: getattr(import_module(f"affinage.pipeline.{module}"), function)(*args, **settings)
+
+
+def mesh_of(recipe: Recipe) -> dict[str, int | str]:
+    """The recipe's mesh."""
+    return {str(axis): size for axis, size in recipe.mesh.items()}
 
 
 @contextlib.contextmanager
@@ -74,3 +87,8 @@ def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
     if path != POCKET_WORLD and "://" not in path and not from_home(path).exists():
         fix = "Paths start from the working directory."
         raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)
+
+
+def print_line(line: str) -> None:
+    """Print a line of plain text for people, whatever is in it."""
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -20,7 +20,7 @@ from affinage.model.parameter import parameters_in
 from affinage.parallel.mesh import AXES
 from affinage.parallel.sharding import REPLICAS, STAGES
 from affinage.planning.per_device import PerDevice
-from affinage.training.frozen import split_params
+from affinage.training.state import split_params
 from affinage.training.step import replicas_of
 
 HOP_SECONDS = 1e-6  # latency of one hop between chips ("How to Scale Your Model", ch. 2)
@@ -120,8 +120,6 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     adapters = split_params(device.local_graph, device.settings).adapters
     declared = device.local_graph.parameters if adapters is None else adapters.parameters
     trained = [*parameters_in(declared.get(node.name, {}))]
-    # A reference model goes through all but the loss once more, forward.
-    forward_again = device.split.reference and node.name != device.graph.loss
     hidden = exposed = 0.0
 
     # Gradients are summed along the axes that split rows or positions, not the weight. Along each axis goes what the
@@ -152,7 +150,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 
     if sizes["fsdp"] > 1:  # weights are gathered forward and again backward; gradients are summed and scattered
         weights = sum(p.size for p in parameters_in(device.local_graph.parameters.get(node.name, {})))
-        gathered = (2 + forward_again) * links["fsdp"].all_gather(weights * width)
+        gathered = 2 * links["fsdp"].all_gather(weights * width)
         scattered = links["fsdp"].all_gather(sum(p.size for p in trained) * width)
         hidden += parts * often * (gathered + scattered)
     if node.repeat is None:
@@ -160,7 +158,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 
     tokens = device.local_rows * device.local_seq_len
     residual = tokens * device.graph.shapes[node.name].width * width
-    layers = (1.5 if forward_again else 1.0) * parts * node.layers / device.stages
+    layers = parts * node.layers / device.stages
     # To compute a layer again takes its first sum, unless `dots` keeps it, and both ways of an exchange.
     if sizes["tensor"] > 1:
         sums = _TENSOR_SUMS + (remat not in ("none", "dots"))

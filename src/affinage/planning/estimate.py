@@ -37,7 +37,7 @@ class Memory:
     """Bytes on one device while it trains. The first five are there always, the others exist during a step."""
 
     weights: int  # the parameters that are trained
-    frozen: int  # those that are not, under adapters or of a reference model
+    frozen: int  # those that are not, under adapters
     optimizer: int  # what the optimizer stores for them, such as two moments
     ema: int  # the moving average of the parameters
     batch: int  # the arrays of the rows
