@@ -1,8 +1,7 @@
 """The steps from sources to packed tokens, of documents, conversations and preference pairs, and what they need."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rich
 
@@ -18,7 +17,8 @@ from affinage.pipeline.models import TOKENIZER
 from affinage.pipeline.step import StepContext, Summary, at, check_exists
 
 if TYPE_CHECKING:
-    from affinage.data.benchmark_items import BenchmarkItem
+    from affinage.data.executor import Executor
+    from affinage.data.overlap import BenchmarkItem
     from affinage.data.tokenizer import Tokenizer
 
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
@@ -39,8 +39,8 @@ def ingest(context: StepContext) -> Summary:
     """Read every source into one form."""
     from affinage.data.ingest import ingest
 
-    with _workers(context) as how:
-        return ingest(_data(context), context.folder, context.inputs.get("synthesize"), **how)
+    with _executor(context) as executor:
+        return ingest(_data(context), context.folder, context.inputs.get("synthesize"), executor=executor)
 
 
 def filter_documents(context: StepContext) -> Summary:
@@ -48,8 +48,10 @@ def filter_documents(context: StepContext) -> Summary:
     from affinage.data.filters import filter_documents
 
     data = _data(context)
-    with _workers(context) as how:
-        return filter_documents(context.inputs["ingest"], context.folder, data.filters, data.languages, **how)
+    with _executor(context) as executor:
+        return filter_documents(
+            context.inputs["ingest"], context.folder, data.filters, data.languages, executor=executor
+        )
 
 
 def dedup(context: StepContext) -> Summary:
@@ -59,8 +61,8 @@ def dedup(context: StepContext) -> Summary:
     settings = _data(context).dedup
     assert settings is not None
     against = released_folder(settings.against, context.run_folder.parent) if settings.against else None
-    with _workers(context) as how:
-        return dedup(context.inputs["filter"], context.folder, settings, against=against, **how)
+    with _executor(context) as executor:
+        return dedup(context.inputs["filter"], context.folder, settings, against=against, executor=executor)
 
 
 def decontaminate(context: StepContext) -> Summary:
@@ -70,8 +72,8 @@ def decontaminate(context: StepContext) -> Summary:
     settings, items = _data(context).decontaminate, _benchmark_items(context)
     assert settings is not None
     documents = context.inputs.get("dedup") or context.inputs["filter"]
-    with _workers(context) as how:
-        return decontaminate(documents, context.folder, settings, items, **how)
+    with _executor(context) as executor:
+        return decontaminate(documents, context.folder, settings, items, executor=executor)
 
 
 def split(context: StepContext) -> Summary:
@@ -80,8 +82,8 @@ def split(context: StepContext) -> Summary:
 
     inputs = context.inputs
     documents = inputs.get("decontaminate") or inputs.get("dedup") or inputs["filter"]
-    with _workers(context) as how:
-        return split(documents, context.folder, _data(context).split, context.recipe.seed, **how)
+    with _executor(context) as executor:
+        return split(documents, context.folder, _data(context).split, context.recipe.seed, executor=executor)
 
 
 def train_tokenizer(context: StepContext) -> Summary:
@@ -111,9 +113,8 @@ def tokenize(context: StepContext) -> Summary:
     from affinage.data.tokenizer import Tokenizer
 
     recipe, split, tokenizer = context.recipe, context.inputs["split"], Tokenizer(context.inputs["train-tokenizer"])
-    with _workers(context) as how:
-        how["progress"] = context.progress
-        return tokenize(split, tokenizer, context.folder, recipe.packing, recipe.seed, **how)
+    with _executor(context) as executor:
+        return tokenize(split, tokenizer, context.folder, recipe.packing, recipe.seed, executor=executor)
 
 
 def tuning_data(context: StepContext, section: str) -> Summary:
@@ -124,8 +125,7 @@ def tuning_data(context: StepContext, section: str) -> Summary:
     recipe, tuning = context.recipe, getattr(context.recipe, section)
     settings = recipe.data.decontaminate if recipe.data is not None else None
     items, path = _benchmark_items(context) if settings else [], context.folder / "benchmark-items.json"
-    with _workers(context) as how:
-        how["progress"] = context.progress
+    with _executor(context) as executor:
         summary = prepare_tuning_data(
             tuning,
             chat_tokenizer(context),
@@ -135,7 +135,7 @@ def tuning_data(context: StepContext, section: str) -> Summary:
             system_prompt=recipe.chat_system_prompt if section == "dpo" else tuning.system_prompt,
             world_folder=context.inputs.get("synthesize"),
             searched=write_items(path, items, settings) if settings is not None and items else None,
-            **how,
+            executor=executor,
         )
     path.unlink(missing_ok=True)
     print_counts(summary, "pairs" if section == "dpo" else "conversations")
@@ -151,7 +151,7 @@ def print_counts(summary: Summary, things: str) -> None:
 
 def _benchmark_items(context: StepContext) -> "list[BenchmarkItem]":
     """The items that text must not hold."""
-    from affinage.data.benchmark_items import read_items
+    from affinage.data.overlap import read_items
     from affinage.evaluation.benchmarks import of_pocket_world
     from affinage.evaluation.tasks import benchmark_items
 
@@ -181,13 +181,11 @@ def pocket_bytes(recipe: Recipe) -> int:
     return max((source.max_bytes or POCKET_BYTES for source in worlds), default=POCKET_BYTES)
 
 
-@contextlib.contextmanager
-def _workers(context: StepContext) -> Iterator[dict[str, Any]]:
-    """The executor of a data step, and what receives its share of work that is done."""
+def _executor(context: StepContext) -> "contextlib.AbstractContextManager[Executor]":
+    """The executor of a data step, which shows its progress."""
     from affinage.data.executor import open_executor
 
-    with open_executor(context.recipe.data or DataSettings.model_construct()) as executor:
-        yield {"executor": executor, "progress": lambda share: context.progress(f"{share:.0%}")}
+    return open_executor(context.recipe.data or DataSettings.model_construct(), progress=context.progress)
 
 
 def _data(context: StepContext) -> DataSettings:
@@ -228,7 +226,7 @@ def check_filter(loaded: LoadedRecipe) -> None:
 
 def check_decontaminate(loaded: LoadedRecipe) -> None:
     """What `benchmark_files` names are task files, or files of items; so are the benchmarks of the evaluation."""
-    from affinage.data.benchmark_items import kind_of_items
+    from affinage.data.overlap import kind_of_items
 
     recipe = loaded.recipe
     assert recipe.data is not None and recipe.data.decontaminate is not None

@@ -73,7 +73,6 @@ def ref_logprobs(context: StepContext) -> Summary:
     import jax
     import numpy as np
 
-    from affinage.data.atomic import write_array
     from affinage.data.dataloader import ValidationRows
     from affinage.data.token_shards import find_shard_folders
     from affinage.model.graph import ANSWERS
@@ -101,7 +100,7 @@ def ref_logprobs(context: StepContext) -> Summary:
                     compiled = compiled or trainer.compile_value(ANSWERS, batch)
                     answers.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
                 if Processes.current.first:
-                    write_array(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
+                    np.save(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
                 of_part[name] = batches.rows
     finally:
         job.hardware.release()
