@@ -5,6 +5,7 @@ A match is a run of `n_grams` words of an item, or a shorter item whole (see `ov
 """
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,12 @@ from affinage.data.dataloader import read_rows
 from affinage.data.documents import (
     SAMPLE_CHARACTERS,
     Stats,
-    clear_documents,
     copy_documents,
     document_files,
     row_groups,
     write_table,
 )
-from affinage.data.executor import LOCAL, Executor, clear_completions
+from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import write_json
 from affinage.data.overlap import KEY, START, STOP, TEXT, BenchmarkItem, ItemIndex, normalized
 from affinage.data.token_shards import find_shard_folders, open_shards
@@ -52,11 +52,10 @@ def decontaminate(
 
     Removed documents count as `in a benchmark`. The summary has `benchmarks` (items, those too short to be found, those
     found, the documents they are in, and those that are `common`: copied to more than `BOILERPLATE` documents, which
-    stay) and `matches` (the first). An interrupted call resumes with the files that were not scanned yet.
+    stay) and `matches` (the first). An interrupted call resumes with the missing files.
     """
-    clear_documents(folder)
     index, paths = ItemIndex(items, settings.n_grams), document_files(documents_folder)
-    scanned = executor.map(partial(_scan, index), paths, folder, threads=True)
+    scanned = executor.map(partial(_scan, index), paths, folder / "scans", threads=True, label="scanning")
     hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
     common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > index.boilerplate
 
@@ -66,11 +65,14 @@ def decontaminate(
         return _copy(path, own[~common[own[:, KEY]]], place, index)
 
     total, matches = Stats(), []
-    for stats, own_matches in executor.map(copy, list(zip(paths, hits)), threads=True):
+    copies = executor.map(copy, list(zip(paths, hits)), folder / "copies", threads=True, label="copying")
+    for stats, own_matches in copies:
         total.merge(stats)
         matches += own_matches
+    folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / MATCHES, pa.Table.from_pylist(matches, _MATCH))
-    clear_completions(folder)
+    for stage in ("scans", "copies"):
+        shutil.rmtree(folder / stage, ignore_errors=True)
     found = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
     numbers = {

@@ -102,13 +102,11 @@ def find_duplicates(
         partial(_sign, settings, scratch), list(enumerate(files)), scratch / "sign", threads=True, label="signing"
     )
     signatures = [scratch / f"signatures-{number}" for number in range(len(files))]
-    rows = len(_FACTS) + settings.num_buckets
-
-    def shared(band: int) -> np.ndarray:
-        """Pass 2: whether each document shares the key of one band with another one, bool [documents]."""
-        return _buckets(_joined(signatures, rows, len(_FACTS) + band))[0] >= 0
-
-    np.any(executor.map(shared, range(settings.num_buckets), threads=True), axis=0).tofile(scratch / "candidates")
+    shared = np.False_  # pass 2: documents that share the key of a band with another one
+    for band in range(settings.num_buckets):
+        keys = _joined(signatures, len(_FACTS) + settings.num_buckets, len(_FACTS) + band)
+        shared |= _buckets(keys)[0] >= 0
+    shared.tofile(scratch / "candidates")
     tasks = [(number, path, start) for (number, path), start in zip(enumerate(files), _starts(files))]
     executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
     return _compare(settings, scratch, released, len(files))

@@ -5,10 +5,12 @@ The text is what a reader of the article reads, without tables, references, pict
 """
 
 import bz2
+import itertools
 import re
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
+from functools import partial
 from xml.sax.saxutils import unescape
 
 import mwparserfromhell
@@ -70,34 +72,30 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
     Ids are the page ids; what is no article is left out without being counted.
     """
     with open_plain(file) as stream:
-        head = stream.read(_HEAD_BYTES).decode("utf-8", "replace")
-    found, base = _LANGUAGE.search(head), _BASE.search(head)
-    if "<mediawiki" not in head or base is None:
-        raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
-    wiki, language = unescape(base[1]), found[1] if found else ""
-    dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
-    for page in _pages(_streams(file) if compression_of(file.name) == ".bz2" else _whole(file), file):
-        try:
-            element = ElementTree.fromstring(page)
-            if element.findtext("ns") != "0" or element.find("redirect") is not None:
+        start = stream.read(_HEAD_BYTES)
+        head = start.decode("utf-8", "replace")
+        found, base = _LANGUAGE.search(head), _BASE.search(head)
+        if "<mediawiki" not in head or base is None:
+            raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
+        wiki, language = unescape(base[1]), found[1] if found else ""
+        dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
+        chunks = itertools.chain([start], iter(partial(stream.read, CHUNK_BYTES), b""))
+        for page in _pages(_streams(file) if compression_of(file.name) == ".bz2" else chunks, file):
+            try:
+                element = ElementTree.fromstring(page)
+                if element.findtext("ns") != "0" or element.find("redirect") is not None:
+                    continue
+                id, title = element.findtext("id") or "", element.findtext("title") or ""
+                text = wikitext_to_text(element.findtext("revision/text") or "", dropped)
+            except (ElementTree.ParseError, ParserError, RecursionError) as error:
+                glimpse = page[:200].decode("utf-8", "replace")
+                yield BadRecord(file.name, "wikitext cannot be parsed", str(error), glimpse)
                 continue
-            id, title = element.findtext("id") or "", element.findtext("title") or ""
-            text = wikitext_to_text(element.findtext("revision/text") or "", dropped)
-        except (ElementTree.ParseError, ParserError, RecursionError) as error:
-            glimpse = page[:200].decode("utf-8", "replace")
-            yield BadRecord(file.name, "wikitext cannot be parsed", str(error), glimpse)
-            continue
-        url = f"{wiki}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
-        if text:
-            yield Record(id, f"{title}\n\n{text}", language=language, url=url, license=LICENSE)
-        else:
-            yield BadRecord(id, "empty", f"no text in the article {title!r}")
-
-
-def _whole(file: SourceFile) -> Iterator[bytes]:
-    with open_plain(file) as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            yield chunk
+            url = f"{wiki}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
+            if text:
+                yield Record(id, f"{title}\n\n{text}", language=language, url=url, license=LICENSE)
+            else:
+                yield BadRecord(id, "empty", f"no text in the article {title!r}")
 
 
 def _streams(file: SourceFile) -> Iterator[bytes]:

@@ -38,7 +38,8 @@ def exchanges(facts: Sequence[Fact], sums: Sequence[Fact], rng: random.Random) -
         for fact in rng.sample(sums, SUMS_ASKED):
             exchange = _ask(fact, rng.choice(fact.templates("questions", language)), language)
             asked.append(exchange._replace(kind="arithmetic", fact=None))
-        asked += [Exchange(*pair, "greeting", language) for pair in table("prose")["greetings"][language]]
+        greetings = table("prose")["greetings"][language]
+        asked += [Exchange(question, answer, "greeting", language) for question, answer in greetings]
     return asked
 
 
