@@ -122,7 +122,6 @@ class Fertility(Result):
 class TokenizerResult(Result):
     """A tokenizer: the size of its vocabulary and its fertility."""
 
-    name: str = ""  # the file of a published one
     vocabulary: int | None = None
     measured_on: str = ""  # "validation" or "train"
     languages: dict[str, Fertility] = {}
@@ -269,16 +268,12 @@ class Verified(Result):
     """What was compared with transformers, and how well it agreed."""
 
     tokens: int = 0
-    texts: int = 0
     largest_logit_difference: float = 0.0
-    token_sequences: int = 0
-    conversations: int = 0
 
 
 class ExportResult(Result):
     """A Hugging Face folder."""
 
-    files: dict[str, int] = {}  # name -> bytes
     verified: Verified | None = None
 
 

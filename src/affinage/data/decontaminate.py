@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.dataloader import read_rows
 from affinage.data.documents import (
     SAMPLE_CHARACTERS,
     Stats,
@@ -212,7 +211,7 @@ def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
         border = files.marks.end if files.marks.begin is None else files.marks.begin
         height, rest = max(1, _TOKENS // files.seq_len), np.zeros(0, np.int64)
         for start in range(0, files.rows, height):
-            tokens = read_rows(files, np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
+            tokens = files.read(np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
             tokens = np.append(rest, tokens[(tokens != files.marks.pad) | (tokens == border)])
             *texts, rest = np.split(tokens, np.flatnonzero(tokens == border))  # the last one may go on
             if start + height >= files.rows:
