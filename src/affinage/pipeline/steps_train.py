@@ -12,7 +12,6 @@ from affinage.checkpoint import remote
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.atomic import write_array
 from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
@@ -120,7 +119,7 @@ def ref_logprobs(context: StepContext) -> Summary:
                     compiled = compiled or trainer.compile_value(ANSWERS, batch)
                     answers.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
                 if Processes.current.first:
-                    write_array(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
+                    np.save(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
                 of_part[name] = batches.rows
     finally:
         job.hardware.release()
