@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
-    from affinage.planning.capacity import Attempt
-    from affinage.planning.compiled import CompileReport
+    from affinage.planning.compiled import Attempt, CompileReport
     from affinage.planning.plan import Plan, Training
 
     View = Iterator[str | Table]
@@ -85,10 +84,11 @@ def plan(
     elif curve:
         from affinage.planning.search import curve as scaled
 
-        points = scaled(planned.loaded.recipe, planned.graph, curve, where)
-        facts = [point.plan.to_dict() | {"efficiency": point.efficiency, "why": point.why} for point in points]
-        columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost")
-        rows = [_row(p.plan, *columns) | {"of ideal": f"{p.efficiency:.0%}", "a step is": p.why} for p in points]
+        facts, rows = [], []
+        for made, efficiency in scaled(planned.loaded.recipe, planned.graph, curve, where):
+            facts.append(made.to_dict() | {"efficiency": efficiency, "why": made.time.shares})
+            rows.append(_row(made, *"slice chips rows mesh step tokens/s MFU total cost".split()))
+            rows[-1] |= {"of ideal": f"{efficiency:.0%}", "a step is": made.time.shares}
         emit({"curve": facts}, as_json, [table(rows)])
     elif search:
         _search(planned, where, compile_step, as_json)
@@ -279,6 +279,8 @@ def _which(planned: _Planned, as_json: bool) -> None:
 
 def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
     """Print the best settings, with the compiler's report of each where the step is compiled."""
+    import yaml
+
     from affinage.hardware.slices import memory_text
     from affinage.planning.search import search
 
@@ -297,7 +299,8 @@ def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool
             facts["compiled"] = vars(report)
             row["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
         if report is None or report.fits:
-            paste = f"The best of them, to paste into the recipe:\n\n{candidate.lines(recipe)}"
+            lines = yaml.safe_dump(candidate.settings(recipe), sort_keys=False, default_flow_style=None)
+            paste = f"The best of them, to paste into the recipe:\n\n{lines.rstrip()}"
         rows.insert(0, row)
         best.insert(0, facts)
     ways = f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"
@@ -309,7 +312,7 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
     """Print every attempt as it comes, and the largest model with its predicted step and the command that plans it."""
     from affinage.hardware.slices import memory_text
     from affinage.pipeline.models import command
-    from affinage.planning.capacity import FAX, capacity, shape
+    from affinage.planning.compiled import FAX, capacity, shape
 
     if "blocks" not in planned.loaded.recipe.model["nodes"]:
         fix = "affinage plan capacity --width ..."
@@ -322,10 +325,10 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         print(line, file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
-    result = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    largest, seconds = result.largest, result.plan.time.seconds
+    tried, largest, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
+    seconds = made.time.seconds
     facts = {"layers": largest.layers, "parameters": largest.parameters, "seconds": seconds}
-    attempts = [{**vars(each), "report": vars(each.report)} for each in result.attempts]
+    attempts = [{**vars(each), "report": vars(each.report)} for each in tried]
     model = f"{largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
     view = [f"\n{where.name}: {model}; predicted: {seconds:.2f} s a step"]
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
@@ -333,6 +336,6 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         facts["times_fax"] = largest.parameters / parameters
         times = f"{facts['times_fax']:.2f} times as many"
         view.append(f"FAX reached {parameters / 1e9:.1f}B at {fax_seconds:.2f} s a step: {times}.")
-    words = [word for each in result.overrides for word in ("--set", each)]
+    words = [word for each in chosen for word in ("--set", each)]
     view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
-    emit(facts | {"overrides": result.overrides, "attempts": attempts}, as_json, view)
+    emit(facts | {"overrides": chosen, "attempts": attempts}, as_json, view)
