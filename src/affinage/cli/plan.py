@@ -74,7 +74,7 @@ def plan(
     if on and any(each.startswith("hardware.price=") for each in overrides):  # of the chips that are planned for
         overrides = [f"hardware.slice={on}", *overrides]
     planned = _planned(recipe, overrides, training, runs)
-    from affinage.planning.plan import default_slice
+    from affinage.planning.plan import default_slice, make_plan
 
     where = named or default_slice(planned.loaded.recipe)
     if which:
@@ -93,7 +93,10 @@ def plan(
     elif search:
         _search(planned, where, compile_step, as_json)
     else:
-        _plan_one(planned, where, compile_step, as_json)
+        made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
+        report = planned.compiled(where) if compile_step else None
+        view = _plan_view(made, report, planned.extent)
+        emit(made.to_dict() | ({"compiled": vars(report)} if report else {}), as_json, view)
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,8 @@ class _Planned:
     @property
     def extent(self) -> str:
         """What of the recipe is planned, and what is not."""
-        from affinage.pipeline.models import command
-
-        others = [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
-        if self.loaded.recipe.data is not None and self.data_tokens is None:
-            others.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
+        others = ["the data"] if self.loaded.recipe.data is not None and self.data_tokens is None else []
+        others += [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
         return f"planned: {self.section}" + (f"; not planned: {', '.join(others)}" if others else "")
 
     def compiled(self, where: "Slice", overrides: Sequence[str] = ()) -> "CompileReport":
@@ -155,18 +155,6 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
 
 
 # ---- one plan ----
-
-
-def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
-    from affinage.planning.plan import make_plan
-
-    made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
-    facts: dict[str, Any] = made.to_dict()
-    report = planned.compiled(where) if compile_step else None
-    if report is not None:
-        ratio = made.memory.total / report.peak_bytes if report.peak_bytes else None
-        facts["compiled"] = {**vars(report), "estimate_over_compiled": ratio}
-    emit(facts, as_json, _plan_view(made, report, planned.extent))
 
 
 def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "View":

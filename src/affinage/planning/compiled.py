@@ -208,12 +208,8 @@ def capacity(
 ) -> tuple[list[Attempt], Attempt, list[str], Plan]:
     """Search the most layers, a multiple of 2, that the slice's compiler accepts; the state's bytes propose.
 
-    Args:
-        recipe: with one repeated node called `blocks`.
-        overrides: as `shape` gives them, and the user's.
-        where: the slice.
-        tries: compilations at most; the search ends when the next larger model was refused, or with these.
-        on_attempt: called after each compilation.
+    The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. The search ends
+    when the next larger model was refused, or after `tries` compilations.
 
     Returns:
         All attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and its

@@ -145,11 +145,8 @@ def _largest(parts: Mapping[str, float]) -> str:
 def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:
     """The time of one training step on a slice.
 
-    Args:
-        device: the step.
-        where: the slice.
-        whole: a step of one device whose operations are taken in place of the step's own, divided over its devices: a
-            bound that needs no trace of the step itself.
+    `whole` is a step of one device whose operations are taken in place of the step's own, divided over its devices: a
+    bound that needs no trace of the step itself.
     """
     own = whole or device
     shared = math.prod(device.sizes.values()) / math.prod(own.sizes.values())

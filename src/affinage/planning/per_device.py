@@ -25,19 +25,9 @@ from affinage.model.forward import batch_shapes
 from affinage.model.layers.attention_ops import only_planned
 from affinage.model.layers.splash import queries_are_split
 from affinage.model.parameter import Axes, parameters_in
-from affinage.parallel import Pipeline
+from affinage.parallel import Pipeline, sharding
 from affinage.parallel.mesh import AXES, axis_sizes
-from affinage.parallel.sharding import (
-    STAGES,
-    TABLE,
-    MeshLayout,
-    apply_config_on,
-    check_axes_used,
-    check_positions_divide,
-    check_rows_divide,
-    partition_spec,
-    table_with,
-)
+from affinage.parallel.sharding import STAGES, TABLE, MeshLayout, apply_config_on, partition_spec, table_with
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import as_it_is_done, check_update
@@ -177,8 +167,9 @@ class PerDevice:
         shares: dict[tuple[int, ...], float] = {}
         pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
-            sharding = NamedSharding(self.layout.mesh, partition_spec(whole.axes, self.layout.mesh, self.layout.table))
-            share = math.prod(sharding.shard_shape(whole.shape)) / local.size
+            spec = partition_spec(whole.axes, self.layout.mesh, self.layout.table)
+            own = NamedSharding(self.layout.mesh, spec).shard_shape(whole.shape)
+            share = math.prod(own) / local.size
             shares[local.shape] = min(shares.get(local.shape, 1.0), share)
         nodes = self.local_graph.nodes
         weights = Weights(
@@ -228,9 +219,9 @@ def per_device(
     done = as_it_is_done(settings, requested)
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
-    check_axes_used(graph, sizes, device.layout.table)
-    check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.layout.table)
-    check_positions_divide(seq_len, device.layout.mesh, device.layout.table)
+    sharding.check_axes_used(graph, sizes, device.layout.table)
+    sharding.check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.layout.table)
+    sharding.check_positions_divide(seq_len, device.layout.mesh, device.layout.table)
     if device.stages > 1:
         config = apply_config_on(device.layout, settings.attention, done)
         device.pipeline.check(graph, rows // device.micro_batches, config)
