@@ -85,6 +85,7 @@ CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {
 BAD = [
     {"text": "x"},
     {"messages": []},
+    {"messages": [QUESTION, SYSTEM]},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"prompt": "x", "completion": None},
     {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
