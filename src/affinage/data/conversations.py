@@ -16,10 +16,9 @@ from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
 from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
-from affinage.data.foreign_json import encodable, of_a_line
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
+from affinage.data.json_files import encodable
 from affinage.data.places import is_on_hub, is_remote, location
-from affinage.data.readers import rows_of_batch
 from affinage.errors import UserError
 
 _FORMATS = ("messages", "sharegpt", "prompt", "alpaca")
@@ -222,26 +221,24 @@ def read_lines(
         raise UserError(f"the file is damaged: {error}", where=where) from None
 
 
-def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes | UnicodeDecodeError]:
+def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes]:
     if isinstance(part, DatasetPart):
         yield from rows_of(part, settings)
     elif kind_of(part.name) == "table":
         with open_stored(part) as raw:
             for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
-                yield from rows_of_batch(batch)
+                yield from batch.to_pylist()
     else:
         with open_plain(part) as stream:
             yield from stream
 
 
-def _item(content: Item | bytes | UnicodeDecodeError, where: str) -> Item:
+def _item(content: Item | bytes, where: str) -> Item:
     """Return the object of a line. Raises UserError for one that has none."""
     try:
-        if isinstance(content, UnicodeDecodeError):
-            raise content
         item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
     except (ValueError, RecursionError) as error:
-        raise UserError(f"this line is damaged or not JSON: {of_a_line(error)}", where=where) from None
+        raise UserError(f"this line is damaged or not JSON: {getattr(error, 'msg', error)}", where=where) from None
     if not isinstance(item, dict):
         raise UserError("this line is not a JSON object", where=where, fix="A line is one object, {...}.")
     return item

@@ -16,10 +16,9 @@ from jaxtyping import Int64, UInt
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 
-from affinage.data.atomic import write_atomically, write_json
 from affinage.data.chat import ChatTemplate
 from affinage.data.fast_bpe import FastBpe
-from affinage.data.foreign_json import encodable, read_object
+from affinage.data.json_files import encodable, read_object, write_atomically, write_json
 from affinage.data.special_tokens import (
     BOS,
     CODE,

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.config.data import TokenizerSettings
-from affinage.data.atomic import write_atomically
 from affinage.data.documents import read_documents
+from affinage.data.json_files import write_atomically
 from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, UNK
 from affinage.data.tokenizer import FILE, SPACE, Tokenizer
