@@ -23,10 +23,9 @@ from affinage.data.fast_bpe import FastBpe
 from affinage.data.json_files import encodable, read_object, write_atomically, write_json
 from affinage.data.special_tokens import (
     BOS,
-    CODE,
+    CODE_FRAME,
     CODE_LANGUAGE,
     CONTROL_PIECES,
-    ENDCODE,
     EOS,
     FIXED_PIECES,
     IM_END,
@@ -42,7 +41,6 @@ FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"  # where transformers 5 writes it
 _GENERATION = "generation_config.json"
-_COPIED = (FILE, CONFIG, "special_tokens_map.json", TEMPLATE, "tokenizer.model")
 
 REPLACEMENT = "\ufffd"  # what decoding returns for bytes and ids that are no text
 SPACE = "\u2581"  # how pieces spell a space
@@ -118,7 +116,7 @@ class Tokenizer:
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
-        for name in _COPIED:
+        for name in (FILE, CONFIG, "special_tokens_map.json", TEMPLATE, "tokenizer.model"):
             if (self.folder / name).is_file():
                 write_atomically(folder / name, (self.folder / name).read_bytes())
         if self._configured_stops and not (folder / _GENERATION).exists():
@@ -212,18 +210,15 @@ class Tokenizer:
     def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and after the text of a document; affinage's own put a pair around source code, too."""
         if self.fixed_ids and language == CODE_LANGUAGE:
-            return (BOS, CODE), (ENDCODE, EOS)
+            return CODE_FRAME
         return self.opening, (self.marks.end,)
 
     def require_chat_tokens(self) -> None:
         """Raise UserError where the vocabulary lacks a token of ChatML."""
         if None in (self.id_of(CONTROL_PIECES[token]) for token in (IM_START, IM_END)):
-            raise UserError(
-                "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks",
-                where=str(self.folder),
-                fix="Add them with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune the model; "
-                "or keep its own template: `chat_template: tokenizer`.",
-            )
+            what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
+            fix = "Add them with `affinage import MODEL --chat-tokens`, or keep its own `chat_template: tokenizer`."
+            raise UserError(what, where=str(self.folder), fix=fix)
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
