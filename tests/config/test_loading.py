@@ -62,7 +62,6 @@ ONE, SCHEDULE = "name: small\n", "  schedule:\n    peak_lr: 1e-3\n    min_lr: 1e
 MISTAKES = [
     ("batch_size: 8", "bacth_size: 8", 11, "`pretrain.bacth_size` | `pretrain.batch_size`"),
     ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | integer"),
-    ("steps: 1_000", "tokens: abc", 10, "`pretrain.tokens` | `abc` | number"),
     ("threshold: 0.9", "threshold: [1]", 8, "`data.dedup.threshold` | a list"),
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
     (ONE, "seed: 1\n", 1, "`name`"),
@@ -210,16 +209,12 @@ def test_what_training_says_is_said_for_every_training(write: Write):
 
 def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
     write(GOOD, "base.yaml")
-    child = write("base: base.yaml\nname: child\npretrain: {tokens: 1.0e+6, schedule: {warmup_ratio: 0.1}}\n")
-    recipe = load_recipe(child, ["packing.seq_len=256"]).recipe
-    assert recipe.pretrain.steps == 489 and recipe.pretrain_tokens == 489 * 8 * 256 >= 1e6, "rounded up to whole steps"
-    assert load_recipe(child, ["pretrain.steps=5"]).recipe.pretrain.steps == 5
-    devices = load_recipe(child, ["pretrain.per_device_batch_size=2", "pretrain.steps=5"]).recipe
-    assert devices.pretrain.batch_size is None and devices.pretrain_tokens is None
+    child = write("base: base.yaml\nname: child\npretrain: {per_device_batch_size: 2, schedule: {warmup_ratio: 0.1}}\n")
+    assert load_recipe(child).recipe.pretrain.batch_size is None
+    assert load_recipe(child, ["pretrain.batch_size=3"]).recipe.pretrain.per_device_batch_size is None
     assert load_recipe(child, ["pretrain.schedule.warmup_steps=3"]).recipe.pretrain.schedule.warmup_ratio == 0
-    assert "`batch_size`" in str(refused(child, "pretrain.per_device_batch_size=2"))
-    both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
-    assert "either `steps` or `tokens`" in str(refused(write(both, "both.yaml")))
+    both = GOOD.replace("batch_size: 8", "batch_size: 8\n  per_device_batch_size: 2")
+    assert "either `batch_size`" in str(refused(write(both, "both.yaml")))
 
 
 def test_a_base_does_not_describe_another_recipe(write: Write):

@@ -14,8 +14,8 @@ from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
-from affinage.training.goodput import GoodputTimer
 from affinage.training.job import Extension
+from affinage.training.metrics import GoodputTimer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
 from curves import curve
 

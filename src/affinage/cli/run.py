@@ -218,9 +218,6 @@ def run_pipeline(
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
             warn_of(loaded, plan)
-            pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
-            if pretrain is not None and tokens is not None and "pretrain" in waiting:
-                screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)
             with Watch() as watch:
                 runner.run(watch)
         if not quiet:

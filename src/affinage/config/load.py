@@ -23,7 +23,7 @@ from affinage.paths import from_home
 from affinage.secrets import secret_in
 
 # Two ways to say one thing: the one in a later layer takes the place of the other in an earlier one.
-_ALTERNATIVES = (("steps", "tokens"), ("batch_size", "per_device_batch_size"), ("warmup_steps", "warmup_ratio"))
+_ALTERNATIVES = (("batch_size", "per_device_batch_size"), ("warmup_steps", "warmup_ratio"))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.parallel import MeshAxis, ParallelSettings
@@ -13,7 +13,6 @@ from affinage.config.training import (
     DpoSettings,
     PretrainSettings,
     SftSettings,
-    tokens_to_steps,
 )
 
 TRAININGS = ("pretrain", "sft", "dpo")
@@ -161,26 +160,10 @@ class Recipe(Settings):
     hardware: HardwareSettings = HardwareSettings()
     claims: Claims | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _tokens_become_steps(cls, value: Any) -> Any:
-        """Turn `pretrain.tokens` into as many steps as it takes."""
-        if not isinstance(value, dict) or not isinstance(pretrain := value.get("pretrain"), dict):
-            return value
-        packing = value.get("packing", {})
-        seq_len = packing.get("seq_len", PackingSettings().seq_len) if isinstance(packing, dict) else None
-        return {**value, "pretrain": tokens_to_steps(pretrain, seq_len)}
-
     @property
     def trainings(self) -> list[str]:
         """The sections of its trainings, in their order."""
         return [name for name in TRAININGS if getattr(self, name) is not None]
-
-    @property
-    def pretrain_tokens(self) -> int | None:
-        """Tokens of the pretraining; None without one, and where they depend on the number of devices."""
-        batch = self.pretrain.batch_size if self.pretrain is not None else None
-        return None if self.pretrain is None or batch is None else self.pretrain.steps * batch * self.packing.seq_len
 
     @property
     def chat_system_prompt(self) -> str:

@@ -57,7 +57,6 @@ def train(context: StepContext) -> Summary:
         settings,
         feed,
         data=data,
-        documents=None if name == "dpo" else partial(documents_of, feed),
         validation=validation,
         monitor=monitor_of(context, settings, graph, feed.context, prompt),
     )
@@ -233,17 +232,6 @@ def token_rows(
     # A micro-batch is what fits in memory.
     rows_at_once = batch // settings.gradient_accumulation_steps
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
-
-
-def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
-    """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    from affinage.data.lineage import spans_of_row
-
-    rows = []
-    for row, (folder, number) in enumerate(feed.where(step - 1)):
-        documents = [f"{span['source']}/{span['id']}" for span in spans_of_row(feed.shards[folder], number)]
-        rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
-    return rows
 
 
 def mesh_of(context: StepContext) -> dict[str, int | str]:
