@@ -285,7 +285,8 @@ class ConsoleWriter:
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
     """Loss, tokens/s, MFU if the peak is known, gradient norm, learning rate, time left, for people."""
-    loss, grad_norm = ("not finite" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "grad_norm"))
+    loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+    grad_norm = "not finite" if row["grad_norm"] is None else f"{row['grad_norm']:.2f}"
     speed = row["tokens_per_second"]
     parts = [f"loss {loss}", f"{speed:,.0f} tok/s"]
     if row["mfu"] is not None:
