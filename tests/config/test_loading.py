@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.config.load import load_recipe, load_saved
+from affinage.config.load import load_recipe
 from affinage.config.recipe import Recipe
 from affinage.config.training import SftSettings
 from affinage.errors import UserError
@@ -62,6 +62,7 @@ ONE, SCHEDULE = "name: small\n", "  schedule:\n    peak_lr: 1e-3\n    min_lr: 1e
 MISTAKES = [
     ("batch_size: 8", "bacth_size: 8", 11, "`pretrain.bacth_size` | `pretrain.batch_size`"),
     ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | integer"),
+    ("steps: 1_000", "tokens: abc", 10, "`pretrain.tokens` | `abc` | number"),
     ("threshold: 0.9", "threshold: [1]", 8, "`data.dedup.threshold` | a list"),
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
     (ONE, "seed: 1\n", 1, "`name`"),
@@ -118,12 +119,13 @@ def test_clipping_is_switched_off_by_null(write: Write):
 
 def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_path: Path):
     recipe = json.loads(load_recipe("quickstart").recipe.model_dump_json())
-    whole, gone = load_saved(write(json.dumps(recipe), "recipe.json"))
+    gone: list[str] = []
+    whole = load_recipe(write(json.dumps(recipe), "recipe.json"), left_out=gone)
     assert whole.recipe == load_recipe("quickstart").recipe and not gone
     recipe["pretrain"]["colour"] = recipe["shade"] = 1
     recipe["sft"]["schedule"] = {"peak": 1e-3}  # all of it had other names
     recipe["tokenizer"]["kind"] = "characters"
-    loaded, gone = load_saved(write(json.dumps(recipe), "recipe.json"))
+    loaded = load_recipe(write(json.dumps(recipe), "recipe.json"), left_out=gone)
     assert sorted(gone) == ["pretrain.colour", "sft.schedule", "sft.schedule.peak", "shade", "tokenizer.kind"]
     assert loaded.recipe.pretrain == load_recipe("quickstart").recipe.pretrain
 
@@ -209,12 +211,16 @@ def test_what_training_says_is_said_for_every_training(write: Write):
 
 def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
     write(GOOD, "base.yaml")
-    child = write("base: base.yaml\nname: child\npretrain: {per_device_batch_size: 2, schedule: {warmup_ratio: 0.1}}\n")
-    assert load_recipe(child).recipe.pretrain.batch_size is None
-    assert load_recipe(child, ["pretrain.batch_size=3"]).recipe.pretrain.per_device_batch_size is None
+    child = write("base: base.yaml\nname: child\npretrain: {tokens: 1.0e+6, schedule: {warmup_ratio: 0.1}}\n")
+    recipe = load_recipe(child, ["packing.seq_len=256"]).recipe
+    assert recipe.pretrain.steps == 489 and recipe.pretrain_tokens == 489 * 8 * 256 >= 1e6, "rounded up to whole steps"
+    assert load_recipe(child, ["pretrain.steps=5"]).recipe.pretrain.steps == 5
+    devices = load_recipe(child, ["pretrain.per_device_batch_size=2", "pretrain.steps=5"]).recipe
+    assert devices.pretrain.batch_size is None and devices.pretrain_tokens is None
     assert load_recipe(child, ["pretrain.schedule.warmup_steps=3"]).recipe.pretrain.schedule.warmup_ratio == 0
-    both = GOOD.replace("batch_size: 8", "batch_size: 8\n  per_device_batch_size: 2")
-    assert "either `batch_size`" in str(refused(write(both, "both.yaml")))
+    assert "`batch_size`" in str(refused(child, "pretrain.per_device_batch_size=2"))
+    both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
+    assert "either `steps` or `tokens`" in str(refused(write(both, "both.yaml")))
 
 
 def test_a_base_does_not_describe_another_recipe(write: Write):

@@ -84,6 +84,8 @@ def show(
     rows = []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
         written = _written_at(loaded.raw, path, value)
+        if path == ("pretrain", "tokens") and written:
+            value = loaded.raw["pretrain"]["tokens"]  # which have become the steps
         if written or value not in (None, "", [], {}):
             origin = loaded.locate(written) if written else "default"
             rows.append({"key": ".".join(map(str, path)), "value": value, "origin": origin})
@@ -108,6 +110,8 @@ def _leaves(value: Any, path: "Keys" = ()) -> Iterator[tuple["Keys", Any]]:
 
 def _written_at(raw: Any, path: "Keys", value: Any) -> "Keys | None":
     """The key in a recipe that sets the value in effect at a path, which may be a shorter form; None for a default."""
+    if path == ("pretrain", "steps") and "steps" not in raw["pretrain"]:
+        return ("pretrain", "tokens")
     for place, key in enumerate(path):
         around = path[:place]
         if isinstance(raw, list) and isinstance(key, str):  # `[tensorboard]` for {tensorboard: {}}

@@ -1,8 +1,9 @@
 """The recipe: everything about a run, in one frozen object."""
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.parallel import MeshAxis, ParallelSettings
@@ -34,8 +35,6 @@ class EvaluateSettings(Settings):
     apply_chat_template: Literal["auto"] | bool = "auto"
     """auto: chat models answer generation tasks, if their file is here, and those tagged `chat` in their template;
     true: everything, for models that have a template; false: nothing."""
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Sequences of a forward pass; auto: as many as fit by the planner's estimate, at most 64 per part of the mesh."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
     compressors: bool = False
@@ -160,10 +159,33 @@ class Recipe(Settings):
     hardware: HardwareSettings = HardwareSettings()
     claims: Claims | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_become_steps(cls, value: Any) -> Any:
+        """Turn `pretrain.tokens` into as many steps as it takes."""
+        pretrain = value.get("pretrain") if isinstance(value, dict) else None
+        if not isinstance(pretrain, dict) or pretrain.get("tokens") is None or pretrain.get("steps") is not None:
+            return value
+        try:
+            seq_len = value.get("packing", {}).get("seq_len", PackingSettings().seq_len)
+            steps = math.ceil(pretrain["tokens"] / (pretrain["batch_size"] * seq_len))
+            if steps < 1 or isinstance(pretrain["tokens"], bool):
+                raise ValueError
+            rest = {key: each for key, each in pretrain.items() if key != "tokens"}
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # its own check reports it
+            steps, rest = 1, pretrain
+        return {**value, "pretrain": rest | {"steps": steps}}
+
     @property
     def trainings(self) -> list[str]:
         """The sections of its trainings, in their order."""
         return [name for name in TRAININGS if getattr(self, name) is not None]
+
+    @property
+    def pretrain_tokens(self) -> int | None:
+        """Tokens of the pretraining; None without one, and where they depend on the number of devices."""
+        batch = self.pretrain.batch_size if self.pretrain is not None else None
+        return None if self.pretrain is None or batch is None else self.pretrain.steps * batch * self.packing.seq_len
 
     @property
     def chat_system_prompt(self) -> str:

@@ -1,5 +1,6 @@
 """Settings of training: what all trainings share, pretraining, fine-tuning on conversations and on preferences."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -219,14 +220,20 @@ class TrainSettings(Settings):
 class PretrainSettings(TrainSettings):
     """Training from random weights on packed documents."""
 
+    tokens: float | None = Field(default=None, gt=0)
+    """Tokens to train on, in place of `steps`: rounded up to whole steps of `batch_size` sequences."""
+
     def deciding(self) -> dict[str, Any]:
         """See `TrainSettings.deciding`; the monitor of pretraining only logs."""
-        return {key: value for key, value in super().deciding().items() if key != "monitor"}
+        return {key: value for key, value in super().deciding().items() if key not in ("monitor", "tokens")}
 
     @model_validator(mode="after")
-    def _monitor_only_logs(self) -> "PretrainSettings":
+    def _possible(self) -> "PretrainSettings":
         if self.monitor is not None and self.monitor.on_regression != "log":
             raise ValueError("`monitor.on_regression` of pretraining can only be `log`: no benchmark ends it")
+        if self.tokens is not None:  # the recipe has turned them into steps where it could
+            what = "give either `steps` or `tokens`, and beside `tokens` a `batch_size`"
+            raise ValueError(f"{what}: steps of a `per_device_batch_size` depend on the devices")
         return self
 
 
@@ -329,9 +336,9 @@ class SftSettings(TuningSettings):
         filled = dict(value)
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
             filled["batch_size"] = _JULIAN_BATCH
-        steps = filled.get("steps")
-        if filled.get("schedule") is None and isinstance(steps, int):
-            warmup = min(_JULIAN_WARMUP, steps // 10)
+        steps: Any = filled.get("steps")
+        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < math.inf:
+            warmup = min(_JULIAN_WARMUP, int(steps) // 10)
             filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
         return filled
 
