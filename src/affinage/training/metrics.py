@@ -32,15 +32,7 @@ Unhealthy = list[tuple[int, dict[str, float]]]  # (step, metrics) of those that 
 class MetricLogger:
     """Takes the metrics of every step while they are still being computed, and writes them a little later.
 
-    A line of metrics.jsonl has `step`, the metrics of `make_train_step` and of the graph, and
-
-    - `tokens` since the beginning, and `tokens_per_second`;
-    - `mfu`: FLOPs of the model (`affinage.model.analysis`: 6 per weight and token and 12 per pair of attention, nothing
-      for recomputation) over the datasheet's dense bfloat16 peak of all devices; null where that is unknown;
-    - `step_time`, and `data_time`, for which the loop waited for its batch: seconds, means since the line before;
-    - `goodput`: see `GoodputTimer`.
-
-    Other lines have `step` and `validation: {name: {loss, bits_per_byte}}`, or `evaluation` with scores of benchmarks.
+    docs/metrics.md describes the lines of metrics.jsonl; times in them are means since the line before, in seconds.
     No step appears twice: lines after the step `start` that a run resumes from are dropped. What is not finite is null.
     """
 

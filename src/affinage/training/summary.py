@@ -27,8 +27,7 @@ def write_summary(
 ) -> dict[str, Any]:
     """Return the JSON-able summary of a run that ended after a number of steps; the first process writes summary.json.
 
-    `seconds` splits the time since the first start into the accounts of `affinage.training.metrics`. The speed and
-    `mfu` are over the whole run, from the seconds of its steps alone. `ended`: why before its last step.
+    The speed and `mfu` are from the seconds of the steps alone. `ended`: why the run ended before its last step.
     """
     rows = read_lines(trainer.job.folder / METRICS)
     lines = [row for row in rows if "loss" in row]

@@ -124,9 +124,8 @@ class Watchdog:
 
     What takes longer than `hang_timeout`, and longer than its own limit, is reported once, with the stacks of all
     threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
-    somebody starts it again: `affinage launch`, or whoever starts several processes. If native code keeps every thread
-    of Python from running, or the disk keeps this one, `faulthandler` writes the stacks to standard error and leaves
-    with status 1. The thread also looks at `preemption`.
+    somebody starts it again: `affinage launch`, or whoever starts several processes. If native code or the disk keeps
+    this thread from running, `faulthandler` writes the stacks to standard error and leaves with status 1.
     """
 
     def __init__(self, name: str, folder: Path, settings: RuntimeSettings, preemption: PreemptionGuard) -> None:
