@@ -4,12 +4,10 @@ import bz2
 import gzip
 import lzma
 import zlib
-from dataclasses import replace
 
 import pytest
 
 from affinage.config.data import SourceSettings
-from affinage.data import wikipedia
 from affinage.data.files import DamagedFile, SourceFile
 from affinage.data.ingest import records_of
 from affinage.data.readers import BadRecord
@@ -166,7 +164,7 @@ GROUPS = [PAGES_OF_WIKI[:2], PAGES_OF_WIKI[2:], [page(5, "Vide", "{{Ébauche}}")
 
 
 def test_a_multistream_dump(tmp_path):
-    path = tmp_path / "frwiki-pages-articles-multistream.xml.bz2"
+    path = tmp_path / "frwiki-pages-articles-multistream1.xml-p1p306134.bz2"
     path.write_bytes(b"".join(dump_streams("fr", GROUPS)))
     summary, rows = run(tmp_path, {"path": str(path), "name": "wikipedia"})
     base = "https://fr.wikipedia.org/wiki"
@@ -175,19 +173,6 @@ def test_a_multistream_dump(tmp_path):
     assert rows[0]["text"].startswith("Le Pont\n\nLe Pont (né le 14 juillet")
     assert {(row["language"], row["license"]) for row in rows} == {("fr?", "cc-by-sa-4.0")}
     assert summary["removed"] == {"empty": 1}, "redirects and talk pages are no articles"
-
-
-@pytest.mark.parametrize(("size", "chunk"), [(97, 100), (300, 1), (1000, 1 << 16)])
-def test_a_dump_read_in_parts_gives_every_article_once(tmp_path, monkeypatch, size, chunk):
-    monkeypatch.setattr(wikipedia, "CHUNK_BYTES", chunk)
-    path = tmp_path / "a.xml.bz2"
-    path.write_bytes(b"".join(dump_streams("fr", GROUPS)))
-    whole = SourceFile(str(path), path.name, path.stat().st_size)
-    found = []
-    for start in range(0, whole.bytes, size):
-        part = replace(whole, start=start, stop=min(start + size, whole.bytes))
-        found += [record.id for record in records_of(part, SourceSettings(path=str(path)))]
-    assert found == ["1", "4", "5"]
 
 
 def test_dumps_of_other_compressions_and_damaged_ones(tmp_path):
