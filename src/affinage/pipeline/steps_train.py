@@ -12,7 +12,6 @@ from affinage.checkpoint.remote import Uploader
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.atomic import write_array
 from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
@@ -30,7 +29,7 @@ from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
-from affinage.planning.auto_remat import remat_for_devices
+from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
@@ -73,7 +72,6 @@ def train(context: StepContext) -> Summary:
         settings,
         feed,
         data=data,
-        documents=None if name == "dpo" else partial(documents_of, feed),
         validation=validation,
         monitor=monitor_of(context, settings, graph, feed.context, prompt),
     )
@@ -120,7 +118,7 @@ def ref_logprobs(context: StepContext) -> Summary:
                     compiled = compiled or trainer.compile_value(ANSWERS, batch)
                     answers.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
                 if Processes.current.first:
-                    write_array(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
+                    np.save(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
                 of_part[name] = batches.rows
     finally:
         job.hardware.release()
@@ -199,15 +197,6 @@ def _token_rows(
         write_json(context.folder / FEED, facts)
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
-
-
-def documents_of(feed: DataLoader, step: int) -> list[dict[str, Any]]:
-    """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    rows = []
-    for row, (folder, number) in enumerate(feed.where(step - 1)):
-        documents = [f"{span['source']}/{span['id']}" for span in feed.shards[folder].spans_of_row(number)]
-        rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
-    return rows
 
 
 def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
