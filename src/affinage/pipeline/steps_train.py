@@ -72,7 +72,6 @@ def train(context: StepContext) -> Summary:
         settings,
         feed,
         data=data,
-        documents=None if name == "dpo" else partial(documents_of, feed),
         validation=validation,
         monitor=monitor_of(context, settings, graph, feed.context, prompt),
     )
@@ -198,15 +197,6 @@ def _token_rows(
         write_json(context.folder / FEED, facts)
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
-
-
-def documents_of(feed: DataLoader, step: int) -> list[dict[str, Any]]:
-    """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    rows = []
-    for row, (folder, number) in enumerate(feed.where(step - 1)):
-        documents = [f"{span['source']}/{span['id']}" for span in feed.shards[folder].spans_of_row(number)]
-        rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
-    return rows
 
 
 def _remote_of(context: StepContext) -> str | None:
