@@ -142,10 +142,10 @@ def cached(url: str, sha256: str = "") -> Path:
             place, facts = _facts(url)
             write_json(place, facts | {"sha256": digest})
             os.replace(part, path)
-        digest = _facts(url)[1].get("sha256")
-        if sha256 and digest != sha256:
+        found = _facts(url)[1].get("sha256")
+        if sha256 and found != sha256:
             path.unlink()
-            what = f"the file at {url} is not the expected one: its SHA-256 is {digest}, not {sha256}"
+            what = f"the file at {url} is not the expected one: its SHA-256 is {found}, not {sha256}"
             raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
     return path
 
