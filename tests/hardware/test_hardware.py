@@ -1,4 +1,4 @@
-"""Chips, slices by the clouds' names (chips, devices, wires, and how libtpu calls them), and platforms that JAX lacks."""
+"""Chips, slices by the clouds' names (how many, how wired, how libtpu calls them), and platforms that JAX lacks."""
 
 import os
 import subprocess
