@@ -162,7 +162,7 @@ def _download(url: str, part: Path) -> None:
         answer.raise_for_status()
         resumed = answer.status_code == 206
         if not resumed:
-            # What a server checks before it sends the rest only; a weak ETag says that contents are alike, not the same.
+            # What a server checks before it sends the rest; a weak ETag says that contents are alike, not the same.
             etag, changed = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
             validator = changed if not etag or etag.startswith("W/") else etag
             write_json(place, {"url": url, "version": _version_in(answer.headers), "validator": validator})
