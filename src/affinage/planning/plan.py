@@ -170,13 +170,9 @@ def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int
 
 
 def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
-    """Estimate a recipe on a slice; nothing is compiled and no device is used.
+    """Estimate a recipe's first training, with the model of `planned_graph`; nothing is compiled, no device is used.
 
-    Args:
-        recipe: its first training is planned.
-        graph: as `planned_graph` makes it.
-        where: the slice.
-        data_tokens: of the training data, if they have been packed.
+    `data_tokens` are those of the training data, if they have been packed.
 
     Raises:
         UserError: as training would: for a mesh, a batch and a model that do not divide.
