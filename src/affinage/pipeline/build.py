@@ -13,7 +13,6 @@ from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, TuningSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, is_task_file, of_pocket_world
-from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
 from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_folder
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS
@@ -208,12 +207,14 @@ def is_local(recipe: Recipe) -> bool:
     named = [task for task in _tasks(recipe, monitored=True) if task != POCKET_WORLD and task not in files]
     if recipe.data and recipe.data.decontaminate:
         files += [path for path in recipe.data.decontaminate.benchmark_files if path.endswith((".yaml", ".yml"))]
+    if files:
+        from affinage.evaluation.tasks import of_the_hub  # takes a moment to import
+
+        if any(of_the_hub(from_home(path)) for path in files):
+            return False
     here = all(each.data_dir is not None for each in _benchmark_settings(recipe, monitored=True))
-    return (
-        not any(is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
-        and not any(of_the_hub(from_home(path)) for path in files)
-        and all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
-    )
+    remote = (is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
+    return not any(remote) and all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
 
 
 def contamination_targets(recipe: Recipe) -> list[str]:
