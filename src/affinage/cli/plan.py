@@ -140,7 +140,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     file = str(loaded.path if target.run is None else run / RECIPE)
     changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
     tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
-    if tokenizer and loaded.recipe.tokenizer.kind == "char":  # which has as many ids as there are characters
+    if tokenizer and tokenizer.vocabulary and loaded.recipe.tokenizer.kind == "char":  # one id for each character
         nodes = loaded.recipe.model["nodes"].items()
         automatic = [node for node, settings in nodes if settings.get("vocab") == "auto"]
         changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
