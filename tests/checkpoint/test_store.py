@@ -112,7 +112,7 @@ def test_a_save_that_was_cut_off_does_not_count_and_is_replaced_or_removed(store
         assert newest(store) == 1
     assert [str(each.message).split()[1] for each in warned] == ["4", "3", "2"]
     saved(store, 3)
-    assert sorted(os.listdir(store.folder)) == ["1", "3", "4", "notes"]
+    assert sorted(os.listdir(store.folder)) == ["1", "3", "notes"]
 
 
 def test_a_corrupted_newest_step_is_passed_over_by_name_replaced_and_never_one_to_keep(tmp_path: Path):

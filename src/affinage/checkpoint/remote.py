@@ -1,7 +1,7 @@
 """Copies of a training at a URL, made while it runs, for machines whose disks vanish with them.
 
 A step there has the files that Orbax wrote; its mark of completion is copied last. Arrays are verified by their
-checksums when they are restored.
+checksums when they are restored. To `gs://` Orbax writes the steps itself, and only what is beside them is copied.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,15 +17,16 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from affinage.checkpoint.metadata import METADATA
-from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
+from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps, preservation
 from affinage.data.token_shards import errors_at, upload
 from affinage.errors import UserError, first_line
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
 _PROBE = ".affinage"
+_BEING_COPIED = ".upload"  # the folder of links to a step's files, which stay while the step itself is removed
 # What belongs to this machine, or to this start.
-_NOT_COPIED = frozenset({"profile", "request.json", "manifest.json"})
+_NOT_COPIED = frozenset({"profile", "request.json", "manifest.json", CHECKPOINTS, _BEING_COPIED})
 
 
 class RemoteError(UserError):
@@ -47,7 +48,8 @@ class RemoteFolder:
         """All files below, with their length in bytes; none if there is no such folder."""
         with self._failing("list", ""):
             files, prefix = self._filesystem.find(self._root, detail=True), f"{self._root}/"
-            return {path.removeprefix(prefix): int(facts["size"] or 0) for path, facts in sorted(files.items())}
+            names = {path.removeprefix(prefix): int(facts["size"] or 0) for path, facts in sorted(files.items())}
+            return {name: size for name, size in names.items() if is_inside(name)}
 
     def read(self, name: str) -> bytes | None:
         """A small file; None if it is not there."""
@@ -66,13 +68,9 @@ class RemoteFolder:
         if file.stat().st_size <= _WHOLE_BYTES:
             self.write(name, file.read_bytes())
             return
-        try:
-            with self._failing("write", name):
-                self._make_parent(name)
-                self._filesystem.put_file(str(file), f"{self._root}/{name}")
-        except RemoteError:
-            file.stat()  # if it is gone, the URL is not to blame
-            raise
+        with self._failing("write", name):
+            self._make_parent(name)
+            self._filesystem.put_file(str(file), f"{self._root}/{name}")
 
     def get(self, name: str, file: Path) -> None:
         """Copy a file from there; its folder is made."""
@@ -81,8 +79,8 @@ class RemoteFolder:
             self._filesystem.get_file(f"{self._root}/{name}", str(file))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are not there are no mistake."""
-        for name in names:
+        """Remove files, the marks of complete checkpoints first; those that are not there are no mistake."""
+        for name in sorted(names, key=lambda name: not name.endswith(COMMIT)):
             with self._failing("remove", name), contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm_file(f"{self._root}/{name}")
 
@@ -109,10 +107,10 @@ class Uploader:
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.url, self.say = url, lambda line: print(line, flush=True)
-        self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
+        self._folder = folder
+        self._copied, self._kept = preservation(1, keep_every), preservation(keep_last, keep_every)
         self._remote = RemoteFolder(url)
         self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
-        self._in_use: set[int] = set()  # steps that are being copied
         self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
 
     def start(self) -> None:
@@ -128,12 +126,6 @@ class Uploader:
             if not self._runs:
                 self._runs = True
                 threading.Thread(target=self._run, name="uploader", daemon=True).start()
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[set[int]]:
-        """The steps that must not be removed here, because they are being copied; inside, no copy of others begins."""
-        with self._lock:
-            yield self._in_use
 
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
         """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
@@ -154,6 +146,7 @@ class Uploader:
                 self._runs, self._requested = self._requested, False
                 if not self._runs:
                     return
+            shutil.rmtree(self._folder / _BEING_COPIED, ignore_errors=True)
             try:
                 self._copy()
                 self._failure = ""
@@ -162,64 +155,58 @@ class Uploader:
                 self.say(
                     f"cannot copy to {self.url}: {self._failure}. The training continues; the next save tries again"
                 )
+            shutil.rmtree(self._folder / _BEING_COPIED, ignore_errors=True)
 
     def _copy(self) -> None:
-        with self._lock:
-            self._in_use = kept_steps(complete_steps(self._folder / CHECKPOINTS), 1, self._keep_every)
-        try:
-            if self._in_use:  # what a rollback has abandoned here must not be resumed from there
-                there = _steps_in(self._remote.sizes())
-                self._remove({step: files for step, files in there.items() if step > max(self._in_use)})
-            # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
-            self._copy_what_is_beside()
-            for step in sorted(self._in_use, reverse=True):
-                with contextlib.suppress(FileNotFoundError):  # a rollback has removed it
-                    self._copy_step(step)
-        finally:
-            with self._lock:
-                self._in_use = set()
-
-    def _copy_what_is_beside(self) -> None:
-        """Copy the files of the training that are new, except its checkpoints; one that vanishes is passed over."""
+        linked: dict[int, list[Path]] = {}
+        for step in kept_steps(complete_steps(self._folder / CHECKPOINTS), self._copied):
+            with contextlib.suppress(FileNotFoundError):  # a rollback or a newer step has removed it
+                linked[step] = self._link(step)
+        # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
         files: list[Path] = []
         for folder, subfolders, names in os.walk(self._folder):
             if Path(folder) == self._folder:
-                subfolders[:] = [name for name in subfolders if name not in (*_NOT_COPIED, CHECKPOINTS)]
+                subfolders[:] = [name for name in subfolders if name not in _NOT_COPIED]
                 names = [name for name in names if name not in _NOT_COPIED]
-            files += [path for path in (Path(folder, name) for name in names) if path.is_file()]
-        # Marks of complete checkpoints, such as of frozen weights, come last.
+            files += [Path(folder, name) for name in names]
         for path in sorted(files, key=lambda path: path.name == COMMIT):
             name = path.relative_to(self._folder).as_posix()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # it has vanished
                 facts = (path.stat().st_size, path.stat().st_mtime_ns)
                 if self._sent.get(name) != facts:
                     self._remote.put(path, name)
                     self._sent[name] = facts
+        for step in sorted(linked, reverse=True):
+            self._copy_step(step, linked[step])
+        if linked:
+            there = _steps_in(self._remote.sizes())
+            complete = [step for step in there if _is_complete(step, there[step]) and step <= max(linked)]
+            for step in there.keys() - kept_steps(complete, self._kept):
+                self._remote.remove(there[step])
+                self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
-    def _copy_step(self, step: int) -> None:
-        folder, there = self._folder / CHECKPOINTS / str(step), f"{CHECKPOINTS}/{step}"
-        metadata = (folder / METADATA).read_bytes()
+    def _link(self, step: int) -> list[Path]:
+        """Make links to the files of a step, and return their paths in it, the mark of completion last."""
+        folder, links = self._folder / CHECKPOINTS / str(step), self._folder / _BEING_COPIED / str(step)
+        marks = [Path(METADATA), Path(COMMIT)]
+        files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in files if path not in marks] + marks
+        for path in files:
+            (links / path).parent.mkdir(parents=True, exist_ok=True)
+            os.link(folder / path, links / path)
+        return files
+
+    def _copy_step(self, step: int, files: list[Path]) -> None:
+        links, there = self._folder / _BEING_COPIED / str(step), f"{CHECKPOINTS}/{step}"
+        metadata = (links / METADATA).read_bytes()
         if self._sent.get(there) == metadata:
             return
         # An earlier start may have copied it, or, before a rollback, another state of this step.
         if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
             self._remote.remove([f"{there}/{COMMIT}"])
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            for path in sorted(files, key=lambda path: (path.name == COMMIT, path.name == METADATA)):
-                if path.name == COMMIT and (folder / METADATA).read_bytes() != metadata:
-                    return  # after a rollback, another state of this step was saved meanwhile
-                self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
+            for path in files:
+                self._remote.put(links / path, f"{there}/{path.as_posix()}")
         self._sent[there] = metadata
-        steps = _steps_in(self._remote.sizes())
-        complete = [step for step, files in steps.items() if _is_complete(step, files)]
-        kept = kept_steps(complete, self._keep_last, self._keep_every)
-        self._remove({step: files for step, files in steps.items() if step not in kept})
-
-    def _remove(self, steps: Mapping[int, Sequence[str]]) -> None:
-        """Remove steps there by their files, the marks of completion first."""
-        for step, files in steps.items():
-            self._remote.remove(sorted(files, key=lambda name: not name.endswith(COMMIT)))
-            self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
 
 def _steps_in(names: Iterable[str]) -> dict[int, list[str]]:
@@ -243,7 +230,7 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[
     Returns the steps that were copied, newest first. Raises RemoteError if the place cannot be reached.
     """
     remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
-    names = [name for name in remote.sizes() if is_inside(name)]
+    names = remote.sizes()
     steps = {step: files for step, files in _steps_in(names).items() if step > here and _is_complete(step, files)}
     copied = sorted(steps, reverse=True)[:_COPIED_BACK]
     for step in copied:
@@ -256,16 +243,26 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[
         (part / CHECKPOINTS / str(step)).rename(final)
         shutil.rmtree(part)
     for name in names if copied else ():
-        if name.partition("/")[0] not in (*_NOT_COPIED, CHECKPOINTS):
+        if name.partition("/")[0] not in _NOT_COPIED:
             remote.get(name, folder / name)
     return copied
 
 
-def forget(url: str) -> None:
-    """Remove the checkpoints at a URL: the training starts from the beginning. Raises RemoteError."""
+def download(url: str, folder: Path, names: Collection[str], *, others: bool = False) -> None:
+    """Copy files and folders of these names of a training at a URL; or all `others`, where there is more than here."""
     remote = RemoteFolder(url)
-    names = [name for name in remote.sizes() if name.startswith(f"{CHECKPOINTS}/")]
-    remote.remove(["manifest.json", *sorted(names, key=lambda name: not name.endswith(COMMIT))])
+    for name, size in remote.sizes().items():
+        file, named = folder / name, name.partition("/")[0] in names
+        is_longer = name.partition("/")[0] not in _NOT_COPIED and (file.stat().st_size if file.exists() else -1) < size
+        if (not named and is_longer) if others else named:
+            remote.get(name, file)
+
+
+def forget(url: str) -> None:
+    """Remove a training at a URL: it starts from the beginning. Raises RemoteError."""
+    remote = RemoteFolder(url)
+    remote.remove(["manifest.json"])
+    remote.remove(remote.sizes())
 
 
 def is_inside(name: object) -> bool:

@@ -4,15 +4,17 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import absl.logging
 import jax
+from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
+from orbax.checkpoint.experimental.v1.training import Checkpointer, preservation_policies
 
 from affinage.checkpoint.metadata import METADATA, CorruptedError, Metadata, checksums, leaves_by_path, read_metadata
 from affinage.cluster.processes import Processes
@@ -40,10 +42,10 @@ class CheckpointStore:
     A state is a mapping of names to trees of arrays (`params`, ...), each of which can be restored without the others.
     A step counts once Orbax has committed it, so a process may die at any moment. The checksums of all arrays are
     computed on the devices before a save and after a restore: what is corrupted is never restored silently. All
-    processes of a run call the same methods in the same order, with the same folder.
+    processes of a run call the same methods in the same order, with the same folder: on a disk that all of them see, or
+    a `gs://` URL.
 
-    The newest `keep_last` steps stay, and those at multiples of `keep_every`. The uploader is notified of every save,
-    and names a step that must not be removed yet.
+    The newest `keep_last` steps stay, and those at multiples of `keep_every`. The uploader is notified of every save.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class CheckpointStore:
         keep_every: int | None = None,
         uploader: "Uploader | None" = None,
     ) -> None:
-        self.folder = Path(folder).absolute()
-        self._keep_last, self._keep_every, self._uploader = keep_last, keep_every, uploader
+        self.folder: Path = epath.Path(folder) if "://" in str(folder) else Path(folder).absolute()
+        self._policy, self._uploader = preservation(keep_last, keep_every), uploader
         self._corrupted: set[int] = set()  # steps that look complete but could not be restored
-        self._running: ocp.AsyncResponse[None] | None = None
+        self._checkpointer: Checkpointer | None = None  # from the first save on
+        self._running: ocp.AsyncResponse[bool] | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         # Only arrays are read: the global registry has handlers for whatever a checkpoint names.
@@ -90,23 +93,29 @@ class CheckpointStore:
             OSError: see `wait`.
         """
         self.wait()
-        processes, path = Processes.at_work(), self.folder / str(step)
+        processes = Processes.at_work()
         if jax.process_count() > 1 and processes.count == 1:
-            fix = "Run this step by itself before the run in several processes."
-            raise UserError("one process of several cannot save arrays alone", where=str(path), fix=fix)
+            what, fix = "one process of several cannot save arrays alone", "Run this step before, in one process."
+            raise UserError(what, where=str(self.folder / str(step)), fix=fix)
         exists = processes.first and step in self.steps() and step not in self._corrupted
-        if processes.first and not exists:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _remove(path)  # what a killed save left, or a corrupted step
         if processes.broadcast("a save", exists, seconds=IO_TIMEOUT):
             return
-        self._corrupted.discard(step)
         metadata = Metadata(step, dict(meta), checksums(state))
-        with _quiet(), self._context:
-            self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata.to_json())
+        with _quiet():
+            if self._checkpointer is None:
+                if processes.first:  # what a killed save left, and corrupted steps, do not count as steps to keep
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    for each, path in entries(self.folder):
+                        if each in self._corrupted or whats_missing(path):
+                            _remove(path)
+                self._corrupted.clear()
+                self._checkpointer = Checkpointer(self.folder, context=self._context, preservation_policy=self._policy)
+            self._running = self._checkpointer.save_checkpointables_async(
+                step, dict(state), force=True, custom_metadata=metadata.to_json()
+            )
 
     def wait(self) -> None:
-        """Block until the save in progress is committed, then remove the steps that no rule keeps.
+        """Block until the save in progress is committed, and the steps that no rule keeps are removed.
 
         Raises:
             OSError: the disk did not take it; the steps before are intact.
@@ -129,22 +138,17 @@ class CheckpointStore:
             self._running = running
             return
         except ValueError as error:  # TensorStore raises it for whatever the file system returned
+            self._checkpointer = None
             if not (number := errno_of(error)):
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
-        if Processes.at_work().first:
-            keep = kept_steps([s for s in self.steps() if s not in self._corrupted], self._keep_last, self._keep_every)
-            with contextlib.ExitStack() as stack:
-                if self._uploader is not None:
-                    self._uploader.saved()
-                    keep |= stack.enter_context(self._uploader.in_use())
-                for step, path in entries(self.folder):
-                    if step not in keep:
-                        with contextlib.suppress(OSError):  # the training continues
-                            _remove(path)
+        if self._uploader is not None and Processes.at_work().first:
+            self._uploader.saved()
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
+        self.wait()
+        self._checkpointer = None  # it remembers the steps
         if Processes.at_work().first:
             for later, path in entries(self.folder):
                 if later > step:
@@ -202,7 +206,7 @@ class CheckpointStore:
             UserError: there are steps but none can be restored; starting from nothing would hide that.
             OSError: the network of the disk failed, which proves nothing about the steps.
         """
-        processes = Processes.at_work()
+        processes, self._checkpointer = Processes.at_work(), None  # it remembers the steps
         known = [[step, whats_missing(path)] for step, path in entries(self.folder)]
         known = processes.broadcast("checkpoints", known, seconds=IO_TIMEOUT)
         wanted = max((step for step, _ in known), default=0) if at_most is None else at_most
@@ -284,23 +288,33 @@ def complete_steps(folder: Path) -> list[int]:
 
 def whats_missing(path: Path) -> str:
     """Why a folder that is named like a step is not complete; "" if it is."""
-    if path.is_symlink():
+    if os.path.islink(path):
         return "it is a symbolic link, and could lead anywhere"
     is_complete = all((path / name).exists() for name in (METADATA, COMMIT))
     return "" if is_complete else "it is incomplete: its save was cut off"
 
 
-def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
+def preservation(keep_last: int, keep_every: int | None) -> preservation_policies.PreservationPolicy:
+    """Orbax's policy of which steps stay: the newest `keep_last`, and the multiples of `keep_every`."""
+    policies = [preservation_policies.LatestN(keep_last)]
+    policies += [preservation_policies.EveryNSteps(keep_every)] if keep_every else []
+    return preservation_policies.AnyPreservationPolicy(policies)
+
+
+def kept_steps(steps: Sequence[int], policy: preservation_policies.PreservationPolicy) -> set[int]:
     """Those of the ascending `steps` that stay."""
-    return {*steps[-keep_last:], *(step for step in steps if keep_every and step % keep_every == 0)}
+    infos, context = [SimpleNamespace(step=step) for step in steps], preservation_policies.PreservationContext()
+    return {step for step, stays in zip(steps, policy.should_preserve(infos, context=context)) if stays}
 
 
 def _remove(path: Path) -> None:
-    """Remove a step, its marks first, so that half a step never looks complete. Links are left alone."""
-    if path.is_dir() and not path.is_symlink():
+    """Remove a step, its marks first, so that half a step never looks complete; of a link, the link alone."""
+    if os.path.islink(path):
+        os.unlink(path)
+    elif path.is_dir():
         for name in (COMMIT, METADATA):
             (path / name).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        epath.Path(path).rmtree()
 
 
 # ---- what was saved and what is wanted ----

@@ -154,7 +154,7 @@ def monitor_of(
     def keep(step: int, state: "TrainState") -> None:
         from affinage.checkpoint import CheckpointStore
 
-        store = CheckpointStore(context.folder / KEPT, keep_last=1)
+        store = CheckpointStore(f"{context.saves_to}/{KEPT}", keep_last=1)
         store.save(step, {"params": state.params}, {"step": step})
         store.wait()
 

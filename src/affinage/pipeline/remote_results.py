@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
-from affinage.checkpoint.store import CHECKPOINTS
 from affinage.errors import UserError, first_line
+from affinage.pipeline.models import SAVED
 from affinage.pipeline.store import Request, Store, hash_on_disk, read_manifest
 from affinage.results import MANIFEST, Manifest
 
@@ -95,8 +95,8 @@ class RemoteResults:
             there.remove([MANIFEST])
             sizes = there.sizes()
             for name, facts in manifest.files.items():
-                # A training has copied its checkpoints itself.
-                if not (name.startswith(f"{CHECKPOINTS}/") and sizes.get(name) == facts.bytes):
+                # A training has copied its checkpoints itself, or read them there.
+                if not (name.partition("/")[0] in SAVED and sizes.get(name) == facts.bytes):
                     there.put(folder / name, name)
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
         except (RemoteError, OSError) as error:

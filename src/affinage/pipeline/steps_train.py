@@ -10,7 +10,7 @@ from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
-from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, TOKENIZER, trained_params
+from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, SAVED, TOKENIZER, trained_params
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.step import StepContext, Summary, at
 from affinage.pipeline.steps_data import check_benchmarks
@@ -31,6 +31,7 @@ Tuning = TypeVar("Tuning", bound=TuningSettings)
 
 def train(context: StepContext) -> Summary:
     """Train the model, from random weights or those of the training or import before, on the rows of its data step."""
+    from affinage.checkpoint.remote import download
     from affinage.data.dataloader import read_reference
     from affinage.training import train
 
@@ -63,6 +64,8 @@ def train(context: StepContext) -> Summary:
     if Processes.current.first:
         write_json(context.folder / MODEL, _model_facts(context, graph, settings, feed.context, prompt))
     summary = train(job)
+    if context.saves_to != context.folder and Processes.current.first:
+        download(str(context.remote), context.folder, SAVED)
     if name == "pretrain":
         return summary | {"epochs": feed.epochs(settings.steps)}
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
@@ -110,6 +113,7 @@ def ref_logprobs(context: StepContext) -> Summary:
 
 def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "DataLoader", **fields: Any) -> "TrainJob":
     """The job of a step that trains the model `base`, with more of its `fields`."""
+    from affinage.checkpoint import CheckpointStore
     from affinage.checkpoint.remote import Uploader
     from affinage.data.tuning_data import documents_in_a_row
     from affinage.hardware.devices import acquire
@@ -131,9 +135,10 @@ def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "Da
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
         print(f"{name}: {choice}", flush=True)
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    url, keep = remote_of(context), runtime.checkpoint
-    if url is not None:
-        fields["uploader"] = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    rules = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
+    if context.remote is not None:
+        fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
+        fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", uploader=uploader, **rules)
     extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
         graph=graph,
@@ -249,23 +254,19 @@ def mesh_of(context: StepContext) -> dict[str, int | str]:
     return {str(axis): size for axis, size in context.recipe.mesh.items()}
 
 
-def remote_of(context: StepContext) -> str | None:
-    """Where a training is copied to; None if nowhere."""
-    remote = context.recipe.runtime.remote
-    return None if remote is None else f"{remote.rstrip('/')}/{context.folder.name}"
-
-
 def bring_from_remote(context: StepContext, forced: bool) -> None:
     """Begin with the newest checkpoint that is at the recipe's `remote`, where it is newer than what is here.
 
     If the training is `forced`, what is there is removed instead. Raises UserError if the server does not answer.
     """
-    if (url := remote_of(context)) is None:
+    if (url := context.remote) is None:
         return
-    from affinage.checkpoint.remote import download_newest, forget
+    from affinage.checkpoint.remote import download, download_newest, forget
 
     if forced:
         forget(url)
+    elif context.saves_to == url:  # where Orbax reads them
+        download(url, context.folder, SAVED, others=True)
     else:
         download_newest(url, context.folder, lambda line: print(f"{context.step}: {line}", flush=True))
 

@@ -46,7 +46,7 @@ class Checkpointer:
             self._job.folder / CHECKPOINTS,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
-            uploader=self._job.uploader if Processes.current.first else None,
+            uploader=self._job.uploader,
         )
         self.resumed_at: list[int] = []  # the steps at which the starts of this run began, except the first
         self._saved_at = time.monotonic()
@@ -67,13 +67,14 @@ class Checkpointer:
             newest = self._store.restore_newest(abstract.named(), self._accept, at_most)
             if newest is not None:
                 step, state, meta = newest
-                restored = Restored(step, TrainState(**state, frozen=kept_frozen(job.folder, abstract.frozen)), meta)
+                frozen = kept_frozen(self._store.folder.parent, abstract.frozen)
+                restored = Restored(step, TrainState(**state, frozen=frozen), meta)
             else:
                 restored = self._extended(job.extends) if job.extends else Restored(0, self._trainer.begin(), {})
                 if restored.state.frozen is not None:
-                    frozen = CheckpointStore(job.folder / FROZEN)
-                    frozen.save(0, {"params": restored.state.frozen}, {})
-                    frozen.wait()
+                    store = CheckpointStore(self._store.folder.parent / FROZEN)
+                    store.save(0, {"params": restored.state.frozen}, {})
+                    store.wait()
                 checksums(restored.state.named())  # compiled now: the first save may come within a grace period
         if at_most is None:
             self.resumed_at = [*restored.meta.get("resumed_at", []), *([restored.step] if restored.step else [])]
