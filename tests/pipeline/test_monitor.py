@@ -21,8 +21,8 @@ from affinage.errors import UserError
 from affinage.evaluation.run import evaluate
 from affinage.generation.model import LoadedModel
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.models import open_model
 from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, monitor_of, right_items
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
 from affinage.report.trainings import read_training
@@ -152,7 +152,7 @@ def test_how_benchmarks_are_computed_is_in_no_key():
             step.config for step in build_steps(load_recipe(TINY, [f"sft.monitor={given}"])) if step.name == "sft"
         )
 
-    assert config() == config(batch_size=8) == config(data_dir="/nowhere") != config(limit=50)
+    assert config() == config(data_dir="/nowhere") != config(limit=50)
 
 
 # ---- pretraining
@@ -252,8 +252,11 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
     assert found["habit/sft"] == found["habit/pretrain"] != found["habit/sft@40"]
 
 
-def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit: SimpleNamespace, tmp_path: Path):
-    loaded = load_recipe(TINY, [*habit.settings, "sft.monitor.batch_size=1"])
+def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(
+    habit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("affinage.evaluation.scoring.rows_that_fit", lambda *_, **__: 1)
+    loaded = load_recipe(TINY, habit.settings)
     context = StepContext(loaded, tmp_path, {"train-tokenizer": habit.runs / "habit/train-tokenizer"}, tmp_path)
     model, before, left = open_model("habit/sft@40", habit.runs), points_of(habit.sft), [2]
     shutil.copy(habit.sft / POINTS, tmp_path)

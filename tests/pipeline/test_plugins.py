@@ -17,7 +17,7 @@ from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED
 from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.models import load_trained
+from affinage.pipeline.opening import load_trained
 from affinage.pipeline.runner import PipelineRunner
 from affinage.pipeline.steps_train import with_vocabulary
 from affinage.plugins import load_named_plugins, load_plugins

@@ -14,7 +14,8 @@ from affinage.data.dataloader import make_batch
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
 from affinage.model import ApplyConfig, apply
-from affinage.pipeline.models import is_chat, open_model
+from affinage.pipeline.models import is_chat
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.store import Store, read_request
 from affinage.results import RESULTS, Result, read_json
 

@@ -62,14 +62,12 @@ def generate(
 ) -> None:
     """Let a model continue texts.
 
-    Example: affinage generate quickstart "The currency of Japan" "La monnaie du Japon"
+    Example: affinage generate quickstart "The currency of France" "La monnaie de la France"
     """
     texts = prompts or ["" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")]
     "".join(texts).encode()  # raises, before a model is opened, for words of another encoding than UTF-8
     if not any(texts):
-        fix = (
-            'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
-        )
+        fix = 'For example: affinage generate MODEL "Once upon a time", or echo "Once" | affinage generate MODEL'
         raise UserError("no prompt was given", fix=fix)
     loaded = opened(model, opening)
     from affinage.api import prompt_tokens
@@ -94,7 +92,7 @@ def chat(
 ) -> None:
     """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
 
-    Example: affinage chat quickstart "What is the currency of Japan?"
+    Example: affinage chat quickstart "What is the currency of France?"
     """
     "".join([*(question or ()), system or ""]).encode()  # as in `generate`
     loaded = opened(model, opening)

@@ -80,7 +80,7 @@ def search(
 ) -> None:
     """Find the documents that hold a text, and the steps of pretraining that read them.
 
-    Example: affinage data search quickstart "the currency of Japan"
+    Example: affinage data search quickstart "the currency of France"
     """
     if not text:
         raise UserError("there is nothing to look for", where="TEXT", fix="Give a text of at least one character.")

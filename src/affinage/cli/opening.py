@@ -71,7 +71,7 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     if announce and state is not None and is_there and is_first():
         print(f"Model: {state}", file=sys.stderr)
     kind: Literal["hub", "model"] = "hub" if target.kind == "hub" else "model"
-    return replace(target, kind=kind, path=folder, step=step, belongs_to=target.run), state
+    return replace(target, kind=kind, path=folder, step=step), state
 
 
 def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce: bool = True) -> Opened:
@@ -85,10 +85,11 @@ def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce:
     """
     target, state = model_of(name, options.runs, announce=announce)  # before JAX is imported
     from affinage.cluster.processes import is_first
-    from affinage.pipeline.models import is_chat, open_target
+    from affinage.pipeline.models import is_chat
+    from affinage.pipeline.opening import open_model
 
     with working(f"opening {name}"):
-        model = open_target(target, options.runs, mesh=options.mesh)
+        model = open_model(target, options.runs, mesh=options.mesh)
     longest, length = model.context, options.max_model_len
     if length is not None and length > longest:
         what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"

@@ -112,14 +112,14 @@ def report(
 
     affinage report quickstart --lang fr --out rapport.html
     """
-    from affinage.pipeline.models import check_complete, run_of, unfinished
+    from affinage.pipeline.models import check_complete, run_of, untrained
 
     target = find(run, runs)
     folder = run_of(target, runs)
     if out is None:
         check_complete(target, runs, instead="For a report of what there is, name a file: --out report.html")
-    elif missing := unfinished(folder):
-        warn(f"`{run}` is not complete; to train: {missing}")
+    elif missing := untrained(folder):
+        warn(f"`{run}` is not complete; to train: {', '.join(missing.values())}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     from affinage.report import write_report
 

@@ -159,8 +159,6 @@ class MonitorSettings(Settings):
     """Maximum false-positive rate of a stop, over the whole training."""
     data_dir: str | None = None
     """Folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; by default from the Hub."""
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Maximum number of sequences of a forward pass; auto: as many as fit beside what is trained, 64 on processors."""
 
 
 # Settings of how a training is computed: a change of them leaves a finished training valid.
@@ -207,7 +205,7 @@ class TrainSettings(Settings):
 
     def deciding(self) -> dict[str, Any]:
         """Return the settings that decide the result of a training, as JSON, without those of its data."""
-        how: dict[str, Any] = {"monitor": {"data_dir", "batch_size"}}
+        how: dict[str, Any] = {"monitor": {"data_dir"}}
         return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS, True))
 
     @model_validator(mode="after")

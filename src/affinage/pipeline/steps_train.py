@@ -9,9 +9,10 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
-from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
-from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, SAVED, TOKENIZER, trained_params
+from affinage.pipeline.imports import chat_template_of, extended, initial_folder
+from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, SAVED, TOKENIZER
 from affinage.pipeline.monitor import monitor_of
+from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
