@@ -136,7 +136,7 @@ def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "Da
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
         print(f"{name}: {choice}", flush=True)
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    rules = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
+    rules: dict[str, Any] = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
     if context.remote is not None:
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
         fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", uploader=uploader, **rules)
