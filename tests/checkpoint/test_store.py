@@ -170,12 +170,11 @@ def test_a_full_disk_is_an_error_of_the_disk_also_of_a_save_in_flight(store: Che
     try:
         with pytest.raises(OSError) as full:
             store.save(2, large, {})
-            until(lambda: store.check_save() is not None)  # raises
+            until(lambda: store.wait(0) is not None)  # raises
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert full.value.errno == errno.EFBIG
     store.wait()  # it was raised once
-    store.check_save()
     assert CheckpointStore(store.folder).steps() == [1] and not store.verify(1)
 
 

@@ -6,6 +6,7 @@ checksums when they are restored. To `gs://` Orbax writes the steps itself, and 
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -14,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
-from fsspec.asyn import AsyncFileSystem
 
 from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps, preservation
@@ -25,8 +25,8 @@ _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, s
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
 _PROBE = ".affinage"
 _BEING_COPIED = ".upload"  # the folder of links to a step's files, which stay while the step itself is removed
-# What belongs to this machine, or to this start.
-_NOT_COPIED = frozenset({"profile", "request.json", "manifest.json", CHECKPOINTS, _BEING_COPIED})
+# What belongs to this machine, or to this start, and the steps.
+_NOT_BESIDE = frozenset({"profile", "request.json", "manifest.json", CHECKPOINTS, _BEING_COPIED})
 
 
 class RemoteError(UserError):
@@ -40,9 +40,8 @@ class RemoteFolder:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url = url.rstrip("/")
         with errors_at(self.url):
-            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, auto_mkdir=True)
         self._root = str(root).rstrip("/")
-        self._makes_folders = not isinstance(self._filesystem, AsyncFileSystem)  # object stores have none
 
     def sizes(self) -> dict[str, int]:
         """All files below, with their length in bytes; none if there is no such folder."""
@@ -60,17 +59,15 @@ class RemoteFolder:
     def write(self, name: str, contents: bytes) -> None:
         """Write a file of these bytes."""
         with self._failing("write", name):
-            self._make_parent(name)
             upload(self._filesystem, f"{self._root}/{name}", contents)
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there. Raises FileNotFoundError if it is gone here."""
         if file.stat().st_size <= _WHOLE_BYTES:
             self.write(name, file.read_bytes())
-            return
-        with self._failing("write", name):
-            self._make_parent(name)
-            self._filesystem.put_file(str(file), f"{self._root}/{name}")
+        else:
+            with self._failing("write", name):
+                self._filesystem.put_file(str(file), f"{self._root}/{name}")
 
     def get(self, name: str, file: Path) -> None:
         """Copy a file from there; its folder is made."""
@@ -83,10 +80,6 @@ class RemoteFolder:
         for name in sorted(names, key=lambda name: not name.endswith(COMMIT)):
             with self._failing("remove", name), contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm_file(f"{self._root}/{name}")
-
-    def _make_parent(self, name: str) -> None:
-        if self._makes_folders:
-            self._filesystem.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager
     def _failing(self, verb: str, name: str) -> Iterator[None]:
@@ -107,9 +100,8 @@ class Uploader:
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.url, self.say = url, lambda line: print(line, flush=True)
-        self._folder = folder
+        self._remote, self._folder = RemoteFolder(url), folder
         self._copied, self._kept = preservation(1, keep_every), preservation(keep_last, keep_every)
-        self._remote = RemoteFolder(url)
         self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
         self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
 
@@ -141,33 +133,32 @@ class Uploader:
         return self._failure
 
     def _run(self) -> None:
+        links = self._folder / _BEING_COPIED
         while True:
             with self._lock:
                 self._runs, self._requested = self._requested, False
                 if not self._runs:
                     return
-            shutil.rmtree(self._folder / _BEING_COPIED, ignore_errors=True)
+            shutil.rmtree(links, ignore_errors=True)
             try:
-                self._copy()
+                self._copy(links)
                 self._failure = ""
             except Exception as error:
-                self._failure = first_line(error)
-                self.say(
-                    f"cannot copy to {self.url}: {self._failure}. The training continues; the next save tries again"
-                )
-            shutil.rmtree(self._folder / _BEING_COPIED, ignore_errors=True)
+                self._failure = why = first_line(error)
+                self.say(f"cannot copy to {self.url}: {why}. The training continues; the next save tries again")
+            shutil.rmtree(links, ignore_errors=True)
 
-    def _copy(self) -> None:
+    def _copy(self, links: Path) -> None:
         linked: dict[int, list[Path]] = {}
         for step in kept_steps(complete_steps(self._folder / CHECKPOINTS), self._copied):
             with contextlib.suppress(FileNotFoundError):  # a rollback or a newer step has removed it
-                linked[step] = self._link(step)
+                linked[step] = _link(self._folder / CHECKPOINTS / str(step), links / str(step))
         # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
         files: list[Path] = []
         for folder, subfolders, names in os.walk(self._folder):
             if Path(folder) == self._folder:
-                subfolders[:] = [name for name in subfolders if name not in _NOT_COPIED]
-                names = [name for name in names if name not in _NOT_COPIED]
+                subfolders[:] = [name for name in subfolders if name not in _NOT_BESIDE]
+                names = [name for name in names if name not in _NOT_BESIDE]
             files += [Path(folder, name) for name in names]
         for path in sorted(files, key=lambda path: path.name == COMMIT):
             name = path.relative_to(self._folder).as_posix()
@@ -177,28 +168,15 @@ class Uploader:
                     self._remote.put(path, name)
                     self._sent[name] = facts
         for step in sorted(linked, reverse=True):
-            self._copy_step(step, linked[step])
+            self._copy_step(step, links / str(step), linked[step])
         if linked:
-            there = _steps_in(self._remote.sizes())
-            complete = [step for step in there if _is_complete(step, there[step]) and step <= max(linked)]
-            for step in there.keys() - kept_steps(complete, self._kept):
+            there, complete = _steps_in(self._remote.sizes())
+            for step in there.keys() - kept_steps([step for step in complete if step <= max(linked)], self._kept):
                 self._remote.remove(there[step])
                 self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
-    def _link(self, step: int) -> list[Path]:
-        """Make links to the files of a step, and return their paths in it, the mark of completion last."""
-        folder, links = self._folder / CHECKPOINTS / str(step), self._folder / _BEING_COPIED / str(step)
-        marks = [Path(METADATA), Path(COMMIT)]
-        files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        files = [path for path in files if path not in marks] + marks
-        for path in files:
-            (links / path).parent.mkdir(parents=True, exist_ok=True)
-            os.link(folder / path, links / path)
-        return files
-
-    def _copy_step(self, step: int, files: list[Path]) -> None:
-        links, there = self._folder / _BEING_COPIED / str(step), f"{CHECKPOINTS}/{step}"
-        metadata = (links / METADATA).read_bytes()
+    def _copy_step(self, step: int, links: Path, files: list[Path]) -> None:
+        there, metadata = f"{CHECKPOINTS}/{step}", (links / METADATA).read_bytes()
         if self._sent.get(there) == metadata:
             return
         # An earlier start may have copied it, or, before a rollback, another state of this step.
@@ -209,19 +187,24 @@ class Uploader:
         self._sent[there] = metadata
 
 
-def _steps_in(names: Iterable[str]) -> dict[int, list[str]]:
-    """{step: its files} of the checkpoints among the files of a training at a URL, oldest first."""
+def _link(folder: Path, links: Path) -> list[Path]:
+    """Make links to the files of a step, and return their paths in it, the mark of completion last."""
+    marks = [Path(METADATA), Path(COMMIT)]
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if path not in marks] + marks
+    for path in files:
+        (links / path).parent.mkdir(parents=True, exist_ok=True)
+        os.link(folder / path, links / path)
+    return files
+
+
+def _steps_in(names: Iterable[str]) -> tuple[dict[int, list[str]], list[int]]:
+    """{step: its files} of the checkpoints among the files of a training at a URL, and the complete steps in order."""
     steps: dict[int, list[str]] = {}
     for name in names:
-        folder, _, rest = name.partition("/")
-        step = rest.partition("/")[0]
-        if folder == CHECKPOINTS and step.isdecimal():
-            steps.setdefault(int(step), []).append(name)
-    return dict(sorted(steps.items()))
-
-
-def _is_complete(step: int, files: Iterable[str]) -> bool:
-    return {f"{CHECKPOINTS}/{step}/{name}" for name in (COMMIT, METADATA)} <= set(files)
+        if match := re.match(rf"{CHECKPOINTS}/(\d+)/", name):
+            steps.setdefault(int(match[1]), []).append(name)
+    return steps, [step for step in sorted(steps) if f"{CHECKPOINTS}/{step}/{COMMIT}" in steps[step]]
 
 
 def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[int]:
@@ -231,19 +214,16 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[
     """
     remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
     names = remote.sizes()
-    steps = {step: files for step, files in _steps_in(names).items() if step > here and _is_complete(step, files)}
-    copied = sorted(steps, reverse=True)[:_COPIED_BACK]
+    steps, complete = _steps_in(names)
+    copied = [step for step in reversed(complete) if step > here][:_COPIED_BACK]
     for step in copied:
         say(f"copying step {step:,} from {url}")
-        part, final = folder / CHECKPOINTS / f".{step}.part", folder / CHECKPOINTS / str(step)
-        shutil.rmtree(part, ignore_errors=True)
-        for name in steps[step]:
-            remote.get(name, part / name)
-        shutil.rmtree(final, ignore_errors=True)
-        (part / CHECKPOINTS / str(step)).rename(final)
-        shutil.rmtree(part)
+        mark = f"{CHECKPOINTS}/{step}/{COMMIT}"  # comes last
+        shutil.rmtree(folder / CHECKPOINTS / str(step), ignore_errors=True)
+        for name in sorted(steps[step], key=lambda name: name == mark):
+            remote.get(name, folder / name)
     for name in names if copied else ():
-        if name.partition("/")[0] not in _NOT_COPIED:
+        if name.partition("/")[0] not in _NOT_BESIDE:
             remote.get(name, folder / name)
     return copied
 
@@ -252,9 +232,9 @@ def download(url: str, folder: Path, names: Collection[str], *, others: bool = F
     """Copy files and folders of these names of a training at a URL; or all `others`, where there is more than here."""
     remote = RemoteFolder(url)
     for name, size in remote.sizes().items():
-        file, named = folder / name, name.partition("/")[0] in names
-        is_longer = name.partition("/")[0] not in _NOT_COPIED and (file.stat().st_size if file.exists() else -1) < size
-        if (not named and is_longer) if others else named:
+        file, top = folder / name, name.partition("/")[0]
+        here = file.stat().st_size if file.exists() else -1
+        if (top not in {*names, *_NOT_BESIDE} and here < size) if others else top in names:
             remote.get(name, file)
 
 

@@ -81,6 +81,23 @@ class CheckpointStore:
             raise_of_network(error)
             raise self._refused(step, error) from error
 
+    def listing(self) -> list[dict[str, Any]]:
+        """{step, saved, bytes, why_not} of everything that is named like a step, oldest first.
+
+        `why_not` says why it cannot be restored, as far as is known without reading arrays; "" if it can.
+        """
+        rows = []
+        for step, path in entries(self.folder):
+            saved, why_not = None, whats_missing(path)
+            if not why_not:
+                try:
+                    saved = read_metadata(path).facts.get("saved")
+                except (CorruptedError, OSError) as error:
+                    why_not = str(error)
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            rows.append({"step": step, "saved": saved, "bytes": size, "why_not": why_not})
+        return rows
+
     # ---- saving ----
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
@@ -114,27 +131,20 @@ class CheckpointStore:
                 step, dict(state), force=True, custom_metadata=metadata.to_json()
             )
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Block until the save in progress is committed, and the steps that no rule keeps are removed.
+
+        With `timeout` 0, which is called after every step, this does not block.
 
         Raises:
             OSError: the disk did not take it; the steps before are intact.
         """
-        self._finish(timeout=None)
-
-    def check_save(self) -> None:
-        """Do what `wait` does if the save in the background has ended; called after every step, and does not block."""
-        self._finish(timeout=0)
-
-    def _finish(self, timeout: float | None) -> None:
         if self._running is None:
             return
         running, self._running = self._running, None
         try:
             running.result(timeout)
         except TimeoutError:
-            if timeout is None:
-                raise
             self._running = running
             return
         except ValueError as error:  # TensorStore raises it for whatever the file system returned
@@ -163,8 +173,8 @@ class CheckpointStore:
 
         Args:
             step: one of `steps()`.
-            abstract: trees of `jax.ShapeDtypeStruct` with shardings, by name, converted to their dtypes; None stands
-                for a tree as it was saved, on one device. Only the names given are read.
+            abstract: trees of `jax.ShapeDtypeStruct` with shardings, by name, to whose dtypes arrays are converted.
+                Only these trees are read.
 
         Raises:
             UserError: the step is corrupted, or what was saved does not fit.
@@ -224,33 +234,36 @@ class CheckpointStore:
         raise UserError(
             f"none of the checkpoints {sorted(self._corrupted)} can be restored; the last reason: {reason}",
             where=str(self.folder),
-            fix="If the model, the optimizer or another setting was changed, undo that, or give the run another name; "
-            "otherwise remove the folder to start again.",
+            fix="Undo changes of the model or the optimizer, or give the run another name; or remove the folder.",
         )
 
     def verify(self, step: int) -> str:
         """Read all arrays of a step and compare them with their checksums; returns what is wrong, "" if nothing is."""
-        if reason := whats_missing(self.folder / str(step)):
+        path, here = self.folder / str(step), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        if reason := whats_missing(path):
             return reason
         try:
-            for tree in sorted({path.partition(".")[0] for path in self.metadata(step).checksums}):
-                self.restore(step, {tree: None})  # one by one: a whole state may not fit in memory
-        except UserError as error:
-            return error.what.partition(": ")[2]
+            with _agreeing(f"trees of {step}"), _quiet():
+                saved = ocp.checkpointables_metadata(path).metadata
+                names = {name.partition(".")[0] for name in read_metadata(path).checksums}
+                trees = {name: saved[name] for name in sorted(names)}
+            for name, tree in trees.items():  # one by one: a whole state may not fit in memory
+                like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
+                self._read(step, {name: like})
+        except CorruptedError as error:
+            return str(error)
         return ""
 
     def _read(
-        self, step: int, wanted: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
+        self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
     ) -> tuple[dict[str, PyTree], Facts]:
         """State and facts of a step. Raises CorruptedError in all processes if one of them cannot read it."""
-        path = self.folder / str(step)
+        path, context = self.folder / str(step), self._context
         with _agreeing(f"metadata of {step}"):
             metadata = read_metadata(path)
             accept(metadata.facts)
-            abstract = {name: _described(path, name) if tree is None else tree for name, tree in wanted.items()}
-            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in wanted}
+            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in abstract}
             as_saved = _as_saved(saved, abstract)
-        context = self._context
         if jax.process_count() > 1 and Processes.at_work().count == 1:  # one process reads without the others
             context = ocp.Context(context)
             context.multiprocessing.primary_host = jax.process_index()
@@ -264,12 +277,8 @@ class CheckpointStore:
 
     def _refused(self, step: int, error: Exception) -> UserError:
         others = ", ".join(f"@{other}" for other in self.steps() if other != step)
-        fix = f"Name one of the others ({others}), or remove it and run its recipe, which resumes from there."
-        return UserError(
-            f"checkpoint {step} cannot be restored: {first_line(error)}",
-            where=str(self.folder),
-            fix=fix if others else "There is no other.",
-        )
+        fix = f"Name another one ({others}), or remove it: its recipe resumes from the one before." if others else ""
+        return UserError(f"checkpoint {step} cannot be restored: {first_line(error)}", where=str(self.folder), fix=fix)
 
 
 # ---- a folder of steps ----
@@ -318,14 +327,6 @@ def _remove(path: Path) -> None:
 
 
 # ---- what was saved and what is wanted ----
-
-
-def _described(path: Path, tree: str) -> PyTree:
-    """A tree of a step as shapes and dtypes on one device; no array is read."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with _quiet():
-        saved = ocp.checkpointables_metadata(path).metadata[tree]
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), saved)
 
 
 def _as_saved(saved: Mapping[str, Any], wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:

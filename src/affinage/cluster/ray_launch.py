@@ -82,14 +82,15 @@ class RayLauncher:
             )
         if workers < self._most:
             self._say(f"launch: {workers} of {self._most} workers have a machine")
-        actor = self._ray.remote(RemoteProcess).options(
-            num_cpus=1.0,
-            num_gpus=bundle.get("GPU", 0.0),
-            resources={kind: count for kind, count in bundle.items() if kind == "TPU"},
-            max_concurrency=4,  # calls at the same time
-        )
+        options = {
+            "num_cpus": 1.0,
+            "num_gpus": bundle.get("GPU", 0.0),
+            "resources": {kind: count for kind, count in bundle.items() if kind == "TPU"},
+            "max_concurrency": 4,  # calls at the same time
+        }
+        actor = self._ray.remote(RemoteProcess)
         strategies = [PlacementGroupSchedulingStrategy(places, worker) for worker in range(workers)]
-        actors = [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+        actors = [actor.options(**options, scheduling_strategy=strategy).remote() for strategy in strategies]
         processes = [RayWorker(self._ray, actor) for actor in actors]
         group = WorkerGroup(processes, self._say, lambda: remove_placement_group(places))
         try:

@@ -92,7 +92,7 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether the state after a step is to be saved; the same in all processes. Raises OSError if a save failed."""
-        self._store.check_save()
+        self._store.wait(0)
         settings = self._settings
         if step % settings.every_steps == 0 or step == self._job.settings.steps:
             return True
