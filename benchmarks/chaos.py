@@ -199,8 +199,8 @@ def ray(folder: Path, draw: random.Random, quick: bool) -> Outcomes:
                 cluster.remove_node(node, allow_graceful=False)
                 node = cluster.add_node(num_cpus=1)
             else:
-                processes = psutil.process_iter(["cmdline"])
-                next(each for each in processes if "ray::Worker" in " ".join(each.info["cmdline"] or ())).kill()
+                started = psutil.Process().children(recursive=True)
+                next(each for each in started if "ray::RemoteProcess" in " ".join(each.cmdline())).kill()
             yield f"{victim} killed", driver.wait(300) == 0 and ended_alike(run, alone, STEPS)
     finally:
         cluster.shutdown()
