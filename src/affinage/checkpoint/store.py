@@ -1,6 +1,7 @@
 """The checkpoints of a run: a folder of steps, each of which is complete or not there at all."""
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import absl.logging
 import jax
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
-from orbax.checkpoint.experimental.v1.training import Checkpointer, preservation_policies
+from orbax.checkpoint.experimental.v1.training import preservation_policies
 
 from affinage.checkpoint.metadata import METADATA, CorruptedError, Metadata, checksums, leaves_by_path, read_metadata
 from affinage.cluster.processes import Processes
@@ -59,8 +60,8 @@ class CheckpointStore:
         self.folder: Path = epath.Path(folder) if "://" in str(folder) else Path(folder).absolute()
         self._policy, self._uploader = preservation(keep_last, keep_every), uploader
         self._corrupted: set[int] = set()  # steps that look complete but could not be restored
-        self._checkpointer: Checkpointer | None = None  # from the first save on
-        self._running: ocp.AsyncResponse[bool] | None = None
+        # Not by Orbax's Checkpointer: it calls JAX's preemption sync point in a thread, so that a training misses it.
+        self._running: ocp.AsyncResponse[None] | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         # Only arrays are read: the global registry has handlers for whatever a checkpoint names.
@@ -114,22 +115,16 @@ class CheckpointStore:
         if jax.process_count() > 1 and processes.count == 1:
             what, fix = "one process of several cannot save arrays alone", "Run this step before, in one process."
             raise UserError(what, where=str(self.folder / str(step)), fix=fix)
-        exists = processes.first and step in self.steps() and step not in self._corrupted
+        path, exists = self.folder / str(step), processes.first and step in self.steps() and step not in self._corrupted
+        if processes.first and not exists:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _remove(path)  # what a killed save left, or a corrupted step
         if processes.broadcast("a save", exists, seconds=IO_TIMEOUT):
             return
+        self._corrupted.discard(step)
         metadata = Metadata(step, dict(meta), checksums(state))
-        with _quiet():
-            if self._checkpointer is None:
-                if processes.first:  # what a killed save left, and corrupted steps, do not count as steps to keep
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    for each, path in entries(self.folder):
-                        if each in self._corrupted or whats_missing(path):
-                            _remove(path)
-                self._corrupted.clear()
-                self._checkpointer = Checkpointer(self.folder, context=self._context, preservation_policy=self._policy)
-            self._running = self._checkpointer.save_checkpointables_async(
-                step, dict(state), force=True, custom_metadata=metadata.to_json()
-            )
+        with _quiet(), self._context:
+            self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata.to_json())
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the save in progress is committed, and the steps that no rule keeps are removed.
@@ -145,20 +140,25 @@ class CheckpointStore:
         try:
             running.result(timeout)
         except TimeoutError:
+            if timeout is None:
+                raise
             self._running = running
             return
         except ValueError as error:  # TensorStore raises it for whatever the file system returned
-            self._checkpointer = None
-            if not (number := errno_of(error)):
+            if not (number := errno_of(error) or ("://" in str(self.folder) and errno.EIO)):
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
-        if self._uploader is not None and Processes.at_work().first:
-            self._uploader.saved()
+        if Processes.at_work().first:
+            keep = kept_steps([step for step in self.steps() if step not in self._corrupted], self._policy)
+            for step, path in entries(self.folder):
+                if step not in keep:
+                    with contextlib.suppress(OSError):  # the training continues
+                        _remove(path)
+            if self._uploader is not None:
+                self._uploader.saved()
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
-        self.wait()
-        self._checkpointer = None  # it remembers the steps
         if Processes.at_work().first:
             for later, path in entries(self.folder):
                 if later > step:
@@ -216,7 +216,7 @@ class CheckpointStore:
             UserError: there are steps but none can be restored; starting from nothing would hide that.
             OSError: the network of the disk failed, which proves nothing about the steps.
         """
-        processes, self._checkpointer = Processes.at_work(), None  # it remembers the steps
+        processes = Processes.at_work()
         known = [[step, whats_missing(path)] for step, path in entries(self.folder)]
         known = processes.broadcast("checkpoints", known, seconds=IO_TIMEOUT)
         wanted = max((step for step, _ in known), default=0) if at_most is None else at_most
@@ -246,7 +246,7 @@ class CheckpointStore:
             with _agreeing(f"trees of {step}"), _quiet():
                 saved = ocp.checkpointables_metadata(path).metadata
                 names = {name.partition(".")[0] for name in read_metadata(path).checksums}
-                trees = {name: saved[name] for name in sorted(names)}
+                trees = {name: saved.get(name, {}) for name in sorted(names)}
             for name, tree in trees.items():  # one by one: a whole state may not fit in memory
                 like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
                 self._read(step, {name: like})
