@@ -43,7 +43,7 @@ def state(value: float) -> dict:
 
 
 def saved(folder: Path, *steps: int, uploader: Uploader | None = None, settles: bool = False, **rules: Any) -> None:
-    store = CheckpointStore(folder / "checkpoints", uploader=uploader, **rules)
+    store = CheckpointStore(folder / "checkpoints", saved=uploader.saved if uploader else int, **rules)
     for step in steps:
         store.save(step, state(step), {"saved": "today"})
         store.wait()
@@ -211,7 +211,7 @@ def test_a_step_that_a_rollback_replaces_during_its_copy_is_copied_again(
 
     def rolling_back(folder: RemoteFolder, file: Path, name: str) -> None:
         if name == f"checkpoints/2/{METADATA}" and next(replaced, False):
-            store = CheckpointStore(here / "checkpoints", uploader=uploader)
+            store = CheckpointStore(here / "checkpoints", saved=uploader.saved)
             store.forget_after(1)
             store.save(2, state(20), {"saved": "later"})
             store.wait()
@@ -229,7 +229,7 @@ def test_nobody_resumes_from_what_a_rollback_has_abandoned(url: str, tmp_path: P
     uploader = Uploader(url, here, keep_last=2)
     saved(here, 1, 2, 3, 4, uploader=uploader, settles=True, keep_last=3)
     assert complete_at(url) == [3, 4]
-    CheckpointStore(here / "checkpoints", keep_last=3, uploader=uploader).forget_after(2)
+    CheckpointStore(here / "checkpoints", keep_last=3, saved=uploader.saved).forget_after(2)
     assert uploader.settle() == "" and complete_at(url) == [2]
     saved(here, 3, uploader=uploader, settles=True, keep_last=3)
     assert complete_at(url) == [2, 3]

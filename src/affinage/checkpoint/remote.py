@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 
 from affinage.checkpoint.metadata import METADATA
-from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps, preservation
+from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
 from affinage.data.token_shards import errors_at, upload
 from affinage.errors import UserError, first_line
 
@@ -101,7 +101,7 @@ class Uploader:
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.url, self.say = url, lambda line: print(line, flush=True)
         self._remote, self._folder = RemoteFolder(url), folder
-        self._copied, self._kept = preservation(1, keep_every), preservation(keep_last, keep_every)
+        self._keep_last, self._keep_every = keep_last, keep_every
         self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
         self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
 
@@ -150,7 +150,7 @@ class Uploader:
 
     def _copy(self, links: Path) -> None:
         linked: dict[int, list[Path]] = {}
-        for step in kept_steps(complete_steps(self._folder / CHECKPOINTS), self._copied):
+        for step in kept_steps(complete_steps(self._folder / CHECKPOINTS), 1, self._keep_every):
             with contextlib.suppress(FileNotFoundError):  # a rollback or a newer step has removed it
                 linked[step] = _link(self._folder / CHECKPOINTS / str(step), links / str(step))
         # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
@@ -171,7 +171,8 @@ class Uploader:
             self._copy_step(step, links / str(step), linked[step])
         if linked:
             there, complete = _steps_in(self._remote.sizes())
-            for step in there.keys() - kept_steps([step for step in complete if step <= max(linked)], self._kept):
+            complete = [step for step in complete if step <= max(linked)]
+            for step in there.keys() - kept_steps(complete, self._keep_last, self._keep_every):
                 self._remote.remove(there[step])
                 self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import absl.logging
 import jax
@@ -20,9 +20,6 @@ from orbax.checkpoint.experimental.v1.training import preservation_policies
 from affinage.checkpoint.metadata import METADATA, CorruptedError, Metadata, checksums, leaves_by_path, read_metadata
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError, UserWarned, errno_of, first_line, raise_of_network
-
-if TYPE_CHECKING:
-    from affinage.checkpoint.remote import Uploader
 
 PyTree = Any
 Facts = dict[str, Any]
@@ -46,7 +43,8 @@ class CheckpointStore:
     processes of a run call the same methods in the same order, with the same folder: on a disk that all of them see, or
     a `gs://` URL.
 
-    The newest `keep_last` steps stay, and those at multiples of `keep_every`. The uploader is notified of every save.
+    The newest `keep_last` steps stay, and those at multiples of `keep_every`. The first process calls `saved` whenever
+    the steps have changed.
     """
 
     def __init__(
@@ -55,10 +53,10 @@ class CheckpointStore:
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
-        uploader: "Uploader | None" = None,
+        saved: Callable[[], object] = lambda: None,
     ) -> None:
         self.folder: Path = epath.Path(folder) if "://" in str(folder) else Path(folder).absolute()
-        self._policy, self._uploader = preservation(keep_last, keep_every), uploader
+        self._keep_last, self._keep_every, self._saved = keep_last, keep_every, saved
         self._corrupted: set[int] = set()  # steps that look complete but could not be restored
         # Not by Orbax's Checkpointer: it calls JAX's preemption sync point in a thread, so that a training misses it.
         self._running: ocp.AsyncResponse[None] | None = None
@@ -149,13 +147,13 @@ class CheckpointStore:
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
         if Processes.at_work().first:
-            keep = kept_steps([step for step in self.steps() if step not in self._corrupted], self._policy)
+            intact = [step for step in self.steps() if step not in self._corrupted]
+            keep = kept_steps(intact, self._keep_last, self._keep_every)
             for step, path in entries(self.folder):
                 if step not in keep:
                     with contextlib.suppress(OSError):  # the training continues
                         _remove(path)
-            if self._uploader is not None:
-                self._uploader.saved()
+            self._saved()
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
@@ -163,8 +161,7 @@ class CheckpointStore:
             for later, path in entries(self.folder):
                 if later > step:
                     _remove(path)
-            if self._uploader is not None:
-                self._uploader.saved()  # which removes them at its URL, too
+            self._saved()
 
     # ---- restoring ----
 
@@ -239,20 +236,23 @@ class CheckpointStore:
 
     def verify(self, step: int) -> str:
         """Read all arrays of a step and compare them with their checksums; returns what is wrong, "" if nothing is."""
-        path, here = self.folder / str(step), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        if reason := whats_missing(path):
+        if reason := whats_missing(self.folder / str(step)):
             return reason
         try:
-            with _agreeing(f"trees of {step}"), _quiet():
-                saved = ocp.checkpointables_metadata(path).metadata
-                names = {name.partition(".")[0] for name in read_metadata(path).checksums}
-                trees = {name: saved.get(name, {}) for name in sorted(names)}
-            for name, tree in trees.items():  # one by one: a whole state may not fit in memory
-                like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
-                self._read(step, {name: like})
+            for name, tree in self.abstract(step).items():  # one by one: a whole state may not fit in memory
+                self._read(step, {name: tree})
         except CorruptedError as error:
             return str(error)
         return ""
+
+    def abstract(self, step: int) -> dict[str, PyTree]:
+        """All trees of a step as shapes and dtypes on one device. Raises CorruptedError if they cannot be read."""
+        path, here = self.folder / str(step), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        with _agreeing(f"trees of {step}"), _quiet():
+            saved = ocp.checkpointables_metadata(path).metadata
+            names = {name.partition(".")[0] for name in read_metadata(path).checksums}
+            trees = {name: saved.get(name, {}) for name in sorted(names)}
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), trees)
 
     def _read(
         self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
@@ -303,17 +303,13 @@ def whats_missing(path: Path) -> str:
     return "" if is_complete else "it is incomplete: its save was cut off"
 
 
-def preservation(keep_last: int, keep_every: int | None) -> preservation_policies.PreservationPolicy:
-    """Orbax's policy of which steps stay: the newest `keep_last`, and the multiples of `keep_every`."""
+def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
+    """Those of the ascending `steps` that stay by Orbax's policies: the newest ones, and multiples of `keep_every`."""
     policies = [preservation_policies.LatestN(keep_last)]
     policies += [preservation_policies.EveryNSteps(keep_every)] if keep_every else []
-    return preservation_policies.AnyPreservationPolicy(policies)
-
-
-def kept_steps(steps: Sequence[int], policy: preservation_policies.PreservationPolicy) -> set[int]:
-    """Those of the ascending `steps` that stay."""
     infos, context = [SimpleNamespace(step=step) for step in steps], preservation_policies.PreservationContext()
-    return {step for step, stays in zip(steps, policy.should_preserve(infos, context=context)) if stays}
+    stays = preservation_policies.AnyPreservationPolicy(policies).should_preserve(infos, context=context)
+    return {step for step, stay in zip(steps, stays, strict=True) if stay}
 
 
 def _remove(path: Path) -> None:

@@ -139,7 +139,7 @@ def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "Da
     rules: dict[str, Any] = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
     if context.remote is not None:
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
-        fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", uploader=uploader, **rules)
+        fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
     extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
         graph=graph,

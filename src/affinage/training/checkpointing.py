@@ -46,7 +46,7 @@ class Checkpointer:
             self._job.folder / CHECKPOINTS,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
-            uploader=self._job.uploader,
+            saved=self._job.uploader.saved if self._job.uploader is not None else lambda: None,
         )
         self.resumed_at: list[int] = []  # the steps at which the starts of this run began, except the first
         self._saved_at = time.monotonic()
