@@ -125,7 +125,6 @@ class Fertility(Result):
 class TokenizerResult(Result):
     """A tokenizer: the size of its vocabulary and its fertility."""
 
-    name: str = ""  # the file of a published one
     vocabulary: int | None = None
     measured_on: str = ""  # "validation" or "train"
     languages: dict[str, Fertility] = {}
@@ -133,25 +132,17 @@ class TokenizerResult(Result):
     round_trip: Size = Size()
 
 
-class _SequencesResult(Result):
+class SequencesResult(Result):
+    """Packed sequences of documents, conversations or preference pairs: of training, and of each validation set."""
+
     context: int | None = None  # tokens of a sequence
     train: Size = Size()
     validation: dict[str, Size] = {}
-
-
-class TokenizeResult(_SequencesResult):
-    """Packed sequences of documents: of training, and of each validation set."""
-
     dtype: str = ""
     padding: float | None = None  # share of the tokens
     groups: dict[str, Size] = {}  # of training, by `<source>.<language>`
     by_source: dict[str, Size] = {}
     by_language: dict[str, Size] = {}
-
-
-class ChatDataResult(_SequencesResult):
-    """Packed sequences of conversations, or of preference pairs."""
-
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
@@ -281,16 +272,12 @@ class Verified(Result):
     """What was compared with transformers, and how well it agreed."""
 
     tokens: int = 0
-    texts: int = 0
     largest_logit_difference: float = 0.0
-    token_sequences: int = 0
-    conversations: int = 0
 
 
 class ExportResult(Result):
     """A Hugging Face folder."""
 
-    files: dict[str, int] = {}  # name -> bytes
     verified: Verified | None = None
 
 
@@ -305,8 +292,7 @@ RESULTS: dict[str, type[Result]] = {
     "synthesize": Result,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
-    "tokenize": TokenizeResult,
-    **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
+    **dict.fromkeys(("tokenize", "sft-data", "preference-data"), SequencesResult),
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),
     **dict.fromkeys(("evaluate-base", "evaluate-sft", "evaluate-dpo"), EvaluationResult),
     "export": ExportResult,

@@ -16,7 +16,7 @@ from affinage.checkpoint.store import COMMIT
 from affinage.cli.program import main
 from affinage.cluster.launch import cpu_devices, reserved_port
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from affinage.training.metrics import curve
+from curves import curve
 from waiting import until
 
 SECRETS = {"WANDB_API_KEY": "a-key-of-weights-and-biases", "HF_TOKEN": "a-token", "GITHUB_TOKEN": "anothers-token"}

@@ -1,20 +1,18 @@
 """Text to token ids and back, by a tokenizer.json: one of affinage's, whose first ten ids are fixed, or of any model.
 
-No text ever becomes a control token. The library matches control tokens in text before anything else, so each of them
-is renamed here to a spelling that no text has (`_renamed`). What a chat template writes gets its control tokens by
-`encode_rendered`; `guard` protects the messages in it.
+No text ever becomes a control token: the library matches them in text before anything else, so each is renamed here to
+a spelling that no text has. What a chat template writes gets them by `encode_rendered`; `guard` protects its messages.
 """
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 
@@ -53,7 +51,6 @@ _TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant it
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ANCHOR = "a"
-WORTH_COMPILING = 1_000_000  # characters: the library encodes fewer in a quarter of a second
 
 
 class Tokenizer:
@@ -80,8 +77,7 @@ class Tokenizer:
         """Spellings of the tokens that a chat template may name, such as `bos_token`."""
 
     def _build(self, state: dict[str, Any]) -> None:
-        added, model = {token["content"]: token for token in state.get("added_tokens", ())}, state["model"]
-        vocab = model["vocab"]
+        added, vocab = {token["content"]: token for token in state.get("added_tokens", ())}, state["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {piece: id_ for id_, (piece, _) in enumerate(vocab)}
         ids |= {content: token["id"] for content, token in added.items()}
         controls = [
@@ -94,9 +90,12 @@ class Tokenizer:
         self._pieces = {id_: piece for piece, id_ in ids.items()}
         self.vocabulary = 1 + max(ids.values())
         self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
-        self.kind = "hub" if not self.fixed_ids else "bpe" if model.get("byte_fallback") else "char"
+        self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
+        normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
+        self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+        self._anchor = self.encode(_ANCHOR)
         # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
         prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
         self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
@@ -104,20 +103,17 @@ class Tokenizer:
             prefix: sorted({len(c) for c in controls if c[:3] == prefix or prefix.startswith(c)}, reverse=True)
             for prefix in prefixes
         }
-        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
-        self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
 
     def _named_tokens(self) -> dict[str, str]:
         if self.fixed_ids:
             named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
             return {name: CONTROL_PIECES[token] for name, token in named.items()}
-        config: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
         for file in (self.folder / "special_tokens_map.json", self.folder / CONFIG):
-            if file.is_file():
-                config |= {name: token for name, token in read_object(file).items() if token is not None}
-        spelled = {name: config.get(name) for name in _NAMED}
-        spelled = {name: token.get("content") if isinstance(token, dict) else token for name, token in spelled.items()}
-        return {name: token for name, token in spelled.items() if isinstance(token, str)}
+            for name, token in read_object(file).items() if file.is_file() else ():
+                content = token.get("content") if isinstance(token, dict) else token
+                spelled |= {name: content} if name in _NAMED and isinstance(content, str) else {}
+        return spelled
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
@@ -135,8 +131,7 @@ class Tokenizer:
 
     def id_of(self, piece: str) -> int | None:
         """Return the id of a piece or a control token, None if the vocabulary lacks it."""
-        id_: int | None = self.controls.get(piece, self._fast.token_to_id(piece))
-        return id_
+        return self.controls.get(piece, self._fast.token_to_id(piece))
 
     def _named(self, name: str) -> int | None:
         return self.id_of(self.special_tokens.get(name, ""))
@@ -146,9 +141,9 @@ class Tokenizer:
         """Ids that a text begins with: <s>; what another tokenizer itself puts before a text."""
         if self.fixed_ids:
             return (BOS,)
-        plain: list[int] = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
         whole: list[int] = self._fast.encode(_ANCHOR).ids
-        return tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
+        before = len(whole) - len(self._anchor)
+        return tuple(whole[:before]) if whole[before:] == self._anchor else ()
 
     @property
     def bos(self) -> int:
@@ -244,21 +239,18 @@ class Tokenizer:
         ids: list[int] = self._fast.encode(_plain(text), add_special_tokens=False).ids
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return `encode` of every text."""
-        flat, ends = self.encode_flat(texts)
-        return [part.tolist() for part in np.split(flat, ends)[:-1]]
-
-    def encode_flat(self, texts: Sequence[str], *, of: float = 0) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
-        """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them.
-
-        `of` is about how many characters there will be in all: the compiled encoder is worth its start for many.
-        """
-        if self._fast_bpe is not None and max(of, sum(map(len, texts))) >= WORTH_COMPILING:
-            return self._fast_bpe.encode([_plain(text).replace(SPACE, " ") for text in texts])
+    def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
+        """Return `encode` of every text as an array of `dtype`; affinage's own BPE is compiled."""
+        if self.kind == "bpe":
+            flat, ends = self._fast_bpe.encode([_plain(text).replace(SPACE, " ") for text in texts])
+            return np.split(flat, ends)[:-1]
         encodings = self._fast.encode_batch_fast(list(map(_plain, texts)), add_special_tokens=False)
-        ids = [np.array(encoding.ids, self.dtype) for encoding in encodings]
-        return np.concatenate([np.zeros(0, self.dtype), *ids]), np.cumsum([len(each) for each in ids], dtype=np.int64)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    @cached_property
+    def _fast_bpe(self) -> FastBpe:
+        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
+        return FastBpe(pieces, self.dtype)
 
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Return where control tokens are spelled in a text: (id, first character, end) of each."""
@@ -276,16 +268,11 @@ class Tokenizer:
 
         With `tags`, tags such as <think> are structure, where they are no special tokens.
         """
-        text, place, parts = _plain(text), 0, []
-        for id_, start, _ in self.control_spans(text):
+        text = _plain(text)
+        for id_, start, _ in reversed(self.control_spans(text)):
             if not (tags and id_ not in self._special and _TAG.fullmatch(self._pieces[id_])):
-                parts += [text[place : start + 1], _GUARD]
-                place = start + 1
-        return "".join([*parts, text[place:]])
-
-    def unguard(self, text: str) -> str:
-        """Return a text without the guards of `guard`."""
-        return text.replace(_GUARD, "")
+                text = text[: start + 1] + _GUARD + text[start + 1 :]
+        return text
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
         """Return the ids of what a chat template wrote, as transformers has them, and which lie in spans of characters.
@@ -297,22 +284,29 @@ class Tokenizer:
         edits = [(start, end, _name(id_)) for id_, start, end in self.control_spans(text)]
         if _GUARD in text:
             edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
-        parts, place, growth = [], 0, [0]
+        parts, place = [], 0
         for start, end, name in edits:
             parts += [text[place:start], name]
             place = end
-            growth.append(growth[-1] + len(name) - (end - start))
-        named, starts = "".join([*parts, text[place:]]), [start for start, *_ in edits]
-        encoded = self._fast.encode(named, add_special_tokens=False)
-        ids: list[int] = encoded.ids
-        trained = [False] * len(ids)
-        for span in spans:
-            begin, stop = (place + growth[bisect_left(starts, place)] for place in span)
-            first, end = (_token_at(encoded, place, len(named), len(ids)) for place in (begin, stop))
-            while end < len(ids) and (encoded.token_to_chars(end) or (stop, stop))[0] < stop:
-                end += 1
-            trained[first:end] = [True] * (end - first)
-        return ids, trained
+        named = "".join([*parts, text[place:]])
+        ids: list[int] = self._fast.encode_batch_fast([named], add_special_tokens=False)[0].ids
+        trained = np.zeros(len(ids), bool)
+        if not spans:
+            return ids, trained.tolist()
+        edges = [edge for span in spans for edge in span]
+        sizes = self._spelled_bytes[np.array(ids, np.int64)]
+        stops = np.cumsum(sizes)
+        if self._exact and len(ids) and stops[-1] == len(text.encode()):  # a quarter faster than asking for the places
+            starts = stops - sizes
+            places = np.array([len(text[:edge].encode()) for edge in edges])
+        else:
+            encoded = self._fast.encode(named, add_special_tokens=False)
+            starts, stops = np.array(encoded.offsets).T
+            growth = np.cumsum([0, *(len(name) - (end - start) for start, end, name in edits)])
+            places = edges + growth[np.searchsorted([start for start, *_ in edits], edges)]
+        for begin, stop in places.reshape(-1, 2):
+            trained[np.searchsorted(stops, begin, side="right") : np.searchsorted(starts, stop)] = True
+        return ids, trained.tolist()
 
     # ---- ids to text ----
 
@@ -321,16 +315,21 @@ class Tokenizer:
         return self._pieces.get(token, "")
 
     @cached_property
-    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
-        controls, alphabet = set(self.controls.values()), frozenset(pre_tokenizers.ByteLevel.alphabet())
+    def _spelled_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes by which each id is spelled."""
+        alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet() if self._byte_level else ())
         sizes = np.zeros(self.vocabulary, np.int64)
         for token, piece in self._pieces.items():
-            if token not in controls:
-                # Byte-level pieces spell every byte as a character.
-                is_bytes = self._byte_level and alphabet.issuperset(piece)
-                plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
-                sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
+            is_bytes = alphabet.issuperset(piece) and piece not in self.controls  # every byte as a character
+            plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
+            sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
+        return sizes
+
+    @cached_property
+    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
+        sizes = self._spelled_bytes.copy()
+        sizes[list(self.controls.values())] = 0
         return sizes
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
@@ -375,24 +374,18 @@ class Tokenizer:
             if 0 <= token < self.vocabulary and token not in controls:
                 run.append(token)
                 continue
-            parts.append(self._decode_text(run))
+            parts.append(self._decode_text(run) if run else "")
             run = []
             if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
                 parts.append(REPLACEMENT)
             elif keep_special or token not in self._special:
                 parts.append(self._pieces[token])
-        return "".join([*parts, self._decode_text(run)])
+        return "".join([*parts, self._decode_text(run) if run else ""])
 
     def _decode_text(self, ids: list[int]) -> str:
-        if not ids:
-            return ""
         # After another token: some decoders drop the space that the first token of a text begins with.
         text: str = self._fast.decode([*self._anchor, *ids], skip_special_tokens=False)
         return text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :]
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        return self.encode(_ANCHOR)
 
 
 @lru_cache(maxsize=1)
@@ -424,9 +417,8 @@ def template_in(folder: Path) -> str | None:
             raise UserError(f"this is no text: {error}", where=str(folder / TEMPLATE)) from error
     template = read_object(folder / CONFIG).get("chat_template") if (folder / CONFIG).is_file() else None
     if isinstance(template, list):  # several, by name
-        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}.get(
-            "default"
-        )
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
     return template if isinstance(template, str) else None
 
 
@@ -440,12 +432,6 @@ def _plain(text: str) -> str:
 def _name(id_: int) -> str:
     """How a control token is spelled where no text can spell it."""
     return f"{_MARK}{id_}{_MARK}"
-
-
-def _token_at(encoded: Any, place: int, end: int, tokens: int) -> int:
-    """The token that holds the first character in [place, end) that has one; `tokens` if none has."""
-    places = map(encoded.char_to_token, range(place, end))
-    return next((token for token in places if token is not None), tokens)
 
 
 def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:

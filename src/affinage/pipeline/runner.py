@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from filelock import FileLock, Timeout
+
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
@@ -19,8 +21,8 @@ from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, print_line
-from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
-from affinage.results import RESULTS, Result, read_result
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
+from affinage.results import RESULT, RESULTS, Result, read_json
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -105,7 +107,11 @@ class PipelineRunner:
         for step in self._steps:
             before = read_request(self.folder / step.name)
             if step.name not in self._sources:
-                self._sources[step.name] = _sources_of(step, before[0] if before else None)
+                remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
+                sources = step.sources | fingerprints(step.files) | remote
+                if not sources and before is not None and before.settings == step.config:
+                    sources = before.sources  # the user's files are gone, and what was made from them is still good
+                self._sources[step.name] = sources, unchecked
             sources, unchecked = self._sources[step.name]
             inputs = {name: planned[name].request.key for name in step.inputs}
             request = Request(step.name, step.version, step.config, inputs, sources)
@@ -117,7 +123,7 @@ class PipelineRunner:
                 complete, reason = True, "complete"
             elif self._remote is not None and self._remote.has(request):
                 complete, reason = True, _REMOTE
-            reason = reason or _reason_to_run(step, self.store, request, before[0] if before else None)
+            reason = reason or _reason_to_run(step, self.store, request, before)
             planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
         return list(planned.values())
 
@@ -179,11 +185,12 @@ class PipelineRunner:
         if all(planned.complete and self.store.is_complete(planned.request) for planned in steps):
             self._note(steps)
             return []
-        lock = self._lock(f"{self.loaded.recipe.name}.run")
-        if not lock.acquire():
+        try:
+            lock = self._lock(f"{self.loaded.recipe.name}.run").acquire()
+        except Timeout:
             fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
-            raise UserError(f"{lock.holder} is at this run", where=str(self.folder), fix=fix)
-        with contextlib.closing(lock):
+            raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
+        with lock:
             self.store.sweep()
             steps = self.plan()  # again: another process may have been at some of them
             for planned in reversed(steps):
@@ -224,7 +231,6 @@ class PipelineRunner:
         started, clock = time.time(), time.monotonic()
 
         def on_metrics(row: Mapping[str, Any]) -> None:
-            store.check_begun(request)  # nothing that a training writes into another folder would be found
             self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
             listener.on_metrics(row)
 
@@ -240,30 +246,33 @@ class PipelineRunner:
                 Processes.current.broadcast(_NEXT, work)
                 together.enter_context(Processes.current.all_at_work())
             summary = step.fn(context)
-        manifest = store.finish(request, summary, started=started, clock=clock)
-        result = read_result(folder, RESULTS.get(step.name, Result))
-        assert result is not None
-        listener.on_end(planned, result, manifest["seconds"])
+        seconds = store.finish(request, summary, started=started, clock=clock)
+        listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
 
     # ---- other processes ----
 
-    def _lock(self, name: str) -> Lock:
-        return Lock(self.store.folder / ".locks", name, f"affinage, recipe {self.loaded.recipe.name}")
+    def _lock(self, name: str) -> FileLock:
+        """A lock on a run or a result, which at most one process holds, and never one that has ended."""
+        folder = self.store.folder / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
 
     @contextlib.contextmanager
     def _making(self, request: Request) -> Iterator[bool]:
         """Inside, a missing result is this process's to make. Yields whether it is missing.
 
-        While another process makes it, this one waits and prints for whom.
+        While another process makes it, this one waits and prints that.
         """
+        if self.store.is_complete(request):
+            yield False
+            return
         lock = self._lock(self.store.path(request).name)
-        for attempt in itertools.count():
-            if self.store.is_complete(request) or lock.acquire():
-                break
-            if attempt == 0:
-                print_line(f"{request.step}: waiting for {lock.holder}, which is making it")
-            time.sleep(_POLL)
-        with contextlib.closing(lock):
+        try:
+            held = lock.acquire()
+        except Timeout:
+            print_line(f"{request.step}: waiting for another process, which is making it")
+            held = lock.acquire(timeout=-1, poll_interval=_POLL)
+        with held:
             yield not self.store.is_complete(request)
 
     # ---- the folder of the run ----
@@ -321,18 +330,6 @@ def _select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
         if step.name in wanted:
             wanted.update(step.inputs)
     return [step for step in steps if step.name in wanted]
-
-
-def _sources_of(step: Step, before: Request | None) -> tuple[dict[str, str], dict[str, str]]:
-    """The fingerprints of what a step reads from outside, and the URLs that could not be checked.
-
-    Where the user's files are gone, the fingerprints of `before` stay, as its result is still good.
-    """
-    remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
-    sources = step.sources | fingerprints(step.files) | remote
-    if not sources and before is not None and before.settings == step.config:
-        sources = before.sources
-    return sources, unchecked
 
 
 def _reason_to_run(step: Step, store: Store, request: Request, before: Request | None) -> str:

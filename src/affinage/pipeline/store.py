@@ -20,8 +20,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 import affinage
 from affinage.errors import UserError
 from affinage.results import MANIFEST, RESULT, read_json
@@ -56,13 +54,13 @@ class Store:
 
     folder: Path
 
-    def path(self, request: Request) -> Path:
-        """Where the result of `request` is, or will be."""
-        return self.find(request.step, request.key)
-
     def find(self, step: str, key: str) -> Path:
         """Where the result of `step` with this key is, or will be."""
         return self.folder / f"{step}-{key[:12]}"
+
+    def path(self, request: Request) -> Path:
+        """Where the result of `request` is, or will be."""
+        return self.find(request.step, request.key)
 
     def damage(self, request: Request) -> str:
         """What is wrong with the files of a result that has a manifest; "" if they have their sizes."""
@@ -90,13 +88,6 @@ class Store:
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
-    def check_begun(self, request: Request) -> None:
-        """Raise UserError if the folder that `begin` returned was deleted or moved."""
-        folder = self.path(request)
-        if not (folder / REQUEST).is_file():
-            what = "this folder was deleted or moved while its result was made"
-            raise UserError(what, where=str(folder), fix="Run the same command again.")
-
     def discard(self, request: Request) -> None:
         """Remove a result, complete or not."""
         folder = self.path(request)
@@ -105,30 +96,26 @@ class Store:
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
-    def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> dict[str, Any]:
+    def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> float:
         """Write `result.json` with the summary, and then the manifest, which makes the folder a result.
 
         `started` is when the work began, in seconds since 1970, and `clock` what `time.monotonic()` was then. Returns
-        the manifest. Raises UserError if the folder was deleted or moved while the result was made.
+        the seconds that it took. Raises UserError if the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
-        self.check_begun(request)
+        if not (folder / REQUEST).is_file():
+            what = "this folder was deleted or moved while its result was made"
+            raise UserError(what, where=str(folder), fix="Run the same command again.")
         write_json(folder / RESULT, summary)
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
-        manifest = {
-            "format": FORMAT,
-            **asdict(request),
-            "key": request.key,
-            "files": files,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-            "seconds": round(time.monotonic() - clock, 3),
-            "versions": versions(),
-        }
         for path in (folder, *filter(Path.is_dir, inside)):
             _sync_folder(path)
-        write_json(folder / MANIFEST, manifest)
-        return manifest
+        seconds = round(time.monotonic() - clock, 3)
+        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
+        made = {"files": files, "started": begun, "seconds": seconds, "versions": versions()}
+        write_json(folder / MANIFEST, {"format": FORMAT, **asdict(request), "key": request.key, **made})
+        return seconds
 
     def sweep(self) -> None:
         """Remove what killed processes have left of discarded results."""
@@ -136,52 +123,20 @@ class Store:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-class Lock:
-    """A lock on a run or a result, which at most one process holds, and never one that has ended.
-
-    `owner` is what this process is called in other processes' messages.
-    """
-
-    def __init__(self, folder: Path, name: str, owner: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._note = folder / f"{name}.holder"
-        self._owner = f"`{owner}` (process {os.getpid()} on {platform.node()}, since {time.strftime('%H:%M:%S')})"
-        self._lock = FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
-        self.close = self._lock.release
-
-    def acquire(self) -> bool:
-        """Take the lock; False if another process holds it."""
-        try:
-            self._lock.acquire()
-        except Timeout:
-            return False
-        self._note.write_text(self._owner, encoding="utf-8")
-        return True
-
-    @property
-    def holder(self) -> str:
-        """The process that holds it, in words."""
-        with contextlib.suppress(OSError):
-            return self._note.read_text(encoding="utf-8", errors="replace")
-        return "another process"
-
-
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Returns the manifest of a complete result, or None."""
     return read_json(folder / MANIFEST) or None
 
 
-def read_request(folder: Path) -> tuple[Request, str] | None:
-    """Returns what a result, complete or not, is made from, and its key; None if the folder does not hold it.
+def read_request(folder: Path) -> Request | None:
+    """Returns what a result, complete or not, is made from; None if the folder does not hold it.
 
     Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
     """
     value = read_json(folder / REQUEST)
     try:
-        names = [value["step"], value["key"], *value["inputs"].keys(), *value["inputs"].values()]
-        if not all(map(_NAME.fullmatch, names)):
-            return None
-        return Request(**{name: value[name] for name in _FIELDS}), value["key"]
+        names = [value["step"], *value["inputs"].keys(), *value["inputs"].values()]
+        return Request(**{name: value[name] for name in _FIELDS}) if all(map(_NAME.fullmatch, names)) else None
     except (KeyError, TypeError, AttributeError):
         return None  # of another version
 
