@@ -61,8 +61,6 @@ class Size(Result):
     too_short: int | None = None
     found: int | None = None
     common: int | None = None
-    in_items: int | None = None  # runs of words that are in too many items or documents to count as a match
-    in_documents: int | None = None
 
 
 class Excerpt(Result):
@@ -101,7 +99,6 @@ class DecontaminateResult(DocumentsResult):
 
     benchmarks: dict[str, Size] = {}
     matches: list[Excerpt] = []
-    boilerplate: Size = Size()
 
 
 class SplitResult(DocumentsResult):
@@ -252,7 +249,6 @@ class ContaminationResult(Result):
     """How the training text was searched for items of benchmarks."""
 
     texts: int | None = None
-    boilerplate: int | None = None
     ngram: int | None = None
     tasks: dict[str, TaskContamination] = {}
 

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from affinage.checkpoint import CheckpointStore, remote
+from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.atomic import write_array
 from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
-from affinage.planning.auto_remat import remat_for_devices
+from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
@@ -73,7 +73,6 @@ def train(context: StepContext) -> Summary:
         settings,
         feed,
         data=data,
-        documents=None if name == "dpo" else partial(documents_of, feed),
         validation=validation,
         monitor=monitor_of(context, settings, graph, feed.context, prompt),
     )
@@ -93,7 +92,7 @@ def train(context: StepContext) -> Summary:
         write_json(context.folder / MODEL, facts)
     summary = run_training(job)
     if context.saves_to != context.folder and Processes.current.first:
-        remote.download(str(context.remote), context.folder, SAVED)
+        download(str(context.remote), context.folder, SAVED)
     if name == "pretrain":
         return summary | {"epochs": feed.epochs(settings.steps)}
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
@@ -122,7 +121,7 @@ def ref_logprobs(context: StepContext) -> Summary:
                     compiled = compiled or trainer.compile_value(ANSWERS, batch)
                     answers.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
                 if Processes.current.first:
-                    write_array(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
+                    np.save(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
                 of_part[name] = batches.rows
     finally:
         job.hardware.release()
@@ -144,7 +143,7 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         parallel = parallel.model_copy(update={"remat": choice.remat})
     rules: dict[str, Any] = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
     if context.remote is not None:
-        fields["uploader"] = uploader = remote.Uploader(context.remote, context.folder, **rules)
+        fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
         fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
     # The weights of the training before, or those that the recipe begins with; None for random ones.
     trainings = _BEFORE["dpo" if name == "ref-logprobs" else name]
@@ -202,29 +201,6 @@ def _token_rows(
         write_json(context.folder / FEED, facts)
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
-
-
-def documents_of(feed: DataLoader, step: int) -> list[dict[str, Any]]:
-    """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    rows = []
-    for row, (folder, number) in enumerate(feed.where(step - 1)):
-        documents = [f"{span['source']}/{span['id']}" for span in feed.shards[folder].spans_of_row(number)]
-        rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
-    return rows
-
-
-def bring_from_remote(context: StepContext, forced: bool) -> None:
-    """Begin with the newest checkpoint that is at the recipe's `remote`, where it is newer than what is here.
-
-    If the training is `forced`, what is there is removed instead. Raises UserError if the server does not answer.
-    """
-    url = context.remote
-    if url is not None and forced:
-        remote.forget(url)
-    elif url is not None and context.saves_to == url:  # where Orbax reads the checkpoints
-        remote.download(url, context.folder, SAVED, others=True)
-    elif url is not None:
-        remote.download_newest(url, context.folder, lambda line: print_line(f"{context.step}: {line}"))
 
 
 def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:

@@ -1,27 +1,34 @@
 """The real training step, compiled for hardware that need not be here: it fits or not, and what the program does.
 
+Also the largest model of a width that a slice's compiler accepts.
+
 The compilers of TPUs (libtpu) and of GPUs (JAX's CUDA plug-in) run on any Linux machine. Each compilation is a process
 of its own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes and cannot be unloaded.
 """
 
 import collections
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from affinage.config.load import load_recipe
+from affinage.config.recipe import Recipe
 from affinage.errors import UserError
 from affinage.hardware.described import NO_AUTOTUNING, DescribedDevices, check_compiler
 from affinage.hardware.slices import Slice, find_slice
-from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
+from affinage.model import Graph
+from affinage.model.analysis import parameters
+from affinage.planning.per_device import per_device
+from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
 from affinage.registry import load_plugins
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -33,34 +40,21 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler reported.
+    """What the compiler reported."""
 
-    Attributes:
-        fits: whether the program exists.
-        peak_bytes: of one device, arguments included; of a program that does not fit, what the compiler said it needs.
-        argument_bytes: of the state and the batch.
-        temporary_bytes: beside them.
-        host_bytes: offloaded to the host's memory.
-        collectives: names and their number in the program, those of a loop once; None if unknown.
-        attention: kernels of attention and their number, in the same way.
-        seconds: the compilation took.
-        message: of the compiler, if it refused.
-    """
-
-    fits: bool
+    fits: bool  # whether the program exists
+    # of one device, arguments included; of a program that does not fit, what the compiler said it needs
     peak_bytes: int
-    argument_bytes: int = 0
-    temporary_bytes: int = 0
-    host_bytes: int = 0
+    argument_bytes: int = 0  # of the state and the batch
+    temporary_bytes: int = 0  # beside them
+    # names and their number in the program, those of a loop once; None if unknown
     collectives: dict[str, int] | None = None
-    attention: dict[str, int] | None = None
-    seconds: float = 0.0
-    message: str = ""
+    attention: dict[str, int] | None = None  # kernels of attention and their number, in the same way
+    seconds: float = 0.0  # the compilation took
+    message: str = ""  # of the compiler, if it refused
 
 
-def compile_on(
-    recipe: str, overrides: Sequence[str], where: Slice, counted: Counted = NOTHING_COUNTED
-) -> CompileReport:
+def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> CompileReport:
     """Compile a recipe's training step for a slice, in a process of its own, which loads the recipe's plug-ins.
 
     Raises:
@@ -81,7 +75,7 @@ def compile_on(
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        request = json.dumps([recipe, list(overrides), where.name, asdict(counted)])
+        request = json.dumps([recipe, list(overrides), where.name])
         command = [sys.executable, "-m", "affinage.planning.compiled", str(answer), request]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not answer.is_file():
@@ -92,12 +86,8 @@ def compile_on(
     return CompileReport(**result)
 
 
-def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> CompileReport:
-    """The same in this process.
-
-    Raises:
-        UserError: if the step cannot be laid out on the slice.
-    """
+def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> CompileReport:
+    """The same in this process; raises UserError if the step cannot be laid out on the slice."""
     import numpy as np
 
     from affinage.model.forward import batch_shapes
@@ -108,7 +98,7 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
     loaded = load_recipe(recipe, overrides)
     load_plugins(loaded)
     name, settings, context = training_settings(loaded.recipe)
-    graph = planned_graph(loaded, counted)
+    graph = planned_graph(loaded)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
     hardware = DescribedDevices(where)
     mesh = make_mesh(sizes, hardware.acquire())
@@ -128,17 +118,16 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
         name=name,
         parallel=parallel,
     )
-    program = Trainer(job, mesh, batch)
+    trainer = Trainer(job, mesh, batch)
     start = time.monotonic()
     try:
-        compiled: Any = program.compile_training()
+        compiled: Any = trainer.compile_training()
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "hbm" not in str(error).lower():
             raise
         return out_of_memory(str(error), time.monotonic() - start)
-    memory = compiled.memory_analysis()
+    memory, room = compiled.memory_analysis(), where.chip.memory_per_device
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    room = where.chip.memory_per_device
     try:
         text = compiled.as_text()
     except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
@@ -148,7 +137,6 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
         peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
         collectives=None if text is None else collectives_in(text),
         attention=None if text is None else attention_in(text),
         seconds=time.monotonic() - start,
@@ -172,10 +160,116 @@ def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
     return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
 
 
-if __name__ == "__main__":  # with the file for the answer, and JSON of recipe, overrides, slice and what was counted
-    _recipe, _overrides, _name, _counted = json.loads(sys.argv[2])
+# ---- the largest model of a width ----
+
+HEAD = 128  # of attention
+_FFN, _FFN_MULTIPLE = 8 / 3, 512  # times the width, rounded up to it: a gated layer with the parameters of 4 x width
+_MOST_TENSOR = 64
+_STEP = 2  # layers between two models
+_SHARE_OF_STATE = 0.92  # of a device's memory, where the first proposal is
+
+# FAX's table 1: (slice, width) -> parameters of the largest model that it trained, and seconds of a step, at batch 1
+# and length 2,048.
+FAX = {("v4-16", 5120): (13.7e9, 0.87), ("v4-128", 10240): (86.6e9, 1.52), ("v4-512", 16384): (340.0e9, 6.21)}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A number of layers, the model's parameters, and what the compiler reported."""
+
+    layers: int
+    parameters: int
+    report: CompileReport
+
+
+def shape(width: int, where: Slice) -> list[str]:
+    """The overrides for a model of `width`, heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
+    if width % HEAD:
+        fix = f"Take a multiple of {HEAD}, such as {width // HEAD * HEAD + HEAD}."
+        raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=fix)
+    heads = width // HEAD
+    tensor = math.gcd(math.gcd(heads, where.devices), _MOST_TENSOR)
+    ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE
+    return [
+        f"model.nodes.embed.width={width}",
+        f"model.nodes.blocks.attention.heads={heads}",
+        f"model.nodes.blocks.ffn.width={ffn}",
+        f"mesh={{fsdp: {where.devices // tensor}, tensor: {tensor}}}",
+    ]
+
+
+def capacity(
+    recipe: str,
+    overrides: Sequence[str],
+    where: Slice,
+    *,
+    tries: int = 6,
+    on_attempt: Callable[[Attempt], None] = lambda _: None,
+) -> tuple[list[Attempt], Attempt, list[str], Plan]:
+    """Search the most layers, a multiple of 2, that the slice's compiler accepts; the state's bytes propose.
+
+    The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. The search ends
+    when the next larger model was refused, or after `tries` compilations.
+
+    Returns:
+        All attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and its
+        estimate, for the time of a step.
+
+    Raises:
+        UserError: if no model was found that fits.
+    """
+
+    def with_layers(layers: int) -> tuple[list[str], Graph, Recipe, float]:
+        """The overrides, the model, the recipe, and bytes of weights and moments on a device."""
+        settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
+        loaded = load_recipe(recipe, settings)
+        _, training, context = training_settings(loaded.recipe)
+        graph = planned_graph(loaded)
+        device = per_device(graph, training, loaded.recipe.mesh, context, where, loaded.recipe.parallel)
+        return settings, graph, loaded.recipe, device.bytes_of(device.state)
+
+    two, four = with_layers(2)[-1], with_layers(4)[-1]
+    per_layer, room = (four - two) / 2, where.chip.memory_per_device or 0
+    layers: int | None = _whole((_SHARE_OF_STATE * room - (2 * two - four)) / per_layer)
+    attempts: list[Attempt] = []
+    while layers is not None and len(attempts) < tries:
+        settings, graph, *_ = with_layers(layers)
+        attempts.append(Attempt(layers, parameters(graph).total, compile_on(recipe, settings, where)))
+        on_attempt(attempts[-1])
+        layers = _next(attempts, per_layer, room)
+    largest = max((each for each in attempts if each.report.fits), key=lambda each: each.layers, default=None)
+    if largest is None:
+        what = f"none of {', '.join(str(each.layers) for each in attempts)} layers fits {where.name}"
+        raise UserError(what, where="--on", fix="Take a larger slice or a smaller width.")
+    settings, graph, model, _ = with_layers(largest.layers)
+    return attempts, largest, settings, make_plan(model, graph, where)
+
+
+def _whole(layers: float) -> int:
+    return max(_STEP, int(layers // _STEP) * _STEP)
+
+
+def _next(attempts: list[Attempt], per_layer: float, room: float) -> int | None:
+    """Layers to try next: by the peaks that the compiler reported, else in halves; None if the largest is known."""
+    low = max((attempt.layers for attempt in attempts if attempt.report.fits), default=0)
+    high = min((attempt.layers for attempt in attempts if not attempt.report.fits), default=0)
+    if high and high - low <= _STEP:
+        return None
+    known = [(attempt.layers, attempt.report.peak_bytes) for attempt in attempts if attempt.report.peak_bytes]
+    layers = (low + high) / 2 if high else low + _STEP
+    if attempts[-1].report.peak_bytes:
+        newest, peak = known[-1]
+        if len(known) > 1:
+            per_layer = max(0.0, (peak - known[-2][1]) / (newest - known[-2][0])) or per_layer
+        predicted = newest + (room - peak) / per_layer
+        layers = predicted if low <= predicted and not (high and predicted > high) else layers
+    return min(max(_whole(layers), low + _STEP), high - _STEP if high else _whole(layers) + low + _STEP)
+
+
+if __name__ == "__main__":  # with the file for the answer, and JSON of recipe, overrides and slice
+    _recipe, _overrides, _name = json.loads(sys.argv[2])
     try:
-        _answer = asdict(compile_step(_recipe, _overrides, find_slice(_name), Counted(**_counted)))
+        _answer = asdict(compile_step(_recipe, _overrides, find_slice(_name)))
     except UserError as _error:
         _answer = {"error": {"what": _error.what, "where": _error.where, "fix": _error.fix}}
     Path(sys.argv[1]).write_text(json.dumps(_answer))
