@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
-from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, download_newest, forget, is_inside
 from affinage.checkpoint.store import CHECKPOINTS
 from affinage.errors import UserError, first_line
 from affinage.pipeline.step import print_line
@@ -87,6 +87,17 @@ class RemoteResults:
             sound = manifest.key == request.key and all(map(is_inside, manifest.files))
             self._manifests[name] = manifest if sound else None
         return self._manifests[name]
+
+    def resume(self, request: Request, *, forced: bool) -> None:
+        """Begin a training with its newest checkpoint there, where that is newer than what is here.
+
+        If the training is `forced`, what is there is removed instead. Raises UserError if the server does not answer.
+        """
+        folder = self._store.path(request)
+        if forced:
+            forget(f"{self.url}/{folder.name}")
+        else:
+            download_newest(f"{self.url}/{folder.name}", folder, lambda line: print_line(f"{request.step}: {line}"))
 
     def put(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""

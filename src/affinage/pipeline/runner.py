@@ -16,10 +16,11 @@ from filelock import FileLock, Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.data.places import is_url
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
-from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
+from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, print_line
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
 from affinage.results import RESULT, RESULTS, Result, read_json
@@ -232,10 +233,12 @@ class PipelineRunner:
         inputs = self._inputs(request.inputs)
         context = StepContext(self.loaded, folder, inputs, self.folder, listener.on_progress, on_metrics)
         with self._errors_with_lines(), contextlib.ExitStack() as together:
-            if planned.forced:
-                forget_downloads(step.files)
-            if step.setup is not None:
-                step.setup(context, planned.forced)
+            for url in filter(is_url, step.files) if planned.forced else ():
+                from affinage.data.downloads import forget
+
+                forget(url)
+            if self._remote is not None and step.has_progress:
+                self._remote.resume(request, forced=planned.forced)
             if step.distributed:
                 work = {"step": request.step, "key": request.key, "inputs": request.inputs}
                 Processes.current.broadcast(_NEXT, work)

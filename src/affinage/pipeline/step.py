@@ -56,7 +56,6 @@ class Step:
     files: tuple[str, ...] = ()  # paths, folders, globs and URLs of the user's; a plan takes their fingerprints
     sources: dict[str, str] = field(default_factory=dict)  # what else it reads -> fingerprint
     check: Callable[[LoadedRecipe], None] | None = None  # raises UserError for what would fail, before any step runs
-    setup: Callable[[StepContext, bool], None] | None = None  # prepares the folder first; whether the step is forced
     artifact: str = ""  # a file of the result that the run's folder links to
     distributed: bool = False  # all processes of a run compute it together; other steps run in the first one alone
     has_progress: bool = False  # shows its own progress on a terminal, as a training does

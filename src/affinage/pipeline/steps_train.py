@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from affinage.checkpoint import remote
+from affinage.checkpoint.remote import Uploader
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
@@ -138,9 +138,9 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
         print_line(f"{name}: {choice}")
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    if (url := _remote_of(context)) is not None:
-        keep = runtime.checkpoint
-        fields["uploader"] = remote.Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    if runtime.remote is not None:
+        url, keep = f"{runtime.remote.rstrip('/')}/{context.folder.name}", runtime.checkpoint
+        fields["uploader"] = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
     # The weights of the training before, or those that the recipe begins with; None for random ones.
     trainings = _BEFORE["dpo" if name == "ref-logprobs" else name]
     before = next((inputs[each] for each in trainings if each in inputs), None)
@@ -197,24 +197,6 @@ def _token_rows(
         write_json(context.folder / FEED, facts)
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
-
-
-def _remote_of(context: StepContext) -> str | None:
-    """Where a training is copied to; None if nowhere."""
-    url = context.recipe.runtime.remote
-    return None if url is None else f"{url.rstrip('/')}/{context.folder.name}"
-
-
-def bring_from_remote(context: StepContext, forced: bool) -> None:
-    """Begin with the newest checkpoint that is at the recipe's `remote`, where it is newer than what is here.
-
-    If the training is `forced`, what is there is removed instead. Raises UserError if the server does not answer.
-    """
-    url = _remote_of(context)
-    if url is not None and forced:
-        remote.forget(url)
-    elif url is not None:
-        remote.download_newest(url, context.folder, lambda line: print_line(f"{context.step}: {line}"))
 
 
 def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
