@@ -15,9 +15,8 @@ from affinage.data.synthetic.documents import jaccard
 from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations
 from affinage.data.synthetic.scenes import scenes
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import POCKET_TASKS
 from affinage.evaluation.harness import load_tasks, quiet
-from affinage.evaluation.tasks import find_tasks
+from affinage.evaluation.tasks import POCKET_TASKS, find_tasks
 
 SEED = 3
 OBJECT_SLOTS = ("o", "os", "bare", "d")

@@ -10,10 +10,9 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
 from affinage.evaluation.run import evaluate
-from affinage.evaluation.tasks import benchmark_items, find_tasks
+from affinage.evaluation.tasks import BENCHMARKS, GROUPS, benchmark_items, files_of, find_tasks
 from affinage.report.evaluations import headline
 from benchmark_fixtures import ITEMS, write_items
 from tiny_models import tiny_llama
@@ -28,7 +27,7 @@ def as_the_harness_has_it(name):
     """Its own definition, told nothing but where the hub's row comes from."""
     rows = datasets.Dataset.from_list([ITEMS[name][0]])
     splits = defaultdict(lambda: rows, test=rows)
-    folder = str((DEFINITIONS / BENCHMARKS[name].definition).parent)
+    folder = str((DEFINITIONS / BENCHMARKS[name]["definition"]).parent)
     manager = TaskManager(include_path=folder, include_defaults=False)
     own = {"task": name, "custom_dataset": lambda **_: splits}
     return manager.load([{"group": "of one", "task": [own]}])["tasks"][name]
@@ -44,7 +43,7 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
                 continue
             folder = tmp_path / form
             folder.mkdir()
-            stem = (name, *BENCHMARKS[name].files)[-1]
+            stem = (name, *BENCHMARKS[name].get("files", ()))[-1]
             (folder / f"{stem}.jsonl.gz").write_bytes(gzip.compress(json.dumps(item).encode()))
             (config,) = find_tasks([name], {}, folder).local
             (task,) = load_tasks([config]).values()

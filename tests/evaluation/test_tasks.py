@@ -32,7 +32,6 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
     assert [task["task"] for task in found.local] == ["two", "one"] and found.named == ("hellaswag",)
     (chat,) = found.chat
     assert chat.items() >= {"dataset_path": "hub/two", "output_type": "generate_until", "task": "two"}.items()
-    assert found.rounds(True, "auto")[0][0][-1] == "hellaswag"
     one = found.local[1]
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
     assert path == str(tmp_path / "tasks/one.jsonl")

@@ -14,8 +14,8 @@ from scipy import stats
 from affinage.errors import UserError
 from affinage.evaluation.results import BITS_PER_BYTE, BYTES, ITEMS, LOG_LIKELIHOOD, label, scores_of
 
-# Lines by the item's hash; equal items are told apart by their order.
-_Items = dict[tuple[str, int], dict[str, Any]]
+_Items = dict[tuple[str, int], dict[str, Any]]  # lines by the item's hash; equal items are told apart by their order
+Answers = dict[tuple[str, str | None], _Items]  # by task and filter of its answers
 _ALPHA = 0.05  # a smaller p is a real difference
 
 
@@ -45,89 +45,60 @@ class Difference:
         """Whether so large a difference is unlikely by chance."""
         return self.p < _ALPHA
 
-    @property
-    def is_none(self) -> bool:
-        """Whether both have the same score on every item."""
-        return self.difference == 0 and self.stderr == 0
-
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
         return asdict(self) | {"is_real": self.is_real}
 
 
-@dataclass(frozen=True)
-class Unlike:
-    """A task in which `questions` items in common had another prompt or right answer: more than the models differs."""
+def read_answers(folder: Path) -> Answers:
+    """Return what an evaluation wrote into `items/TASK.jsonl` of a folder.
 
-    task: str
-    questions: int
-
-
-class Answers:
-    """What a folder of results has on single items; every file is read once."""
-
-    def __init__(self, folder: Path) -> None:
-        """`folder` is one that an evaluation wrote, with `items/TASK.jsonl`. Raises UserError if it has no results."""
-        self.folder = folder
-        self._read: dict[str, dict[str | None, _Items]] = {}
-        self.tasks = [file.stem for file in sorted((folder / ITEMS).glob("*.jsonl"))]
-        if not self.tasks:
-            raise UserError("holds no results of an evaluation", where=str(folder), fix="Run `affinage eval` first.")
-
-    def of(self, task: str) -> Mapping[str | None, _Items]:
-        """Return the items of a task by the filter of their answers. Raises UserError if the file is damaged."""
-        if task not in self._read:
-            items: dict[str | None, _Items] = {}
-            file = self.folder / ITEMS / f"{task}.jsonl"
-            try:
-                for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-                    of_filter = items.setdefault(item.get("filter"), {})
-                    count = next(n for n in itertools.count() if (item["hash"], n) not in of_filter)
-                    of_filter[item["hash"], count] = item
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                fix = "Evaluate the model again."
-                raise UserError("these answers are damaged", where=str(file), fix=fix) from error
-            self._read[task] = items
-        return self._read[task]
+    Raises UserError if there are no such files, or a file is damaged.
+    """
+    answers: Answers = {}
+    for file in sorted((folder / ITEMS).glob("*.jsonl")):
+        try:
+            for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+                items = answers.setdefault((file.stem, item.get("filter")), {})
+                count = next(n for n in itertools.count() if (item["hash"], n) not in items)
+                items[item["hash"], count] = item
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError("these answers are damaged", where=str(file), fix="Evaluate the model again.") from error
+    if not answers:
+        raise UserError("holds no results of an evaluation", where=str(folder), fix="Run `affinage eval` first.")
+    return answers
 
 
 def compare(a: Answers, b: Answers) -> list[Difference]:
-    """Return the differences of all metrics of all tasks that two folders of results have in common.
+    """Return the differences of all metrics of all tasks that two models have answered.
 
     Answers of several filters are compared filter by filter. Items are the same if their hashes are. Raises UserError
     if the two have no item with a score in common.
     """
-    differences = [difference for common in _in_common(a, b) for difference in _of_task(*common)]
+    common = (each for each in a if each in b)
+    differences = [difference for each in common for difference in _differences(*each, a[each], b[each])]
     if not differences:
         what = "these two have no benchmark with at least two items in common that both have a score of"
-        fix = f"Evaluate both on the same task and data; they have {', '.join(a.tasks)}, and {', '.join(b.tasks)}."
-        raise UserError(what, where=f"{a.folder}, {b.folder}", fix=fix)
+        tasks = (", ".join(dict.fromkeys(task for task, _ in answers)) for answers in (a, b))
+        raise UserError(what, fix=f"Evaluate both on the same task and data; they have {'; and '.join(tasks)}.")
     return differences
 
 
-def unlike(a: Answers, b: Answers) -> list[Unlike]:
-    """Return the tasks in common whose prompts or right answers differ, as far as the results have them."""
-
-    def question(line: Mapping[str, Any]) -> tuple[Any, Any]:
-        return line.get("prompt_hash"), line.get("target_hash")
-
-    differ: dict[str, Unlike] = {}
-    for task, _, ours, theirs in _in_common(a, b):
-        if questions := sum(question(ours[key]) != question(theirs[key]) for key in ours.keys() & theirs.keys()):
-            differ.setdefault(task, Unlike(task, questions))
-    return list(differ.values())
-
-
-def _in_common(a: Answers, b: Answers) -> Iterator[tuple[str, str | None, _Items, _Items]]:
-    """(task, filter, items of a, items of b) of every task and filter that both folders have."""
-    for task in a.tasks:
-        if task in b.tasks:
-            mine, others = a.of(task), b.of(task)
-            yield from ((task, filtered, mine[filtered], others[filtered]) for filtered in mine if filtered in others)
+def asked_otherwise(a: Answers, b: Answers) -> dict[str, int]:
+    """Return the tasks in common with items of another prompt or right answer, and the number of these items."""
+    found: dict[str, int] = {}
+    for each in (each for each in a if each in b):
+        ours, theirs = a[each], b[each]
+        hashes = ("prompt_hash", "target_hash")
+        count = sum(any(ours[k].get(h) != theirs[k].get(h) for h in hashes) for k in ours.keys() & theirs.keys())
+        if count:
+            found.setdefault(each[0], count)
+    return found
 
 
-def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> Iterator[Difference]:
+def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> Iterator[Difference]:
     keys = [key for key in ours if key in theirs]
+    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any], float | None]]
     pairs = [(scores_of(ours[key]), scores_of(theirs[key]), ours[key].get(BYTES)) for key in keys]
     for metric in dict.fromkeys(name for first, _, _ in pairs for name in first):
         scored = [(first[metric], other[metric], size) for first, other, size in pairs if metric in other]

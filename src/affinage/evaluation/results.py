@@ -13,6 +13,7 @@ from affinage.data.atomic import write_atomically, write_json
 from affinage.data.contamination import Contamination
 from affinage.data.tokenizer import FILE
 from affinage.generation.model import LoadedModel
+from affinage.results import read_json
 
 RESULTS = "results.json"
 ITEMS = "items"
@@ -24,8 +25,6 @@ _FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter", BYTES)  # of a l
 # Metrics of all texts together. Of a single one the harness has its log-likelihood, and its length in bytes or words.
 _OF_TEXTS = {"byte_perplexity": True, BITS_PER_BYTE: True, "word_perplexity": False}  # whether in bytes
 Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # the harness's, by task
-
-# ---- lines of items ----
 
 
 def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +64,6 @@ def finite(value: Any) -> float | None:
         return None
 
 
-# ---- the folder ----
-
-
 def fingerprint(model: LoadedModel) -> str:
     """Return a hash of a model: graph, precision, context, checksums of all weights, tokenizer, template, prompt."""
     tokenizer = model.tokenizer
@@ -84,7 +80,7 @@ def write_results(results: Mapping[str, Any], samples: Samples, folder: Path) ->
     What the folder has of a model with another fingerprint is removed. Killed at any moment, it leaves no two models
     that would be taken for one.
     """
-    earlier = read_results(folder)
+    earlier = read_json(folder / RESULTS)
     if earlier.get("fingerprint") != results["fingerprint"]:
         earlier = {}
         (folder / RESULTS).unlink(missing_ok=True)  # first: items without it belong to no model
@@ -104,31 +100,14 @@ def write_results(results: Mapping[str, Any], samples: Samples, folder: Path) ->
     write_json(folder / RESULTS, merged)
 
 
-def read_results(folder: Path) -> dict[str, Any]:
-    """Return results.json; {} if there is none that can be read."""
-    try:
-        results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return results
-
-
-# ---- scores without the items that are in the training text ----
-
-
 def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
-    """Return which items of the evaluated ones were found, and the scores of the others.
+    """Return which items of the evaluated ones were found in the training text, and the scores of the others.
 
-    Args:
-        seen: of all items of the tasks.
-        tasks: results, {task: {metrics: {metric: {value, stderr}}}}.
-        samples: of every task; an item has the number of its place in the task.
-
-    Returns:
-        {texts: number of them, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short, too_short_of,
-        found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: found in more than
-        `boilerplate` texts; the scores are without these as well. too_short counts all `too_short_of` items of the
-        task, the other numbers those that were evaluated. Metrics that are not a mean over items are left out.
+    `seen` is of all items of the tasks; `tasks` are results, {task: {metrics: {metric: {value, stderr}}}}; an item of
+    `samples` has the number of its place in the task. Returns {texts: number of them, boilerplate, ngram: as
+    decontamination's, tasks: {task: {items, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}.
+    common: found in more than `boilerplate` texts; the scores are without these as well. Metrics that are not a mean
+    over items are left out.
     """
     entries = {}
     for name in samples.keys() & seen.benchmarks:
@@ -139,14 +118,8 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
         )
         scores = tasks[name]["metrics"].items()
         rest = {metric: _without(samples[name], metric, score["value"], {*found, *common}) for metric, score in scores}
-        entries[name] = {
-            "items": len(numbers),
-            "too_short": seen.too_short.get(name, 0),
-            "too_short_of": seen.items.get(name),
-            "found": found,
-            "common": common,
-            "without": {metric: without for metric, without in rest.items() if without is not None},
-        }
+        without = {metric: score for metric, score in rest.items() if score is not None}
+        entries[name] = {"items": len(numbers), "found": found, "common": common, "without": without}
     return {"texts": seen.texts, "boilerplate": seen.boilerplate, "ngram": seen.ngram, "tasks": entries}
 
 

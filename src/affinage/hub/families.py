@@ -1,16 +1,18 @@
 """The families of transformers that a graph can be read from and written as."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
 
 from affinage.errors import UserError
 from affinage.hub.family_spec import REQUIRED, Decoder, FamilySpec, Key, Settings, TensorSpec
-from affinage.model.graph import Graph
+from affinage.model.graph import Graph, parse
+from affinage.model.parameter import PyTree
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(NamedTuple):
     """What a config.json describes."""
 
     family: str  # its model_type
@@ -206,3 +208,27 @@ def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
         raise UserError(f"`dtype: {dtype}` is not a dtype of weights", where=where, fix="Use float32 or bfloat16.")
     context, model = family.from_config(values, where)
     return Architecture(family.model_type, model, context, dtype, family.unknown(values))
+
+
+def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, PyTree]:
+    """Return the model with rows for new ids, each the mean of those below the first of them.
+
+    A vocabulary that is padded that far stays as large as it is. A token that was never seen is then no likelier than
+    the others (Hewitt, Initializing new word embeddings, 2021).
+    """
+    if not ids:
+        return graph, params
+    size, written, changed = max(graph.vocabulary, max(ids) + 1), graph.to_dict(), {**params}
+
+    def grown(rows: Float[np.ndarray, "V D"]) -> Float[np.ndarray, "W D"]:
+        old = np.asarray(rows)
+        new = np.concatenate([old, np.zeros((size - len(old), old.shape[1]), old.dtype)])
+        new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
+        return new
+
+    for name in (Decoder.of(graph).nodes[role].name for role in ("embed", "logits")):
+        settings: dict[str, Any] = written["nodes"][name]
+        settings |= {"vocab": size} if "vocab" in settings else {}
+        if name in params:
+            changed[name] = {leaf: grown(rows) for leaf, rows in params[name].items()}
+    return parse(written), changed

@@ -22,9 +22,10 @@ from affinage.model.layers.block import TransformerBlock
 from affinage.model.layers.dropout import Dropout
 from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
 from affinage.model.layers.norm import LayerNorm, RmsNorm
-from affinage.model.parameter import ParamSpec, PyTree
+from affinage.model.parameter import PyTree
 
 Tensors = Mapping[str, NDArray[Any]]
+Place = tuple[str, tuple[int, ...]]  # a tensor, and its index in the array of a parameter
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
 
 # The nodes of a decoder in the order of the chain, by their role. Positions and dropout may be missing.
@@ -124,17 +125,6 @@ class Key:
     ) -> None:
         self.name, self.paths, self.default, self.nullable, self.values = name, paths, default, nullable, values
 
-    def read(self, values: Mapping[str, Any], where: str) -> Any:
-        """Return the value in a config.json, or the default."""
-        value = values.get(self.name)
-        if value is None and not (self.nullable and self.name in values):
-            value = self.default
-        elif self.values and value not in self.values:
-            raise _refused(self.name, value, where)
-        if value is REQUIRED:
-            raise UserError(f"`{self.name}` is missing", where=where, fix="Add it, or export the model again.")
-        return value
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -205,7 +195,14 @@ class FamilySpec:
         """Return the context and the `model:` of a recipe. Raises UserError for a value that the graph cannot honor."""
         settings = dict(self.constants)
         for key in self.keys:
-            settings |= dict.fromkeys(key.paths, key.read(values, where))
+            value = values.get(key.name)
+            if value is None and not (key.nullable and key.name in values):
+                value = key.default
+            elif key.values and value not in key.values:
+                raise _refused(key.name, value, where)
+            if value is REQUIRED:
+                raise UserError(f"`{key.name}` is missing", where=where, fix="Add it, or export the model again.")
+            settings |= dict.fromkeys(key.paths, value)
         if self.rope_theta is not None:
             settings[_ROPE] = _rope_from_config(values, self.rope_theta, where)
         context = settings.pop("context")
@@ -242,9 +239,9 @@ class FamilySpec:
         """Return the parameters under transformers' names, in their own dtype."""
         tensors: dict[str, NDArray[Any]] = {}
         parts: dict[str, dict[int, NDArray[Any]]] = {}
-        for path, _, spec, repeated in self._stored(graph):
+        for path, spec, _, places in self._stored(graph):
             array = np.asarray(reduce(getitem, path, params))
-            for name, index in _places(spec, array.shape, repeated):
+            for name, index in places:
                 stored = spec.store(array[index])
                 if spec.part is None:
                     tensors[name] = stored
@@ -255,20 +252,27 @@ class FamilySpec:
     def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
         """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
         tied, params = Decoder.of(graph).tied, dict[str, Any]()
-        for path, declared, spec, repeated in self._stored(graph):
-            whole = np.empty(declared.shape, np.float32)
-            for name, index in _places(spec, declared.shape, repeated):
+        for path, spec, shape, places in self._stored(graph):
+            whole = np.empty(shape, np.float32)
+            for name, index in places:
                 whole[index] = spec.load(self._find(tensors, name, tied), whole[index].shape, name)
             _put(params, path, whole)
         return params
 
-    def _stored(self, graph: Graph) -> Iterator[tuple[list[str], ParamSpec, TensorSpec, bool]]:
-        """Every parameter of a graph: path, declaration, where it is stored, whether its first axis is the layers."""
+    def _stored(self, graph: Graph) -> Iterator[tuple[list[str], TensorSpec, tuple[int, ...], list[Place]]]:
+        """Every parameter of a graph: path, how it is stored, its shape, and its tensors."""
         decoder = Decoder.of(graph)
         for role, node in decoder.nodes.items():
             for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
-                repeated = role == "blocks" and decoder.repeated
-                yield [node.name, *path.split(".")[1:]], declared, self.tensors[path], repeated
+                spec, shape = self.tensors[path], declared.shape
+                layers = [(n,) for n in range(shape[0])] if role == "blocks" and decoder.repeated else [()]
+                experts = [(n,) for n in range(shape[len(layers[0])])] if "{expert}" in spec.name else [()]
+                places = [
+                    (spec.name.format(layer=sum(layer), expert=sum(expert)), (*layer, *expert))
+                    for layer in layers
+                    for expert in experts
+                ]
+                yield [node.name, *path.split(".")[1:]], spec, shape, places
 
     def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
         """A tensor by its name, or in one of the other forms that transformers loads."""
@@ -293,17 +297,6 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value
-
-
-def _places(spec: TensorSpec, shape: tuple[int, ...], repeated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name of every tensor of a parameter and its index in the parameter's array."""
-    for layer in range(shape[0] if repeated else 1):
-        index = (layer,) if repeated else ()
-        if "{expert}" not in spec.name:
-            yield spec.name.format(layer=layer), index
-            continue
-        for expert in range(shape[len(index)]):
-            yield spec.name.format(layer=layer, expert=expert), (*index, expert)
 
 
 def _model(settings: Settings) -> dict[str, Any]:

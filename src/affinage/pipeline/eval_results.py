@@ -28,6 +28,7 @@ from affinage.pipeline.models import (
 )
 from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import read_manifest, read_request
+from affinage.results import read_json
 
 if TYPE_CHECKING:
     from affinage.data.benchmark_items import BenchmarkItem
@@ -44,13 +45,13 @@ def eval_results(name: str, runs: Path) -> Path | None:
 
     Of a model, the results of `affinage eval` come before those of its run's own evaluation.
     """
-    from affinage.evaluation.results import STATE, read_results
+    from affinage.evaluation.results import RESULTS, STATE
 
     target = resolve(name, runs)
     if target.kind == "result":
         return target.path if (target.path / ITEMS).is_dir() else None
     folder, run = results_folder(name, runs), target.path
-    if (folder / ITEMS).is_dir() and read_results(folder).get(STATE) == model_fingerprint(target, runs):
+    if (folder / ITEMS).is_dir() and read_json(folder / RESULTS).get(STATE) == model_fingerprint(target, runs):
         return folder
     steps = [EVALUATIONS[training] for training in TRAININGS]
     if target.kind == "model":

@@ -184,7 +184,6 @@ def monitor_of(
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
                 batch_size=rows_that_fit(model, beside=beside) if monitor.batch_size == "auto" else monitor.batch_size,
-                samples=0,
                 answered=lambda task, line: lines.setdefault(task, []).append(line),
                 progress=raise_if_stopped,
             )

@@ -12,7 +12,6 @@ from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.training import MonitorSettings, TuningSettings
 from affinage.data.places import released_folder
 from affinage.errors import UserError
-from affinage.paths import from_home
 from affinage.pipeline.imports import chat_template_of, initial_folder
 from affinage.pipeline.models import TOKENIZER
 from affinage.pipeline.step import StepContext, Summary, at, check_exists
@@ -152,8 +151,7 @@ def print_counts(summary: Summary, things: str) -> None:
 def _benchmark_items(context: StepContext) -> "list[BenchmarkItem]":
     """The items that text must not hold."""
     from affinage.data.benchmark_items import read_items
-    from affinage.evaluation.benchmarks import of_pocket_world
-    from affinage.evaluation.tasks import benchmark_items
+    from affinage.evaluation.tasks import benchmark_items, of_pocket_world
 
     settings, evaluated = _data(context).decontaminate, context.recipe.evaluate
     assert settings is not None
@@ -245,12 +243,10 @@ def check_decontaminate(loaded: LoadedRecipe) -> None:
 
 def check_benchmarks(loaded: LoadedRecipe, settings: EvaluateSettings | MonitorSettings, *section: str) -> None:
     """The benchmarks of an evaluation or a monitor, whose settings are in a section of the recipe, exist."""
-    from affinage.evaluation.benchmarks import is_task_file, names_of
+    from affinage.evaluation.tasks import is_task_file
 
     if settings.data_dir is not None:
         check_exists(loaded, settings.data_dir, *section, "data_dir")
-        with at(loaded, *section, "tasks"):
-            names_of(settings.tasks, from_home(settings.data_dir))
     for index, task in enumerate(settings.tasks):
         if is_task_file(task):
             check_exists(loaded, task, *section, "tasks", index)
@@ -259,12 +255,10 @@ def check_benchmarks(loaded: LoadedRecipe, settings: EvaluateSettings | MonitorS
 
 def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, *key: str | int) -> None:
     """A benchmark is known. The harness, whose import takes seconds, is needed for benchmarks of others only."""
-    from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, of_pocket_world
+    from affinage.evaluation.tasks import BENCHMARKS, GROUPS, check_names, of_pocket_world
 
     members = GROUPS.get(task, (task,))
     if not all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
-        from affinage.evaluation.tasks import check_names
-
         with at(loaded, *key):
             check_names([task], {}, data_dir, where=task)
 

@@ -106,7 +106,7 @@ class AttentionSettings(Settings):
             head,
             config.layout.whole(x.shape[1], "sequence"),
             capability=config.capability,
-            cached=context.cache is not None,
+            cached=_continues(context, x.shape[1]),
             prefixes="prefix_segment_ids" in context.batch,
             dropout=self.dropout if context.key is not None else 0.0,
         )
@@ -121,9 +121,9 @@ class AttentionSettings(Settings):
 
     def _mask(self, context: LayerContext, positions: Int[Array, "B S"]) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
-        if context.cache is not None:
-            return self._in_reach(positions, jnp.arange(_of(context.cache)["key"].shape[3])[None])
         layout, length = context.config.layout, positions.shape[1]
+        if _continues(context, length):
+            return self._in_reach(positions, jnp.arange(_of(context.cache)["key"].shape[3])[None])
         of_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
         segments, prefixes = context.batch.get("segment_ids"), context.batch.get("prefix_segment_ids")
         if segments is not None and prefixes is not None:  # positions say what comes before a token
@@ -142,12 +142,13 @@ class AttentionSettings(Settings):
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
         prepared: Prepared = context.prepared
-        config, cache = context.config, None
+        config, cache, continues = context.config, None, _continues(context, x.shape[1])
         named = zip(self._heads(params, x, context, eps), ("query", "key", "value"), strict=True)
         query, key, value = (checkpoint_name(heads, name) for heads, name in named)
         if context.cache is not None:
             cache = _write(_of(context.cache), *of_whole_rows(key, value, config.layout), context)
-            key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
+            if continues:
+                key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
         dropped = self.dropout > 0 and context.key is not None
         out = attention(
             query,
@@ -159,7 +160,7 @@ class AttentionSettings(Settings):
             window=self.window,
             dropout=partial(drop, rate=self.dropout, context=context, site=1) if dropped else None,
             mask=prepared.mask,
-            on_cpu=config.platform == "cpu" and cache is None,
+            on_cpu=config.platform == "cpu" and not continues,
             capability=config.capability,
         )
         return dense(params["out"], checkpoint_name(out, "attended"), context, contracted=2), cache
@@ -198,6 +199,11 @@ def _of(cache: Any) -> Mapping[str, Array]:
     """The cache of the layer at hand."""
     assert not isinstance(cache, tuple)
     return cast(Mapping[str, Array], cache)
+
+
+def _continues(context: LayerContext, length: int) -> bool:
+    """Whether tokens are before these: a cache of their own length has room for nothing else, so they begin rows."""
+    return context.cache is not None and _of(context.cache)["key"].shape[3] > length
 
 
 def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
