@@ -8,8 +8,7 @@ from lm_eval.api.metrics import bits_per_byte
 from scipy import stats
 
 from affinage.errors import UserError
-from affinage.evaluation.compare import asked_otherwise, compare, read_answers
-from affinage.evaluation.results import line_of
+from affinage.evaluation.results import asked_otherwise, compare, line_of, read_answers
 
 
 def lines(folder, task, *rows):

@@ -6,7 +6,7 @@ import pytest
 
 import choice_task
 from affinage.errors import UserError
-from affinage.evaluation.compare import asked_otherwise, read_answers
+from affinage.evaluation.results import asked_otherwise, read_answers
 from affinage.evaluation.run import compressor_bits_per_byte, evaluate
 from benchmark_fixtures import write_items
 from choice_task import write_task

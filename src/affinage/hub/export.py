@@ -189,7 +189,7 @@ def adapter_tensors(adapters: Adapters, params: PyTree) -> dict[str, NDArray[Any
         leaves: Any = params
         for name in path:
             leaves = leaves[name]
-        module = family.tensors[".".join(("blocks", *path[1:], "kernel"))].name.removesuffix(".weight")
+        module = family.tensors[".".join(("blocks", *path[1:], "kernel"))].removesuffix(".weight")
         a, b = (np.asarray(leaves[name], np.float32) for name in (LORA_A, LORA_B))
         for layer, (of_layer_a, of_layer_b) in enumerate(zip(a, b, strict=True) if repeated else [(a, b)]):
             place = "base_model.model." + module.format(layer=layer)

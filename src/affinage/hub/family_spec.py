@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from operator import getitem
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from affinage.model.layers.norm import LayerNorm, RmsNorm
 from affinage.model.parameter import PyTree
 
 Tensors = Mapping[str, NDArray[Any]]
-Place = tuple[str, tuple[int, ...]]  # a tensor, and its index in the array of a parameter
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
 
 # The nodes of a decoder in the order of the chain, by their role. Positions and dropout may be missing.
@@ -113,53 +112,46 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield path, value
 
 
-class Key:
-    """A key of config.json and the settings of the graph that it gives.
-
-    `default` is transformers' for a key that is absent or null; without one, the key must be there. With `nullable`,
-    null is a value of its own. `values` are all that transformers takes, where the graph's setting has others, too.
-    """
-
-    def __init__(
-        self, name: str, *paths: str, default: Any = REQUIRED, nullable: bool = False, values: tuple[Any, ...] = ()
-    ) -> None:
-        self.name, self.paths, self.default, self.nullable, self.values = name, paths, default, nullable, values
-
-
 @dataclass(frozen=True)
-class TensorSpec:
-    """Where one parameter is stored.
-
-    `name` may hold {layer} and {expert}. `inputs` is the number of leading axes of a matrix that become its first
-    stored axis; 0 stands for a vector. nn.Linear stores [outputs, inputs], which is `transposed`. `part` is the place
-    among three that are stored side by side along the last axis, as GPT-2's query, key and value.
-    """
+class Key:
+    """A key of config.json and the settings of the graph that it gives; see families.yaml."""
 
     name: str
-    inputs: int = 0
-    transposed: bool = False
-    part: int | None = None
+    settings: Sequence[str]
+    default: Any = REQUIRED
+    nullable: bool = False
+    values: Sequence[Any] = ()
 
-    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The stored shape of a parameter, of a whole tensor where the parameter is a part of one."""
-        shape = (prod(ours[: self.inputs]), prod(ours[self.inputs :])) if self.inputs else (prod(ours),)
-        shape = shape[::-1] if self.transposed else shape
-        return shape if self.part is None else (*shape[:-1], 3 * shape[-1])
 
-    def store(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The parameter as it is stored."""
+class Stored(NamedTuple):
+    """A parameter of a graph, its tensors with their places in its array, and how a matrix of it is stored.
+
+    `inputs` is the number of leading axes that become the first stored axis; 0 stands for a vector. `part` is the place
+    among three tensors that are stored side by side along the last axis, as GPT-2's query, key and value.
+    """
+
+    path: list[str]
+    shape: tuple[int, ...]
+    tensors: list[tuple[str, tuple[int, ...]]]
+    inputs: int
+    transposed: bool
+    part: int | None
+
+    def as_stored(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The part of the parameter that is one tensor, as that is stored."""
         if not self.inputs:
             return array.reshape(-1)
         matrix = array.reshape(prod(array.shape[: self.inputs]), -1)
         return np.ascontiguousarray(matrix.T) if self.transposed else matrix
 
-    def load(self, stored: NDArray[Any], ours: tuple[int, ...], name: str) -> NDArray[Any]:
-        """The parameter of our shape. Raises UserError where the stored tensor has another shape than it must have."""
-        if stored.shape != (shape := self.shape(ours)):
-            raise UserError(
-                f"the tensor {name!r} has the shape {list(stored.shape)}, config.json says {list(shape)}",
-                fix="Take config.json and the weights from the same model.",
-            )
+    def as_ours(self, stored: NDArray[Any], ours: tuple[int, ...], name: str) -> NDArray[Any]:
+        """The reverse. Raises UserError where the stored tensor has another shape than it must have."""
+        shape = (prod(ours[: self.inputs]), prod(ours[self.inputs :])) if self.inputs else (prod(ours),)
+        shape = shape[::-1] if self.transposed and self.inputs else shape
+        shape = shape if self.part is None else (*shape[:-1], 3 * shape[-1])
+        if stored.shape != shape:
+            what = f"the tensor {name!r} has the shape {list(stored.shape)}, config.json says {list(shape)}"
+            raise UserError(what, fix="Take config.json and the weights from the same model.")
         if self.part is not None:
             stored = np.split(stored, 3, axis=-1)[self.part]
         return (stored.T if self.transposed else stored).reshape(ours)
@@ -173,9 +165,10 @@ class FamilySpec:
     architecture: str  # the class in transformers
     keys: tuple[Key, ...]
     constants: Settings
-    tensors: Mapping[str, TensorSpec]  # by the dotted path of the parameter
-    fixed: Mapping[str, tuple[Any, ...]]  # key of config.json -> values that compute the same as the graph
-    rope_theta: float | None = 1e4  # where config.json has none; None: the family has no rotary positions
+    fixed: Mapping[str, Sequence[Any]]  # key of config.json -> values that compute the same as the graph
+    rope_theta: float | None  # where config.json has none; None: the family has no rotary positions
+    transposed: bool  # matrices of layers are nn.Linear's, [outputs, inputs], and not Conv1D's
+    tensors: Mapping[str, str]  # dotted path of a parameter -> name with {layer} and {expert}, or name/part
 
     # ---- config.json ----
 
@@ -185,7 +178,7 @@ class FamilySpec:
 
     def _values(self, settings: Settings) -> dict[str, Any]:
         values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        values |= {key.name: settings.get(key.paths[0]) for key in self.keys}
+        values |= {key.name: settings.get(key.settings[0]) for key in self.keys}
         values = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
         if self.rope_theta is not None:
             values |= _rope_to_config(settings.get(_ROPE))
@@ -202,7 +195,7 @@ class FamilySpec:
                 raise _refused(key.name, value, where)
             if value is REQUIRED:
                 raise UserError(f"`{key.name}` is missing", where=where, fix="Add it, or export the model again.")
-            settings |= dict.fromkeys(key.paths, value)
+            settings |= dict.fromkeys(key.settings, value)
         if self.rope_theta is not None:
             settings[_ROPE] = _rope_from_config(values, self.rope_theta, where)
         context = settings.pop("context")
@@ -238,46 +231,45 @@ class FamilySpec:
     def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
         """Return the parameters under transformers' names, in their own dtype."""
         tensors: dict[str, NDArray[Any]] = {}
-        parts: dict[str, dict[int, NDArray[Any]]] = {}
-        for path, spec, _, places in self._stored(graph):
-            array = np.asarray(reduce(getitem, path, params))
-            for name, index in places:
-                stored = spec.store(array[index])
-                if spec.part is None:
-                    tensors[name] = stored
+        parts: dict[str, list[NDArray[Any]]] = {}
+        for each in self._stored(graph):
+            array = np.asarray(reduce(getitem, each.path, params))
+            for name, index in each.tensors:
+                if each.part is None:
+                    tensors[name] = each.as_stored(array[index])
                 else:
-                    parts.setdefault(name, {})[spec.part] = stored
-        return tensors | {name: np.concatenate([three[i] for i in range(3)], axis=-1) for name, three in parts.items()}
+                    parts.setdefault(name, [array] * 3)[each.part] = each.as_stored(array[index])
+        return tensors | {name: np.concatenate(three, axis=-1) for name, three in parts.items()}
 
     def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
         """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
         tied, params = Decoder.of(graph).tied, dict[str, Any]()
-        for path, spec, shape, places in self._stored(graph):
-            whole = np.empty(shape, np.float32)
-            for name, index in places:
-                whole[index] = spec.load(self._find(tensors, name, tied), whole[index].shape, name)
-            _put(params, path, whole)
+        for each in self._stored(graph):
+            whole = np.empty(each.shape, np.float32)
+            for name, index in each.tensors:
+                whole[index] = each.as_ours(self._find(tensors, name, tied), whole[index].shape, name)
+            _put(params, each.path, whole)
         return params
 
-    def _stored(self, graph: Graph) -> Iterator[tuple[list[str], TensorSpec, tuple[int, ...], list[Place]]]:
-        """Every parameter of a graph: path, how it is stored, its shape, and its tensors."""
+    def _stored(self, graph: Graph) -> Iterator[Stored]:
         decoder = Decoder.of(graph)
         for role, node in decoder.nodes.items():
             for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
-                spec, shape = self.tensors[path], declared.shape
+                name, _, part = self.tensors[path].partition("/")
+                shape: tuple[int, ...] = declared.shape
                 layers = [(n,) for n in range(shape[0])] if role == "blocks" and decoder.repeated else [()]
-                experts = [(n,) for n in range(shape[len(layers[0])])] if "{expert}" in spec.name else [()]
-                places = [
-                    (spec.name.format(layer=sum(layer), expert=sum(expert)), (*layer, *expert))
-                    for layer in layers
-                    for expert in experts
-                ]
-                yield [node.name, *path.split(".")[1:]], spec, shape, places
+                experts = [(n,) for n in range(shape[len(layers[0])])] if "{expert}" in name else [()]
+                places = [(*layer, *expert) for layer in layers for expert in experts]
+                tensors = [(name.format(layer=sum(place[:1]), expert=sum(place[1:])), place) for place in places]
+                inputs = 0 if path.endswith((".scale", ".bias")) else 2 if path.endswith("attention.out.kernel") else 1
+                transposed = self.transposed and role == "blocks"
+                whole = [node.name, *path.split(".")[1:]]
+                yield Stored(whole, shape, tensors, inputs, transposed, int(part) if part else None)
 
     def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
         """A tensor by its name, or in one of the other forms that transformers loads."""
         names = [name, name.partition(".")[2]]
-        if tied and name == self.tensors["embed.embedding"].name:
+        if tied and name == self.tensors["embed.embedding"]:
             names.append("lm_head.weight")
         if stored := next((each for each in names if each in tensors), None):
             return np.asarray(tensors[stored])

@@ -9,8 +9,14 @@ from typing import Any
 from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
-from affinage.evaluation.compare import Difference, asked_otherwise, compare, read_answers
-from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
+from affinage.evaluation.results import (
+    BITS_PER_BYTE,
+    LOG_LIKELIHOOD,
+    Difference,
+    asked_otherwise,
+    compare,
+    read_answers,
+)
 from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.evaluation.compare import Difference, compare, read_answers
+from affinage.evaluation.results import Difference, compare, read_answers
 from affinage.results import EvaluationResult, read_json
 
 # What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).

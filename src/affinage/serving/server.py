@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -303,18 +303,10 @@ def run(
         address, port = listening.getsockname()[:2]
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
         ready(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}", key)
-        _Uvicorn(config).run(sockets=[listening])
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn that returns after a signal; by itself, it would send itself the signal again and die of it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """While entered, the first signal ends the server, and a second one does not wait for answers."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        # uvicorn ends at the first signal, does not wait for answers after a second, and then sends itself the signal.
+        handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            uvicorn.Server(config).run(sockets=[listening])
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
