@@ -43,43 +43,26 @@ def evaluate(
     model: LoadedModel,
     tasks: Sequence[str],
     *,
-    folder: Path | None = None,
-    facts: Mapping[str, Any] | None = None,
-    keep: Path | None = None,
-    task_folders: Mapping[str, Path] | None = None,
+    folder: Path | None = None,  # for results.json and items/TASK.jsonl; see `write_results`
+    facts: Mapping[str, Any] | None = None,  # more for the results, such as which training made the model
+    keep: Path | None = None,  # file of the harness's cache: answers of this model in it are not computed again
+    task_folders: Mapping[str, Path] | None = None,  # of closed worlds, whose facts are the training text
     data_dir: str | Path | None = None,
-    chat: bool = False,
-    apply_chat_template: ChatTemplateUse = "auto",
-    limit: int | None = None,
+    chat: bool = False,  # whether it was trained to chat: only then it gets the tasks for chat models
+    apply_chat_template: ChatTemplateUse = "auto",  # to all tasks, or none; auto: to those for chat models
+    limit: int | None = None,  # items per task: the first ones or, with a `sample_seed`, those that it draws
     sample_seed: int | None = None,
-    num_fewshot: int | None = None,
-    batch_size: int | Literal["auto"] = "auto",
-    texts: Mapping[str, Sequence[str]] | None = None,
-    seen: Seen | None = None,
-    answered: Callable[[str, dict[str, Any]], None] = lambda _task, _line: None,
-    progress: Callable[[str], None] = lambda _: None,
+    num_fewshot: int | None = None,  # examples before each question; None: as many as the task says
+    batch_size: int | Literal["auto"] = "auto",  # rows of the context at once; auto: as many as fit
+    texts: Mapping[str, Sequence[str]] | None = None,  # by name, to measure bits per byte beside those of gzip and xz
+    seen: Seen | None = None,  # searches the training text for items; the results have the scores without those found
+    answered: Callable[[str, dict[str, Any]], None] = lambda _task, _line: None,  # gets the line of each item
+    progress: Callable[[str], None] = lambda _: None,  # gets a line about what is done
 ) -> dict[str, Any]:
-    """Return the scores of a model on benchmarks, with standard errors.
+    """Return the scores of a model on the `tasks` (names for `find_tasks`), with standard errors.
 
     Hosts that work together all call it with the same tasks and the same model, sharded over the devices of all. Each
     gets the scores; the first one alone searches the training text, compresses, and has the file `keep`.
-
-    Args:
-        model: to be evaluated.
-        tasks: names for `find_tasks`, with `task_folders` and `data_dir`. Tasks of `task_folders` are of closed worlds,
-            whose facts are the training text, and so not searched for there.
-        folder: for results.json and items/TASK.jsonl; see `write_results`.
-        facts: more for the results, such as which training made the model.
-        keep: file of the harness's cache: answers of this model in it are not computed again.
-        chat: whether the model was trained to chat. Only such models get the tasks for chat models.
-        apply_chat_template: put all tasks in the chat template, or none; auto: those for chat models.
-        limit: items per task: the first ones or, with a `sample_seed`, those that it draws.
-        num_fewshot: examples before each question; None: as many as the task says.
-        batch_size: rows of the context at once; auto: as many as fit.
-        texts: validation texts by name, whose bits per byte are measured, beside those of gzip and xz.
-        seen: searches the training text for items; scores without those found are in the results.
-        answered: called with the task and the line of each item.
-        progress: called with a line about what is done.
 
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.

@@ -128,28 +128,16 @@ _GroupRow = list[PrefixGroup]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of groups, padded to one shape.
+    """Rows of groups, padded to one shape, in R equal parts; a part is a row if few of its tokens are scored."""
 
-    Attributes:
-        tokens: of a group the shared ones, then the ends of its rows one after the other, each at the `positions` that
-            follow the shared ones.
-        segments: a number for the shared tokens, and for each end.
-        prefix_segment_ids: for an end the number of its group's shared tokens; for other tokens their own segment's.
-        logit_positions: for each of R equal parts of the rows, the places in its flattened `tokens` after which targets
-            stand. If these are few, a part is a row.
-        targets: the tokens to score.
-        requests: for each part, the requests in the order of their targets, each with their number.
-        joined: a row of this length may be more than one sequence, or longer than one.
-    """
-
-    tokens: Int[np.ndarray, "B S"]
-    positions: Int[np.ndarray, "B S"]
-    segments: Int[np.ndarray, "B S"]
-    prefix_segment_ids: Int[np.ndarray, "B S"]
-    logit_positions: Int[np.ndarray, "R P"]
-    targets: Int[np.ndarray, "R P"]
-    requests: list[list[tuple[int, int]]]
-    joined: bool
+    tokens: Int[np.ndarray, "B S"]  # of a group the shared ones, then the ends of its rows one after the other
+    positions: Int[np.ndarray, "B S"]  # those of every end follow the shared ones
+    segments: Int[np.ndarray, "B S"]  # a number for the shared tokens, and for each end
+    prefix_segment_ids: Int[np.ndarray, "B S"]  # for an end that of the shared tokens; for other tokens their own
+    logit_positions: Int[np.ndarray, "R P"]  # places in the flattened tokens of a part after which targets stand
+    targets: Int[np.ndarray, "R P"]  # to score
+    requests: list[list[tuple[int, int]]]  # of each part in the order of the targets, each with their number
+    joined: bool  # a row of this length may be more than one sequence, or longer than one
 
     def answers(self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]) -> Iterator[Answer]:
         """Yield every request with its answer, from those of the targets."""
@@ -330,22 +318,14 @@ def score(
     pairs: Sequence[Pair],
     answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
     *,
-    batch: int = 64,
-    logits_at_once: int = LOGITS_AT_ONCE,
+    batch: int = 64,  # rows of the model's context that memory holds at once
+    logits_at_once: int = LOGITS_AT_ONCE,  # elements of the largest block of float32 logits that the device holds
 ) -> list[tuple[float, bool]]:
     """Return for (context ids, continuation ids) the continuation's log-probability, and whether it is greedy.
 
     Logarithms are natural. Pairs longer than the model's context plus one are cut from the left. Shared prefixes are
-    computed once, and several continuations in a row, if all layers of the model can.
-
-    Args:
-        model: with its weights and tokenizer.
-        pairs: to score; the answers are in their order.
-        answered: called with the index of a pair and its answer as batches are done.
-        batch: rows of the model's context that memory holds at once.
-        logits_at_once: elements of the largest block of float32 logits that the device holds.
-
-    Raises UserError for a continuation that is longer than the context.
+    computed once, and several continuations in a row, if all layers of the model can. `answered` is called with the
+    index of a pair and its answer as batches are done. Raises UserError for a continuation longer than the context.
     """
     results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
 

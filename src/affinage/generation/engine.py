@@ -70,17 +70,11 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Generation:
-    """What follows a prompt.
+    """What follows a prompt."""
 
-    Attributes:
-        tokens: up to the one that completed a stop string, without a token that ended the text.
-        text: up to a stop string.
-        finish_reason: eos for a token that ends a text or a turn, stop for a stop string, length for neither.
-    """
-
-    tokens: list[int]
-    text: str
-    finish_reason: FinishReason
+    tokens: list[int]  # up to the one that completed a stop string, without a token that ended the text
+    text: str  # up to a stop string
+    finish_reason: FinishReason  # eos: a token that ends a text or a turn
 
 
 @dataclass(eq=False)
@@ -387,8 +381,7 @@ def generate(
     if not prompts:
         return []
     length = _bucket(max(map(len, prompts)) + params.max_new_tokens)
-    slots = min(max_num_seqs, 1 << (len(prompts) - 1).bit_length())
-    engine = Engine(model, max_num_seqs=slots, max_model_len=length)
+    engine = Engine(model, max_num_seqs=min(max_num_seqs, 1 << (len(prompts) - 1).bit_length()), max_model_len=length)
     results: dict[int, Generation] = {}
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
         engine.submit(EngineRequest(prompts[index], params, index))

@@ -19,8 +19,7 @@ from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
-from affinage.hub.families import FAMILIES, family_of
-from affinage.hub.family_spec import Decoder
+from affinage.hub.families import FAMILIES, decoder_nodes, family_of
 from affinage.model import Adapters
 from affinage.model.lora import LORA_A, LORA_B
 from affinage.model.parameter import PyTree
@@ -183,8 +182,8 @@ def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str
 def adapter_tensors(adapters: Adapters, params: PyTree) -> dict[str, NDArray[Any]]:
     """Return A [rank, inputs] and B [outputs, rank] under PEFT's names, float32."""
     tensors: dict[str, NDArray[Any]] = {}
-    repeated, rank = Decoder.of(adapters.graph).repeated, adapters.settings.r
-    family = family_of(adapters.graph)
+    family, rank = family_of(adapters.graph), adapters.settings.r
+    repeated = decoder_nodes(adapters.graph)["blocks"].repeat is not None
     for path in adapters.targets:
         leaves: Any = params
         for name in path:

@@ -1,17 +1,363 @@
-"""The families of transformers that a graph can be read from and written as; families.yaml describes them."""
+"""The families of transformers: how config.json and tensors correspond to a graph, in both directions.
 
-from collections.abc import Mapping, Sequence
+families.yaml describes each of them: which key of config.json is which setting of the graph, what the graph has without
+a key, which values it computes with, and where each parameter is stored. A graph belongs to a family when the
+config.json written for it describes the same graph again.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from importlib.resources import files
+from math import prod
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 from jaxtyping import Float
+from numpy.typing import NDArray
 
 from affinage.errors import UserError
-from affinage.hub.family_spec import Decoder, FamilySpec, Key
-from affinage.model.graph import Graph, parse
+from affinage.model.graph import Graph, Node, parse
+from affinage.model.layers.block import TransformerBlock
+from affinage.model.layers.dropout import Dropout
+from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
+from affinage.model.layers.norm import LayerNorm, RmsNorm
 from affinage.model.parameter import PyTree
+
+Tensors = Mapping[str, NDArray[Any]]
+Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
+
+# The nodes of a decoder in the order of the chain, by their role. Positions and dropout may be missing.
+_ROLES: dict[str, tuple[type, ...]] = {
+    "embed": (Embedding,),
+    "positions": (LearnedPositions,),
+    "drop": (Dropout,),
+    "blocks": (TransformerBlock,),
+    "norm": (RmsNorm, LayerNorm),
+    "logits": (Unembed,),
+}
+_OPTIONAL = ("positions", "drop")
+_ROPE = "blocks.attention.rope"
+# Settings that only training uses, so that a graph may differ in them from what its config.json says.
+_TRAINING_ONLY = re.compile(
+    r"drop\..*|context|logits\.vocab|.*\.(dropout|init_std|load_balance_weight|z_loss_weight|capacity_factor)"
+)
+REQUIRED = object()
+# Keys that change neither logits nor gradients: names, versions, ids for tokenizers, how transformers computes, what
+# configurations of other tasks leave behind, and a window that `use_sliding_window: false` switches off.
+_INERT = frozenset(
+    """_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id
+    eos_token_id pad_token_id _attn_implementation name_or_path task_specific_params chunk_size_feed_forward
+    output_attentions output_hidden_states return_dict id2label label2id problem_type is_encoder_decoder auto_map
+    quantization_config summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels
+    sliding_window max_window_layers output_router_logits""".split()
+)
+
+
+def decoder_nodes(graph: Graph) -> dict[str, Node]:
+    """Return the nodes of a decoder-only language model by role: embed, (positions), (drop), blocks, norm, logits.
+
+    Raises UserError for a graph that is not such a chain.
+    """
+    chain, name = list[Node](), graph.logits
+    while name in graph:
+        chain.insert(0, graph[name])
+        name = graph[name].inputs[0]
+    nodes: dict[str, Node] = {}
+    order = iter(_ROLES.items())
+    for node in chain:
+        if role := next((role for role, kinds in order if isinstance(node.layer, kinds)), None):
+            nodes[role] = node
+    if len(nodes) != len(chain) or any(role not in nodes for role in _ROLES if role not in _OPTIONAL):
+        listed = ", ".join(f"{node.name} ({node.layer.kind_name})" for node in chain)
+        fix = "A chain of embedding, one repeated transformer_block, norm and unembed can be written."
+        raise UserError(f"the model cannot be written for transformers: its nodes are {listed}", fix=fix)
+    return nodes
+
+
+def decoder_settings(graph: Graph) -> Settings:
+    """Return all settings of such a graph, with the defaults that depend on others filled in."""
+    nodes = decoder_nodes(graph)
+    tree = {role: node.layer.model_dump(mode="json") for role, node in nodes.items()}
+    blocks, kind = tree["blocks"], nodes["blocks"].layer
+    assert isinstance(kind, TransformerBlock)
+    blocks["repeat"] = nodes["blocks"].layers
+    blocks["attention"]["kv_heads"] = kind.attention.groups_of
+    blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
+    if kind.norm.kind == "rms":
+        blocks["norm"].pop("bias", None)  # an RMS norm has none, whatever is set
+    tree["norm"]["kind"] = nodes["norm"].layer.kind_name
+    tree["logits"]["tied"] = nodes["logits"].layer.shares is not None
+    return dict(_flat(tree))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        path = prefix + name
+        if isinstance(value, Mapping) and path != _ROPE:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json and the settings of the graph that it gives; see families.yaml."""
+
+    name: str
+    settings: Sequence[str]
+    default: Any = REQUIRED
+    nullable: bool = False
+    values: Sequence[Any] = ()
+
+
+class Stored(NamedTuple):
+    """A parameter of a graph, its tensors with their places in its array, and how a matrix of it is stored.
+
+    `inputs` is the number of leading axes that become the first stored axis; 0 stands for a vector. `part` is the place
+    among three tensors that are stored side by side along the last axis, as GPT-2's query, key and value.
+    """
+
+    path: list[str]
+    shape: tuple[int, ...]
+    tensors: list[tuple[str, tuple[int, ...]]]
+    inputs: int
+    transposed: bool
+    part: int | None
+
+    def as_stored(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The part of the parameter that is one tensor, as that is stored."""
+        if not self.inputs:
+            return array.reshape(-1)
+        matrix = array.reshape(prod(array.shape[: self.inputs]), -1)
+        return np.ascontiguousarray(matrix.T) if self.transposed else matrix
+
+    def as_ours(self, stored: NDArray[Any], ours: tuple[int, ...], name: str) -> NDArray[Any]:
+        """The reverse. Raises UserError where the stored tensor has another shape than it must have."""
+        shape = (prod(ours[: self.inputs]), prod(ours[self.inputs :])) if self.inputs else (prod(ours),)
+        shape = shape[::-1] if self.transposed and self.inputs else shape
+        shape = shape if self.part is None else (*shape[:-1], 3 * shape[-1])
+        if stored.shape != shape:
+            what = f"the tensor {name!r} has the shape {list(stored.shape)}, config.json says {list(shape)}"
+            raise UserError(what, fix="Take config.json and the weights from the same model.")
+        if self.part is not None:
+            stored = np.split(stored, 3, axis=-1)[self.part]
+        return (stored.T if self.transposed else stored).reshape(ours)
+
+
+@dataclass(frozen=True, eq=False)
+class FamilySpec:
+    """One family of transformers; see families.yaml."""
+
+    model_type: str
+    architecture: str  # the class in transformers
+    keys: tuple[Key, ...]
+    constants: Settings
+    fixed: Mapping[str, Sequence[Any]]  # key of config.json -> values that compute the same as the graph
+    rope_theta: float | None  # where config.json has none; None: the family has no rotary positions
+    transposed: bool  # matrices of layers are nn.Linear's, [outputs, inputs], and not Conv1D's
+    tensors: Mapping[str, str]  # dotted path of a parameter -> name with {layer} and {expert}, or name/part
+
+    # ---- config.json ----
+
+    def to_config(self, graph: Graph, *, context: int | None = None) -> dict[str, Any]:
+        """Return what config.json says of a graph of this family; `context` is the longest input in tokens."""
+        return self._values(decoder_settings(graph) | {"context": context})
+
+    def _values(self, settings: Settings) -> dict[str, Any]:
+        values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        values |= {key.name: settings.get(key.settings[0]) for key in self.keys}
+        values = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
+        if self.rope_theta is not None:
+            values |= _rope_to_config(settings.get(_ROPE))
+        return values | {name: allowed[0] for name, allowed in self.fixed.items() if allowed[0] is not None}
+
+    def from_config(self, values: Mapping[str, Any], where: str) -> tuple[int, dict[str, Any]]:
+        """Return the context and the `model:` of a recipe. Raises UserError for a value that the graph cannot honor."""
+        settings = dict(self.constants)
+        for key in self.keys:
+            value = values.get(key.name)
+            if value is None and not (key.nullable and key.name in values):
+                value = key.default
+            elif key.values and value not in key.values:
+                raise _refused(key.name, value, where)
+            if value is REQUIRED:
+                raise UserError(f"`{key.name}` is missing", where=where, fix="Add it, or export the model again.")
+            settings |= dict.fromkeys(key.settings, value)
+        if self.rope_theta is not None:
+            settings[_ROPE] = _rope_from_config(values, self.rope_theta, where)
+        context = settings.pop("context")
+        if settings["blocks.ffn.width"] is None:  # GPT-2's default
+            settings["blocks.ffn.width"] = 4 * settings["embed.width"]
+        window = "sliding_attention" if settings.get("blocks.attention.window") else "full_attention"
+        layers = [window] * settings["blocks.repeat"]
+        for name, allowed in {**self.fixed, "layer_types": (layers,), "n_ctx": (context,)}.items():
+            if values.get(name) not in (*allowed, None):
+                raise _refused(name, values[name], where)
+        return context, _model(settings)
+
+    def unknown(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys with a value that neither the graph uses nor transformers' class of this family knows."""
+        known = {key.name for key in self.keys} | set(self.fixed) | _INERT
+        known |= {"layer_types", "n_ctx"} | (set(_ROPE_KEYS) if self.rope_theta is not None else set())
+        return tuple(name for name, value in values.items() if value is not None and name not in known)
+
+    def differences(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
+        """The settings in which a graph differs from what its config.json would say: {path: (its, the family's)}."""
+        values = self._values({"context": 1, **settings})
+        values = {key.name: 1 for key in self.keys if key.default is REQUIRED} | values
+        try:
+            theirs = decoder_settings(parse(self.from_config(values, "")[1]))
+        except UserError as error:
+            return {"": (error.what, None)}
+        paths = [path for path in settings | theirs if not _TRAINING_ONLY.fullmatch(path)]
+        pairs = {path: (settings.get(path), theirs.get(path)) for path in paths}
+        return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+
+    # ---- tensors ----
+
+    def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
+        """Return the parameters under transformers' names, in their own dtype."""
+        tensors: dict[str, NDArray[Any]] = {}
+        parts: dict[str, list[NDArray[Any]]] = {}
+        for each in self._stored(graph):
+            array = np.asarray(reduce(getitem, each.path, params))
+            for name, index in each.tensors:
+                if each.part is None:
+                    tensors[name] = each.as_stored(array[index])
+                else:
+                    parts.setdefault(name, [array] * 3)[each.part] = each.as_stored(array[index])
+        return tensors | {name: np.concatenate(three, axis=-1) for name, three in parts.items()}
+
+    def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
+        """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
+        tied, params = graph[graph.logits].layer.shares is not None, dict[str, Any]()
+        for each in self._stored(graph):
+            whole = np.empty(each.shape, np.float32)
+            for name, index in each.tensors:
+                whole[index] = each.as_ours(self._find(tensors, name, tied), whole[index].shape, name)
+            _put(params, each.path, whole)
+        return params
+
+    def _stored(self, graph: Graph) -> Iterator[Stored]:
+        for role, node in decoder_nodes(graph).items():
+            for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
+                name, _, part = self.tensors[path].partition("/")
+                shape: tuple[int, ...] = declared.shape
+                layers = [(n,) for n in range(shape[0])] if node.repeat is not None else [()]
+                experts = [(n,) for n in range(shape[len(layers[0])])] if "{expert}" in name else [()]
+                places = [(*layer, *expert) for layer in layers for expert in experts]
+                tensors = [(name.format(layer=sum(place[:1]), expert=sum(place[1:])), place) for place in places]
+                inputs = 0 if path.endswith((".scale", ".bias")) else 2 if path.endswith("attention.out.kernel") else 1
+                transposed = self.transposed and role == "blocks"
+                whole = [node.name, *path.split(".")[1:]]
+                yield Stored(whole, shape, tensors, inputs, transposed, int(part) if part else None)
+
+    def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
+        """A tensor by its name, or in one of the other forms that transformers loads."""
+        names = [name, name.partition(".")[2]]
+        if tied and name == self.tensors["embed.embedding"]:
+            names.append("lm_head.weight")
+        if stored := next((each for each in names if each in tensors), None):
+            return np.asarray(tensors[stored])
+        # Transformers 5 has the weights of all experts in one tensor, gate and up of each one above the other.
+        if expert := re.fullmatch(r"(.*)\.block_sparse_moe\.(gate\.weight|experts\.(\d+)\.(w[123])\.weight)", name):
+            layer, _, index, matrix = expert.groups()
+            fused = {None: "gate.weight", "w2": "experts.down_proj"}.get(matrix, "experts.gate_up_proj")
+            if (fused := f"{layer}.mlp.{fused}") in tensors:
+                whole = np.asarray(tensors[fused])
+                if index is None:
+                    return whole
+                return whole[int(index)] if matrix == "w2" else np.split(whole[int(index)], 2)[matrix == "w3"]
+        raise UserError(f"the weights have no tensor {name!r}", fix="Download the whole model again.")
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+def _model(settings: Settings) -> dict[str, Any]:
+    """The `model:` of a recipe from settings by path."""
+    nodes: dict[str, Any] = {role: {} for role in _ROLES}
+    for path, value in settings.items():
+        _put(nodes, path.split("."), value)
+    kinds = {"embed": "embedding", "positions": "learned_positions", "drop": "dropout"}
+    kinds |= {"blocks": "transformer_block", "logits": "unembed"}
+    before, chain = "tokens", {}
+    for role, written in nodes.items():
+        if role in _OPTIONAL and not any(written.values()):
+            continue
+        chain[role] = {"kind": kinds.get(role), "in": before, **written}
+        before = role
+    chain["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
+    return {"inputs": ["tokens"], "nodes": chain}
+
+
+def _refused(name: str, value: Any, where: str) -> UserError:
+    return UserError(
+        f"`{name}: {value}` cannot be honored, so this model is not imported",
+        where=where,
+        fix="Models of this family with the usual value can be imported.",
+    )
+
+
+# ---- rotary positions ----
+
+_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
+_SCALINGS: dict[str, dict[str, str]] = {  # setting of the graph -> key of transformers
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_frequency": "low_freq_factor",
+        "high_frequency": "high_freq_factor",
+        "original_context": "original_max_position_embeddings",
+    },
+}
+
+
+def _rope_to_config(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters."""
+    rope = rope or {"theta": 1e4}
+    scaling = rope.get("scaling")
+    parameters: dict[str, Any] = {"rope_type": scaling["kind"] if scaling else "default"}
+    if scaling:
+        parameters |= {theirs: scaling[ours] for ours, theirs in _SCALINGS[scaling["kind"]].items()}
+    config = {"rope_theta": rope["theta"], "rope_parameters": parameters | {"rope_theta": rope["theta"]}}
+    return config | {"rope_scaling": parameters} if scaling else config
+
+
+def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> dict[str, Any]:
+    """The graph's settings from either form, or from both if they agree; `theta` holds if neither has one."""
+    forms, thetas = [], [values.get("rope_theta")]
+    for name in ("rope_parameters", "rope_scaling"):
+        if values.get(name):
+            form = {key: value for key, value in values[name].items() if value is not None}
+            thetas.append(form.pop("rope_theta", None))
+            old = form.pop("type", None)
+            form["rope_type"] = form.get("rope_type") or old or "default"
+            if (partial := form.pop("partial_rotary_factor", 1.0)) != 1.0:
+                raise _refused("partial_rotary_factor", partial, where)
+            forms.append(form)
+    different = sorted({float(each) for each in thetas if each is not None})
+    if len(different) > 1:
+        raise _refused("rope_theta", " and ".join(map(str, different)), where)
+    form = dict(forms[0]) if forms else {"rope_type": "default"}
+    if any(other != form for other in forms):
+        raise _refused("rope_parameters and rope_scaling", "contradict each other", where)
+    kind = form.pop("rope_type")
+    if kind not in _SCALINGS or set(form) != set(_SCALINGS[kind].values()):
+        raise _refused("rope_type", kind, where)
+    scaling = {ours: form[theirs] for ours, theirs in _SCALINGS[kind].items()}
+    return {"theta": (different or [theta])[0]} | ({"scaling": {"kind": kind, **scaling}} if scaling else {})
+
+
+# ---- all families ----
 
 
 class Architecture(NamedTuple):
@@ -37,7 +383,7 @@ FAMILIES = {model_type: _family(model_type, spec) for model_type, spec in _WRITT
 
 def family_of(graph: Graph) -> FamilySpec:
     """The family that computes a graph. Raises UserError that names what no family of transformers has."""
-    settings = Decoder.of(graph).settings()
+    settings = decoder_settings(graph)
     family, differences = min(
         ((each, each.differences(settings)) for each in FAMILIES.values()), key=lambda pair: len(pair[1])
     )
@@ -85,7 +431,7 @@ def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, P
         new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
         return new
 
-    for name in (Decoder.of(graph).nodes[role].name for role in ("embed", "logits")):
+    for name in (decoder_nodes(graph)[role].name for role in ("embed", "logits")):
         settings: dict[str, Any] = written["nodes"][name]
         settings |= {"vocab": size} if "vocab" in settings else {}
         if name in params:
