@@ -73,8 +73,11 @@ def evaluate(
     started, processes = time.monotonic(), Processes.at_work()
     closed = task_folders or {}
     chosen = find_tasks(tasks, closed, data_dir)
-    plain = [*(task for task in chosen.local if task not in chosen.chat), *chosen.named]
-    rounds = {False: plain, True: chosen.chat if chat else []}  # by whether they are put in the chat template
+    plain: list[Any] = [*(task for task in chosen.local if task not in chosen.chat), *chosen.named]
+    rounds: dict[bool, list[Any]] = {
+        False: plain,
+        True: chosen.chat if chat else [],
+    }  # by whether they are put in the chat template
     if apply_chat_template != "auto":
         rounds = {apply_chat_template: [*plain, *chosen.chat]}
     identity = fingerprint(model) if keep is not None or folder is not None else ""

@@ -152,7 +152,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
         """Put prompts into slots, from `starts` on if given; rows of a slot that does not exist are dropped."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         if starts is None:  # nothing is read of a cache as long as the rows, so that a kernel can compute attention
-            part = sharded(init_cache(graph, *tokens.shape, jnp.dtype(dtype)))
+            part = sharded(init_cache(graph, len(tokens), tokens.shape[1], jnp.dtype(dtype)))
         else:
             positions += starts[:, None]
             part = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), cache)

@@ -159,7 +159,7 @@ class HubWeights(dict[str, Any]):
             with _opened(whole) as file:
                 super().__init__(dict.fromkeys(file.keys(), WHOLE))
             return
-        listed = read_object(index).get("weight_map")
+        listed: Any = read_object(index).get("weight_map")
         for file in listed.values() if isinstance(listed, dict) else [None]:
             if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
                 what = f"it does not say in which file here each tensor is, but names {file}"

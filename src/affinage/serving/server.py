@@ -120,7 +120,7 @@ class Server:
         ]
         guards = [Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK)] if self._key is None else []
         handlers = dict.fromkeys((Refused, UserError, HTTPException, Exception), _error)
-        return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)  # type: ignore[arg-type]
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
 
     def _check_key(self, request: Request) -> None:
         if self._key is not None:
