@@ -67,9 +67,9 @@ def quiet() -> Iterator[None]:
 
 
 def load_tasks(
-    tasks: Sequence[Mapping[str, Any] | str], num_fewshot: int | None = None, shots_of: Mapping[str, int] | None = None
+    tasks: Sequence[Mapping[str, Any]], num_fewshot: int | None = None, shots_of: Mapping[str, int] | None = None
 ) -> dict[str, Task]:
-    """Return the harness's tasks by name, ready to be evaluated: configurations of task files, benchmarks, or names.
+    """Return the harness's tasks by name, ready to be evaluated, for those that `find_tasks` returns.
 
     `num_fewshot` replaces a task's own number, unless that is set to 0; if it is None, `shots_of` does by the task's
     name. No example before a question is the item itself. Raises UserError for a name that the harness does not have,
@@ -78,10 +78,9 @@ def load_tasks(
     random.seed(0)  # tasks may shuffle as they are loaded; these are the harness's own seeds
     np.random.seed(1234)
     limit_requests()
-    specs: list[dict[str, Any]] = [{"task": task} if isinstance(task, str) else dict(task) for task in tasks]
-    manager = task_manager([spec["task"] for spec in specs if not _is_own(spec)])
+    manager = task_manager([task["task"] for task in tasks if not _is_own(task)])
     loaded: dict[str, Task] = {}
-    for spec in specs:
+    for spec in map(dict, tasks):
         name, where, is_own, is_remote = spec["task"], str(spec.pop("where", spec["task"])), _is_own(spec), on_hub(spec)
         try:
             if is_own:

@@ -30,7 +30,7 @@ from affinage.evaluation.results import (
     write_results,
 )
 from affinage.evaluation.scoring import rows_that_fit
-from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, items_of
+from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of
 from affinage.generation.model import LoadedModel
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
@@ -72,14 +72,11 @@ def evaluate(
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, processes = time.monotonic(), Processes.at_work()
     closed = task_folders or {}
-    chosen = find_tasks(tasks, closed, data_dir)
-    plain: list[Any] = [*(task for task in chosen.local if task not in chosen.chat), *chosen.named]
-    rounds: dict[bool, list[Any]] = {
-        False: plain,
-        True: chosen.chat if chat else [],
-    }  # by whether they are put in the chat template
+    chosen, unavailable = find_tasks(tasks, closed, data_dir)
+    of_chat = [task for task in chosen if is_chat(task)]
+    rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if chat else []}
     if apply_chat_template != "auto":
-        rounds = {apply_chat_template: [*plain, *chosen.chat]}
+        rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
     identity = fingerprint(model) if keep is not None or folder is not None else ""
     lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, progress=progress)
     outcome: dict[str, Any] = {}
@@ -117,7 +114,7 @@ def evaluate(
             items |= raw["samples"]
         if seen is not None:
             progress("searching the training text for the items")
-            of_worlds = {task["task"] for task in find_tasks(list(closed), closed).local}
+            of_worlds = {task["task"] for task in find_tasks(list(closed), closed)[0]}
             searched = {name: task for name, task in loaded.items() if name not in of_worlds}
             contamination = seen(items_of(searched)) if searched and processes.first else None
             processes.broadcast("the end of the search", None, seconds=None)
@@ -125,8 +122,8 @@ def evaluate(
         "model": model.name,
         "context": model.context,
         "tasks": outcome,
-        "unavailable": list(chosen.unavailable),
-        "skipped": [] if chat or apply_chat_template != "auto" else [str(task["task"]) for task in chosen.chat],
+        "unavailable": unavailable,
+        "skipped": [] if chat or apply_chat_template != "auto" else [task["task"] for task in of_chat],
         "seconds": time.monotonic() - started,
         # Nothing is asked where all answers are in the file `keep`.
         "items_per_second": sum(task["items"] for task in outcome.values()) / lm.seconds if lm.requests else None,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import datasets
 
 ChatTemplateUse = Literal["auto"] | bool
-Task = dict[str, Any]  # the configuration of a task; `where` is its file
+Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
 _PATHS = "Paths start from the working directory."
 _TASK_FILE = "A task file is YAML: `task: NAME`, `dataset_path: json`, `dataset_kwargs: {data_files: items.jsonl}`, ..."
 _LINES = "It must be UTF-8 text with one JSON object a line, plain or compressed with gzip."
@@ -42,28 +42,6 @@ CORE = "core"
 CORE_SHOTS: dict[str, int] = _LISTED["groups"][CORE]
 
 
-class TaskSet(NamedTuple):
-    """The tasks of a list of names: whole configurations (`local`), and names that the harness looks up (`named`).
-
-    `unavailable` are members of groups of which the folder of items has no file.
-    """
-
-    local: tuple[Task, ...]
-    named: tuple[str, ...]
-    unavailable: tuple[str, ...] = ()
-
-    @property
-    def chat(self) -> list[Task]:
-        """Tasks for chat models: task files that generate text or have the tag `chat`."""
-
-        def is_chat(task: Task) -> bool:
-            tags = task.get("tag") or []
-            tagged = "chat" in ([tags] if isinstance(tags, str) else tags)
-            return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
-
-        return [task for task in self.local if is_chat(task)]
-
-
 def of_pocket_world(task: str) -> bool:
     """Return whether it is one of the pocket world's benchmarks, or a name for all of them."""
     return task in (POCKET_WORLD, QUICKSTART, *POCKET_TASKS)
@@ -79,6 +57,13 @@ def is_offline(task: Mapping[str, Any]) -> bool:
     return "benchmark" in (task.get("dataset_kwargs") or {})
 
 
+def is_chat(task: Mapping[str, Any]) -> bool:
+    """Return whether it is for chat models: a task file that generates text or has the tag `chat`."""
+    tags = task.get("tag") or []
+    tagged = "chat" in ([tags] if isinstance(tags, str) else tags)
+    return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
+
+
 def on_hub(task: Mapping[str, Any]) -> bool:
     """Return whether its items come from the Hub, or from its cache."""
     kwargs, path = task.get("dataset_kwargs") or {}, str(task.get("dataset_path", "none"))
@@ -91,22 +76,24 @@ def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
     return list(dict.fromkeys(file for name in members if (file := _file_of(name, from_home(data_dir)))))
 
 
-def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None) -> TaskSet:
-    """Look up task names.
+def find_tasks(
+    names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None
+) -> tuple[list[Task], list[str]]:
+    """Return the tasks that names stand for, and the members of groups that are left out.
 
     A name is one of our groups (`julian`, `french`, `quickstart`), a key of `folders` (all task files of that folder),
     one of the pocket world's benchmarks, whose folder `folders` must have, the path of a YAML file or of a folder of
-    them, or else a task, group or tag that lm-evaluation-harness knows. Data files of local tasks are relative to their
-    YAML file. With a `data_dir`, benchmarks of ours are the harness's definitions over the files of that folder.
+    them, or else a task, group or tag that lm-evaluation-harness knows, which is returned as {"task": name}. Paths of
+    data files are relative to the task file. With a `data_dir`, benchmarks of ours are the harness's definitions
+    over the files of that folder; those of a group that it has no file of are left out.
 
     Raises UserError for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
     """
     items = None if data_dir is None else from_home(data_dir)
     if items is not None and not items.is_dir():
         raise UserError(f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS)
-    local: dict[str, Task] = {}
-    named: dict[str, None] = {}
-    unavailable: list[str] = []
+    tasks: dict[str, Task] = {}
+    left_out: list[str] = []
     for group in names:
         members = GROUPS.get(group, (group,))
         held = {name: _file_of(name, items) for name in members if items is not None and name in BENCHMARKS}
@@ -114,16 +101,13 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
         if len(absent) == len(members):
             fix = f"Looked for {', '.join(f'{name}.jsonl' for name in absent)} (or .jsonl.gz)."
             raise UserError(f"there are no items of `{group}` in {items}", fix=fix)
-        unavailable += absent
+        left_out += absent
         for name in members:
-            if file := held.get(name):
-                local.setdefault(name, _on_file(name, file))
-            elif name not in held:
-                place = _place_of(name, folders)
-                for task in () if place is None else _tasks_in(place):
-                    local.setdefault(task["task"], task)
-                named |= {name: None} if place is None else {}
-    return TaskSet(tuple(local.values()), tuple(named), tuple(unavailable))
+            if name not in absent:
+                file = held.get(name)
+                for task in _tasks_of(name, folders) if file is None else [_on_file(name, file)]:
+                    tasks.setdefault(task["task"], task)
+    return list(tasks.values()), left_out
 
 
 def check_names(
@@ -133,7 +117,8 @@ def check_names(
 
     The harness takes seconds to look up a name; names that are ours need it not. `where` names their origin.
     """
-    if unknown := [name for name in find_tasks(names, folders, data_dir).named if name not in BENCHMARKS]:
+    named = [task["task"] for task in find_tasks(names, folders, data_dir)[0] if len(task) == 1]
+    if unknown := [name for name in named if name not in BENCHMARKS]:
         from affinage.evaluation.harness import quiet, task_manager
 
         with quiet():
@@ -143,21 +128,19 @@ def check_names(
 # ---- task files ----
 
 
-def _place_of(name: str, folders: Mapping[str, Path]) -> Path | None:
-    """The task file, or the folder of them, that a name stands for; None for a name of the harness."""
+def _tasks_of(name: str, folders: Mapping[str, Path]) -> list[Task]:
+    """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
+    place = folders.get(name, from_home(name))
     if name == POCKET_WORLD or name in POCKET_TASKS:
         if POCKET_WORLD not in folders:
             what = "the pocket world's benchmarks are about facts that only a model of that world knows"
             fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
             raise UserError(what, where=name, fix=fix)
-        return folders[POCKET_WORLD] / (f"{name}.yaml" if name in POCKET_TASKS else "")
-    place = folders.get(name, from_home(name))
-    if not place.exists() and is_task_file(name):
-        raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
-    return place if place.exists() else None
-
-
-def _tasks_in(place: Path) -> list[Task]:
+        place = folders[POCKET_WORLD] / (f"{name}.yaml" if name in POCKET_TASKS else "")
+    elif not place.exists():
+        if is_task_file(name):
+            raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
+        return [{"task": name}]
     paths = [place] if place.is_file() else sorted([*place.glob("**/*.yaml"), *place.glob("**/*.yml")])
     read = [(path, _read_yaml(path)) for path in paths]
     # A file without `task` is a template that others include.
@@ -317,9 +300,8 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterat
     """
     from affinage.evaluation.harness import load_tasks, quiet
 
-    tasks = find_tasks(names, {}, data_dir)
     with quiet():
-        yield from items_of(load_tasks([*tasks.local, *tasks.named]))
+        yield from items_of(load_tasks(find_tasks(names, {}, data_dir)[0]))
 
 
 def items_of(tasks: Mapping[str, Any]) -> Iterator[BenchmarkItem]:

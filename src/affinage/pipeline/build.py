@@ -223,7 +223,7 @@ def is_local(recipe: Recipe) -> bool:
 def _is_of_hub(path: str) -> bool:
     """Whether a task file, or one in a folder of them, takes its items from the Hub; False if it is unreadable."""
     try:
-        return any(map(on_hub, find_tasks([path], {}).local))
+        return any(map(on_hub, find_tasks([path], {})[0]))
     except UserError:  # raised again where the task is read
         return False
 
