@@ -197,9 +197,9 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     the file and broadcasts its content: all of them must send the same questions to the devices.
     """
     processes = Processes.at_work()
-    path = path if processes.first else path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    answers = SqliteDict(str(path), encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
+    file = str(path) if processes.first else None  # None: a temporary one
+    answers = SqliteDict(file, encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
     if answers.get("model") != model:
         answers.clear()
         answers["model"] = model
@@ -207,7 +207,7 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     for start in range(0, processes.broadcast("how many answers are known", len(known), seconds=None), _BROADCAST):
         answers.update(processes.broadcast("known answers", known[start : start + _BROADCAST], seconds=None))
     answers.commit(blocking=True)
-    caching = CachingLM(lm, str(path))
+    caching = CachingLM(lm, answers.filename)
     caching.dbdict.close()
     caching.dbdict = answers
     lm.set_cache_hook(caching.get_cache_hook())

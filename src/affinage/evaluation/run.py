@@ -87,8 +87,6 @@ def evaluate(
         caching: Any = lm
         if keep is not None:
             caching = cached(lm, keep, identity)
-            if not processes.first:  # its copy of the answers
-                stack.callback(Path(caching.cache_db).unlink, missing_ok=True)
             stack.callback(caching.dbdict.close)
         stack.enter_context(quiet())
         for templated, specs in rounds.items():
