@@ -86,9 +86,12 @@ def test_attention_reads_the_cache_where_it_holds_something(monkeypatch):
     monkeypatch.setattr(attention, "choose", choose)
     engine = Engine(tiny_llama(layers=3), max_num_seqs=1, enable_prefix_caching=True)
     prompt = [2, *range(300, 320)]
-    for tokens in (prompt, [*prompt, 40]):
-        list(engine.stream(tokens, SamplingParams(2, ignore_eos=True)))
-    assert found == [(64, False), (1, True), (64, True)]
+    texts = {}
+    for tokens in (prompt, [*prompt, 40], [*prompt, *range(320, 390)]):
+        texts[tuple(tokens)] = "".join(engine.stream(tokens, SamplingParams(4, ignore_eos=True)))
+    assert found == [(64, False), (1, True), (64, True), (CONTEXT, True)]
+    for tokens, text in texts.items():
+        assert text == engine.model.tokenizer.decode(slow_greedy(engine.model, tokens, 4))
 
 
 def test_generation_never_leaves_the_context():

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
 from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.generation.model import LoadedModel, logits_of
@@ -151,16 +152,15 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
     ) -> tuple[Any, Int[Array, "rows 1"]]:
         """Put prompts into slots, from `starts` on if given; rows of a slot that does not exist are dropped."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        if starts is None:  # nothing is read of a cache as long as the rows, so that a kernel can compute attention
+        if starts is None:  # nothing is read of the cache, so that a kernel can compute attention
             part = sharded(init_cache(graph, len(tokens), tokens.shape[1], jnp.dtype(dtype)))
         else:
             positions += starts[:, None]
             part = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), cache)
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
-        last, kernels = (lengths - 1)[:, None], layout is None
-        lazy, part = logits_of(
-            graph, params, tokens, positions, dtype, part, logit_positions=last, attention="auto" if kernels else "xla"
-        )
+        last: dict[str, Any] = {"logit_positions": (lengths - 1)[:, None], "from_start": starts is None}
+        kernel: AttentionImplementation = "auto" if layout is None else "xla"
+        lazy, part = logits_of(graph, params, tokens, positions, dtype, part, attention=kernel, **last)
         _, first = advance(rows, lazy)
 
         def insert(old: Array, new: Array) -> Array:

@@ -67,11 +67,13 @@ def logits_of(
     segments: Sequence[Array] | None = None,
     logit_positions: Int[Array, "R P"] | None = None,
     attention: AttentionImplementation = "auto",
+    from_start: bool = False,
 ) -> tuple[Logits, PyTree | None]:
     """Return the logits of rows, not yet multiplied out; and the advanced cache if one is given.
 
-    With segments, or a cache that is longer than the rows, attention is xla's. `segments` are the batch's `segment_ids`
-    and `prefix_segment_ids` if rows hold several texts. `logit_positions`: the tokens whose logits are wanted.
+    With segments, or a cache unless rows are computed `from_start`, attention is xla's. `segments` are the batch's
+    `segment_ids` and `prefix_segment_ids` if rows hold several texts. `logit_positions`: the tokens whose logits are
+    wanted.
     """
     batch = {"tokens": tokens, "positions": positions}
     if segments is not None:
@@ -79,6 +81,7 @@ def logits_of(
     config = ApplyConfig(
         compute_dtype=jnp.dtype(dtype),
         cache=cache,
+        from_start=from_start,
         until=graph.logits,
         attention=attention,
         logit_positions=logit_positions,

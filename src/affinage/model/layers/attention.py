@@ -106,7 +106,7 @@ class AttentionSettings(Settings):
             head,
             config.layout.whole(x.shape[1], "sequence"),
             capability=config.capability,
-            cached=_continues(context, x.shape[1]),
+            cached=_continues(context),
             prefixes="prefix_segment_ids" in context.batch,
             dropout=self.dropout if context.key is not None else 0.0,
         )
@@ -122,7 +122,7 @@ class AttentionSettings(Settings):
     def _mask(self, context: LayerContext, positions: Int[Array, "B S"]) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
         layout, length = context.config.layout, positions.shape[1]
-        if _continues(context, length):
+        if _continues(context):
             return self._in_reach(positions, jnp.arange(_of(context.cache)["key"].shape[3])[None])
         of_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
         segments, prefixes = context.batch.get("segment_ids"), context.batch.get("prefix_segment_ids")
@@ -142,7 +142,7 @@ class AttentionSettings(Settings):
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
         prepared: Prepared = context.prepared
-        config, cache, continues = context.config, None, _continues(context, x.shape[1])
+        config, cache, continues = context.config, None, _continues(context)
         named = zip(self._heads(params, x, context, eps), ("query", "key", "value"), strict=True)
         query, key, value = (checkpoint_name(heads, name) for heads, name in named)
         if context.cache is not None:
@@ -201,9 +201,9 @@ def _of(cache: Any) -> Mapping[str, Array]:
     return cast(Mapping[str, Array], cache)
 
 
-def _continues(context: LayerContext, length: int) -> bool:
-    """Whether tokens are before these: a cache of their own length has room for nothing else, so they begin rows."""
-    return context.cache is not None and _of(context.cache)["key"].shape[3] > length
+def _continues(context: LayerContext) -> bool:
+    """Whether there may be tokens before these, in the cache."""
+    return context.cache is not None and not context.config.from_start
 
 
 def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
