@@ -60,7 +60,7 @@ def main() -> None:
 
     from affinage.evaluation.backend import JaxLM
     from affinage.evaluation.harness import quiet
-    from affinage.pipeline.models import open_model
+    from affinage.pipeline.opening import open_model
     from benchmark_fixtures import write_items
 
     torch.set_num_threads(os.cpu_count() or 1)

@@ -26,7 +26,7 @@ def ours(folder: Path, prompts: Tokens, tokens: int) -> Callable[[], Tokens]:
     """Return a function that generates with our engine."""
     from affinage.generation.engine import generate
     from affinage.generation.sampling import SamplingParams
-    from affinage.pipeline.models import open_model
+    from affinage.pipeline.opening import open_model
 
     model, params = open_model(str(folder), Path("runs")), SamplingParams(tokens, ignore_eos=True)
     return lambda: [answer.tokens for answer in generate(model, prompts, params, max_num_seqs=len(prompts))]

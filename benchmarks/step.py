@@ -123,7 +123,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
     batch = batch_of(tokens, np.zeros_like(tokens))
     trainer = trainer_of(graph, pretrain, mesh, batch, recipe.parallel)
-    if trainer.split.has_frozen or trainer.mesh.shape["pipeline"] > 1:
+    if trainer.split.adapters is not None or trainer.mesh.shape["pipeline"] > 1:
         raise SystemExit(f"{name}: a step with frozen weights or a pipeline has no such parts")
     seconds = measure(trainer, batch, 1 if options.quick else 10)
     kind, shape, size = devices[0].device_kind, trainer.mesh.shape, trainer.mesh.size

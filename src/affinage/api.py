@@ -83,7 +83,7 @@ class Run:
         Raises UserError if there is no such training or step, or the model does not divide over the mesh.
         """
         prepare()
-        from affinage.pipeline.models import open_model
+        from affinage.pipeline.opening import open_model
 
         place = self.folder / training if training else self.folder
         return open_model(str(place) + ("" if step is None else f"@{step}"), self.runs, mesh=mesh)

@@ -10,17 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 RESULT = "result.json"
 MANIFEST = "manifest.json"  # of a complete result; its last file to be written
@@ -28,7 +18,7 @@ _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: alone they are no
 
 
 class Result(BaseModel):
-    """Facts about a result. Facts that nobody reads by name are kept as they are."""
+    """Facts about a result. Facts that no class lists are kept as they are."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -39,7 +29,7 @@ class Result(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _value_or_default(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    def _value_or_default(cls, value: Any, handler: Any, info: Any) -> Any:
         try:
             return handler(value)
         except ValidationError as error:
@@ -87,13 +77,6 @@ class Excerpt(Result):
     item: str = ""
 
 
-class SynthesizeResult(Result):
-    """The pocket world: its documents, and the number of items of each benchmark."""
-
-    documents: int | None = None
-    tasks: dict[str, int] = {}
-
-
 class DocumentsResult(Result):
     """What a step read and wrote, and what it removed for each reason, with a few samples."""
 
@@ -111,13 +94,6 @@ class DocumentsResult(Result):
         """Why documents were removed and how many, the most frequent reason first."""
         found = ((reason, count) for reason, count in self.removed.items() if count)
         return sorted(found, key=lambda each: (-each[1], each[0]))
-
-
-class IngestResult(DocumentsResult):
-    """Documents of all sources."""
-
-    not_sampled: int = 0  # left out by `data.sample`
-    lone_surrogates: int = 0  # documents in which they were replaced
 
 
 class DecontaminateResult(DocumentsResult):
@@ -181,7 +157,6 @@ class ChatDataResult(_SequencesResult):
     dropped: int | None = None
     unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
-    not_sampled: int = 0
 
 
 # ---- training ----
@@ -319,21 +294,15 @@ class ExportResult(Result):
     verified: Verified | None = None
 
 
-class ReportResult(Result):
-    """The page of a run."""
-
-    summary: str = ""
-
-
 DOCUMENT_STEPS: dict[str, type[DocumentsResult]] = {  # the steps from documents to documents, in their order
-    "ingest": IngestResult,
+    "ingest": DocumentsResult,
     "filter": DocumentsResult,
     "dedup": DocumentsResult,
     "decontaminate": DecontaminateResult,
     "split": SplitResult,
 }
 RESULTS: dict[str, type[Result]] = {
-    "synthesize": SynthesizeResult,
+    "synthesize": Result,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
     "tokenize": TokenizeResult,
@@ -341,7 +310,6 @@ RESULTS: dict[str, type[Result]] = {
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),
     **dict.fromkeys(("evaluate-base", "evaluate-sft", "evaluate-dpo"), EvaluationResult),
     "export": ExportResult,
-    "report": ReportResult,
 }
 
 
@@ -378,8 +346,7 @@ def read_result(folder: Path, kind: type[AnyResult]) -> AnyResult | None:
     """Returns what a step reported about its result; None if the result is not complete."""
     if not (folder / MANIFEST).is_file():
         return None
-    # The first edition has it in the manifest.
-    return kind.model_validate(read_json(folder / RESULT) or read_json(folder / MANIFEST).get("summary"))
+    return kind.model_validate(read_json(folder / RESULT))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from affinage.pipeline.models import command, open_model, resolve
+from affinage.pipeline.models import command, resolve
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.store import MANIFEST
 from tiny_run import RECIPE, WORDS
 

@@ -9,7 +9,7 @@ import pytest
 from sqlitedict import SqliteDict
 
 from affinage.evaluation.run import evaluate
-from affinage.pipeline.models import open_model
+from affinage.pipeline.opening import open_model
 from choice_task import sums, write_task
 
 pytestmark = pytest.mark.full

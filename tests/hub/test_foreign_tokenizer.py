@@ -22,7 +22,8 @@ from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.verify import verify
 from affinage.pipeline.imports import import_model
-from affinage.pipeline.models import is_chat, locate, made_from, open_model, resolve
+from affinage.pipeline.models import is_chat, locate, made_from, resolve
+from affinage.pipeline.opening import open_model
 from source_forms import write_documents
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5

@@ -29,7 +29,8 @@ from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.model.parameter import map_parameters
 from affinage.pipeline.imports import import_model
-from affinage.pipeline.models import chat_of_hub, is_chat, locate, open_model, resolve
+from affinage.pipeline.models import chat_of_hub, is_chat, locate, resolve
+from affinage.pipeline.opening import open_model
 from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")

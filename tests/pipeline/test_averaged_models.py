@@ -13,7 +13,8 @@ from affinage.checkpoint import CheckpointStore
 from affinage.errors import UserError
 from affinage.parallel import make_mesh
 from affinage.pipeline.eval_results import model_fingerprint, results_folder
-from affinage.pipeline.models import MODEL, resolve, trained_params
+from affinage.pipeline.models import MODEL, resolve
+from affinage.pipeline.opening import trained_params
 
 HERE = NamedSharding(make_mesh({"data": 1}, jax.devices()), PartitionSpec())
 ABSTRACT = {"w": jax.ShapeDtypeStruct((2,), "bfloat16", sharding=HERE)}

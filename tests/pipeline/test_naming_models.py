@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from affinage.errors import UserError
-from affinage.pipeline.models import is_chat, locate, made_from, open_model, resolve
+from affinage.pipeline.models import is_chat, locate, made_from, resolve
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.store import MANIFEST
 
 

@@ -17,11 +17,11 @@ from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED
 from affinage.model.layers.norm import NORMS
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.models import load_trained
+from affinage.pipeline.opening import load_trained
 from affinage.pipeline.runner import PipelineRunner
 from affinage.pipeline.steps_train import with_vocabulary
 from affinage.plugins import load_named_plugins, load_plugins
-from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning_rate, make_optimizer
+from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {
@@ -57,7 +57,7 @@ def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
     check(loaded, "pretrain")
     settings = loaded.recipe.pretrain
     weights = {"w": jnp.zeros((2, 2))}
-    optimizer = make_optimizer(settings.optimizer, Weights({"w": True}, {"w": ((0,), (1,))}))
+    optimizer = make_optimizer(settings.optimizer, {"w": True})
     direction, _ = optimizer.update({"w": jnp.array([[3.0, -1.0], [0.5, -2.0]])}, optimizer.init(weights), weights)
     np.testing.assert_array_equal(direction["w"], [[1, -1], [1, -1]])
     rates = [float(learning_rate(settings.schedule, 2200)(jnp.int32(step))) for step in (1, 1000, 2199)]

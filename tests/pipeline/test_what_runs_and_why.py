@@ -90,7 +90,7 @@ def test_reasons(load, tmp_path):
     toy_run(load, tmp_path, toy())
     reasons, _ = toy_run(load, tmp_path, toy({"a": {"b": 2}, "d": "new"}))
     assert reasons == {
-        "one": "settings changed: a.b 1 → 2, d nothing → new",
+        "one": "settings changed: a.b, d",
         "two": "input changed: one",
         "three": "input changed: one, two",
     }
@@ -101,7 +101,7 @@ def test_reasons(load, tmp_path):
     road[0] = Step("one", fail_once, {"a": {"b": 1}})
     assert toy_run(load, tmp_path, road[:1])[1] == [], "the function itself is no part of the key"
     road[0] = Step("one", write_text, {"a": {"b": 1}}, version=2)
-    assert toy_run(load, tmp_path, road[:1])[0]["one"] == "version changed: 1 → 2"
+    assert toy_run(load, tmp_path, road[:1])[0]["one"] == "version changed"
 
 
 def test_damage_and_force(load, tmp_path):
@@ -155,18 +155,6 @@ def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, t
     reasons, ran = toy_run(load, tmp_path, road)
     assert reasons["train"].startswith("damaged: half") and ran == ["train"]
     assert (made / "half").read_text() == "longer than it was", "it resumed from what was there"
-
-
-def test_a_training_resumes_only_if_it_has_a_checkpoint(load, tmp_path):
-    road = [Step("train", fail_once, {}, resumable=True, has_progress=True)]
-    with pytest.raises(KeyboardInterrupt):
-        toy_run(load, tmp_path, road)
-    runner = PipelineRunner(load(), tmp_path / "runs", road)
-    save = next((tmp_path / "runs/store").glob("train-*")) / "checkpoints/20"
-    save.mkdir(parents=True)  # one that was cut off
-    assert runner.plan()[0].reason == "not finished; starts again"
-    (save / "commit_success.txt").touch()
-    assert runner.plan()[0].reason == "not finished; resumes"
 
 
 def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_was(load, tmp_path):

@@ -14,7 +14,8 @@ from affinage.data.dataloader import make_batch
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
 from affinage.model import ApplyConfig, apply
-from affinage.pipeline.models import is_chat, open_model
+from affinage.pipeline.models import is_chat
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.store import Store, read_request
 from affinage.results import RESULTS, Result, read_json
 
@@ -139,16 +140,6 @@ def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Pa
         inside = (batch["segment_ids"][0] == 1 + number) & (tokens[-1] != 0)
         expected = alone(model, tokens[-1][inside].astype(np.int32), mask[-1][inside])
         assert told[-1, number] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.full
-def test_a_held_reference_gives_what_a_written_one_gives(own_runs: Path):
-    words = [*tiny_run.WORDS, "--set", "name=held", "--set", "dpo.precompute_ref_log_probs=false"]
-    affinage("run", *words, "--runs", str(own_runs), "--until", "dpo")
-    assert not (own_runs / "held" / "ref-logprobs").exists()
-    for one, other in zip(metrics(own_runs, "dpo", name="held"), metrics(own_runs, "dpo"), strict=True):
-        for name in ("loss", "rewards/margins", "logps/chosen"):
-            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
 
 
 def test_only_adapters_are_exported_and_name_their_base(own_runs: Path, tmp_path: Path, capsys):

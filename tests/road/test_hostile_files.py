@@ -14,8 +14,8 @@ from affinage.config.yaml import parse
 from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError
 from affinage.hub.read import INDEX, HubWeights, read_hub_folder
-from affinage.pipeline.imports import fitting_tokenizer
 from affinage.pipeline.models import chat_of_hub, made_from
+from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request
 
 DEEP = "[" * 100_000

@@ -100,12 +100,13 @@ def export(
         _must_be_new(to)
         target, state = model_of(model, runs)
         from affinage.hub.export import export as write
-        from affinage.pipeline.models import is_chat, open_target, recorded, release_of
+        from affinage.pipeline.models import is_chat, recorded, release_of
+        from affinage.pipeline.opening import open_model
 
         of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
         license, chosen["sampling"] = release_of(target.path, chosen.pop("license", None) or of_run.get("license"))
         facts, place = _card(target, state, license), push or to.name
-        write(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), place=place, **chosen)
+        write(open_model(target, runs), to, facts=facts, chat=is_chat(target.path), place=place, **chosen)
     if check or check_gguf:
         _compare(model, runs, folder, check, check_gguf)
     print(f"The model is in {folder}.")
@@ -158,7 +159,8 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
     _must_be_new(to)
     target, _ = model_of(name, runs)
     from affinage.hub.export import write_adapter
-    from affinage.pipeline.models import adapter_base, command, open_adapters
+    from affinage.pipeline.models import adapter_base, command
+    from affinage.pipeline.opening import open_adapters
 
     before, known = adapter_base(target, runs)
     files = write_adapter(to, *open_adapters(target, runs), base=base or known)
@@ -172,11 +174,11 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
     from affinage.cli.watch import verified_in_words
     from affinage.data.documents import read_documents
     from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
-    from affinage.pipeline.models import open_target
+    from affinage.pipeline.opening import open_model
     from affinage.results import Verified
 
     target, _ = model_of(name, runs, announce=False)
-    model = open_target(target, runs)
+    model = open_model(target, runs)
     if with_transformers:
         with working("comparing with transformers"):
             print(verified_in_words(Verified(**verify(folder, model, _PROBES))))

@@ -93,7 +93,7 @@ def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str
         except ValidationError as error:
             unknown = [details for details in error.errors() if details["type"] == "extra_forbidden"]
             wrong = {written_path(details["loc"], layers.value) for details in unknown or error.errors()}
-            if left_out is None or () in wrong:
+            if left_out is None or () in wrong or any(layers.locate(keys).startswith("--set ") for keys in wrong):
                 raise explain(error, Recipe, layers.value, layers.locate) from None
             for *around, key in sorted(wrong, key=lambda keys: [str(part).rjust(9) for part in keys], reverse=True):
                 section: Any = layers.value

@@ -16,7 +16,7 @@ class OptimizerSettings(Settings):
     """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
     name: str = "adamw"
-    """adamw, lion, muon, or one of a plug-in."""
+    """adamw, or one of a plug-in."""
     b1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the mean of gradients."""
     b2: float = Field(default=0.95, ge=0, lt=1)
@@ -42,8 +42,6 @@ class ScheduleSettings(Settings):
     """Learning rate after the warm-up."""
     min_lr: float = Field(ge=0)
     """Learning rate at the last step; a tenth of `peak_lr` is usual."""
-    from_step: int = Field(default=0, ge=0)
-    """Step of the run at which the schedule begins; for a training with `resume_from`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the rate rises from 0 to `peak_lr`."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -61,7 +59,7 @@ class ScheduleSettings(Settings):
 
     def warmup(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of `steps`."""
-        return round(self.warmup_ratio * (steps - self.from_step)) if self.warmup_ratio else self.warmup_steps
+        return round(self.warmup_ratio * steps) if self.warmup_ratio else self.warmup_steps
 
 
 class PrecisionSettings(Settings):
@@ -70,9 +68,7 @@ class PrecisionSettings(Settings):
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the matrix products; auto: bfloat16 where the chip multiplies it natively."""
     params: Literal["float32", "bfloat16"] = "float32"
-    """Dtype that the weights are stored and updated in."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How an updated weight becomes bfloat16; stochastic rounding does not lose small updates."""
+    """Dtype that the weights are stored in; bfloat16 is rounded stochastically, which does not lose small updates."""
 
 
 class EmaSettings(Settings):
@@ -159,8 +155,6 @@ class MonitorSettings(Settings):
     """Maximum false-positive rate of a stop, over the whole training."""
     data_dir: str | None = None
     """Folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; by default from the Hub."""
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Maximum number of sequences of a forward pass; auto: as many as fit beside what is trained, 64 on processors."""
 
 
 # Settings of how a training is computed: a change of them leaves a finished training valid.
@@ -186,7 +180,8 @@ class TrainSettings(Settings):
     """Parts of the batch that are computed one after another."""
     optimizer: OptimizerSettings = OptimizerSettings()
     optimizer_in_backward: bool = False
-    """Update each layer in the backward pass, so that gradients take no memory; `max_grad_norm` then holds for each."""
+    """Update each layer in the backward pass, so that gradients take no memory; `max_grad_norm` holds for each, and
+    `parallel.remat` is `block`."""
     schedule: ScheduleSettings
     ema: EmaSettings | None = None
     precision: PrecisionSettings = PrecisionSettings()
@@ -207,7 +202,7 @@ class TrainSettings(Settings):
 
     def deciding(self) -> dict[str, Any]:
         """Return the settings that decide the result of a training, as JSON, without those of its data."""
-        how: dict[str, Any] = {"monitor": {"data_dir", "batch_size"}}
+        how: dict[str, Any] = {"monitor": {"data_dir"}}
         return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS, True))
 
     @model_validator(mode="after")
@@ -217,9 +212,7 @@ class TrainSettings(Settings):
         if self.batch_size is not None and self.batch_size % self.gradient_accumulation_steps:
             what = f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps}"
             raise ValueError(f"{what} gradient_accumulation_steps")
-        if self.schedule.from_step and (self.resume_from is None or self.schedule.from_step >= self.steps):
-            raise ValueError("`schedule.from_step` needs `resume_from`, and comes before the last step")
-        if self.schedule.warmup_steps > self.steps - self.schedule.from_step:
+        if self.schedule.warmup_steps > self.steps:
             raise ValueError(f"warm-up of {self.schedule.warmup_steps} steps is longer than the {self.steps} steps")
         return self
 
@@ -383,8 +376,6 @@ class DpoSettings(TuningSettings):
     """DPO's own, or IPO (Azar et al., 2023)."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to its reference."""
-    precompute_ref_log_probs: bool = True
-    """Compute the reference's log-probabilities once, in a step of their own; false: in every step of the training."""
     system_prompt: str | None = None
     """For pairs without a system message; by default as in fine-tuning."""
     truncation: Literal["right", "drop"] = "right"

@@ -137,11 +137,10 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Ste
         config, files = {**_part(recipe, "model", "seed"), name: settings.deciding()}, tuple[str, ...]()
         if recipe.dpo is not None and name == "dpo":
             config["dpo"]["system_prompt"] = recipe.chat_system_prompt
-            if recipe.dpo.precompute_ref_log_probs:
-                of_reference = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
-                how: dict[str, Any] = {"version": 2, "sources": begun, "check": check, "distributed": True}
-                yield Step("ref-logprobs", steps_train.ref_logprobs, of_reference, inputs, **how)
-                inputs += ("ref-logprobs",)
+            of_reference = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
+            how: dict[str, Any] = {"version": 2, "sources": begun, "check": check, "distributed": True}
+            yield Step("ref-logprobs", steps_train.ref_logprobs, of_reference, inputs, **how)
+            inputs += ("ref-logprobs",)
         if name != "pretrain" and settings.monitor is not None:  # the monitor of a pretraining decides nothing
             inputs += _if(any(map(of_pocket_world, settings.monitor.tasks)), "synthesize")
             files = (*task_files(filter(is_task_file, settings.monitor.tasks)), *_item_files(settings.monitor))
@@ -150,7 +149,7 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Ste
             steps_train.train,
             config,
             inputs,
-            version=4,
+            version=5,
             files=files,
             sources=begun | extension_fingerprint(loaded, name),
             check=check,

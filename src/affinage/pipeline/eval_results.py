@@ -20,11 +20,11 @@ from affinage.pipeline.models import (
     Target,
     averaged_steps,
     checkpoints_of,
-    incomplete,
     locate,
     made_from,
     recorded,
     resolve,
+    untrained,
 )
 from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import read_manifest, read_request
@@ -48,25 +48,24 @@ def eval_results(name: str, runs: Path) -> Path | None:
     from affinage.evaluation.results import RESULTS, STATE
 
     target = resolve(name, runs)
-    if target.kind == "result":
-        return target.path if (target.path / ITEMS).is_dir() else None
-    folder, run = results_folder(name, runs), target.path
-    if (folder / ITEMS).is_dir() and read_json(folder / RESULTS).get(STATE) == model_fingerprint(target, runs):
-        return folder
-    steps = [EVALUATIONS[training] for training in TRAININGS]
-    if target.kind == "model":
-        run, steps = run.parent, [EVALUATIONS[run.name]] if run.name in EVALUATIONS else []
-    steps = steps if target.step is None else []
-    return next((run / step for step in steps if (run / step / ITEMS).is_dir()), None)
+    folders = [target.path]
+    if target.kind != "result":
+        folder, run = results_folder(name, runs), target.path
+        if (folder / ITEMS).is_dir() and read_json(folder / RESULTS).get(STATE) == model_fingerprint(target, runs):
+            return folder
+        steps = [EVALUATIONS[training] for training in TRAININGS]
+        if target.kind == "model":
+            run, steps = run.parent, [EVALUATIONS[run.name]] if run.name in EVALUATIONS else []
+        folders = [run / step for step in steps] if target.step is None else []
+    return next((folder for folder in folders if (folder / ITEMS).is_dir()), None)
 
 
 def results_folder(name: str, runs: Path) -> Path:
     """Where `affinage eval` keeps the results of a model; another name than its path has a hash of the path."""
     target = resolve(name, runs)
     step = "" if target.step is None else f"@{target.step}".replace(":", "-")
-    place, root = Path(os.path.abspath(target.path)), Path(os.path.abspath(runs))
-    path = str(place.relative_to(root) if place.is_relative_to(root) else place)
-    called = re.sub(r"[^A-Za-z0-9._-]+", "-", path if place.is_relative_to(root) else place.name)
+    path = os.path.abspath(target.path).removeprefix(f"{os.path.abspath(runs)}/")
+    called = re.sub(r"[^A-Za-z0-9._-]+", "-", path.rpartition("/")[2] if path.startswith("/") else path)
     if called != path:
         called = f"{called}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}"
     return runs / "evaluations" / f"{called}{step}"
@@ -95,10 +94,7 @@ def is_evaluated(run: Path) -> bool:
     recipe = recorded(run)
     trained = [name for name in TRAININGS if recipe.get(name) is not None and read_manifest(run / name)]
     evaluated = all(read_manifest(run / EVALUATIONS[name]) for name in trained)
-    return evaluated and not incomplete(run) and recipe.get("evaluate") is not None
-
-
-# ---- the training text ----
+    return evaluated and not untrained(run) and recipe.get("evaluate") is not None
 
 
 def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> "Seen | None":
@@ -120,10 +116,9 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         index, counts = ItemIndex(items, chosen), []
         if split is not None:
             counts.append(_counted(index, [split], partial(texts_of_documents, split / "train")))
-        if tokenizer is not None:
-            for chat in chats:
-                texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
-                counts.append(_counted(index, [chat, tokenizer], texts))
+        for chat in chats if tokenizer is not None else ():
+            texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
+            counts.append(_counted(index, [chat, tokenizer], texts))
         return contamination(index, counts, chosen)
 
     return search

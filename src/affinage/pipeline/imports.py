@@ -8,26 +8,20 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from affinage.config.load import LoadedRecipe
-from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.pipeline.models import MODEL, RELEASE, TOKENIZER, chat_of_hub
+from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import write_json
 from affinage.results import read_json
 
-if TYPE_CHECKING:
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.model import Graph
-
 RECIPE = "recipe.yaml"
-_ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"
 _TEMPLATE = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
@@ -36,7 +30,7 @@ _TEMPLATE = """\
 {settings}
 data:
   sources: [my_text/]
-  languages: [en]
+  languages: []  # all stay; [en, fr] keeps documents in these
 
 pretrain:
   steps: 1000
@@ -71,28 +65,29 @@ def import_model(
 
     model = read_hub_folder(source)
     tokenizer, digest = fitting_tokenizer(source, model.graph.vocabulary), model.weights.digest()
-    added: tuple[int, ...] = ()
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
     tokenizer.write(partial / TOKENIZER)
+    added: tuple[int, ...] = ()
     if chat_tokens and not tokenizer.fixed_ids:
         added = add_chat_tokens(partial / TOKENIZER)
         graph, params = with_ids(model.graph, model.params, added)
         model = replace(model, graph=graph, params=params)
     system_prompt, template = chat_of_hub(source)
-    context = model.architecture.context
-    contents = [
-        (file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted((partial / TOKENIZER).iterdir())
-    ]
-    hashes = {"weights": digest, "tokenizer": hashlib.sha256(json.dumps(contents).encode()).hexdigest()}
-    imported: dict[str, Any] = {"sha256": hashes, "chat": system_prompt is not None or template is not None}
-    imported[RELEASE] = release_in(source)
-    imported |= {"from": origin} if origin and not added else {}
-    facts = {"graph": model.graph.to_dict(), "context": context, "system_prompt": system_prompt or ""}
+    files = sorted((partial / TOKENIZER).iterdir())
+    contents = json.dumps([(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
+    imported: dict[str, Any] = {
+        "sha256": {"weights": digest, "tokenizer": hashlib.sha256(contents.encode()).hexdigest()},
+        "chat": system_prompt is not None or template is not None,
+        RELEASE: release_in(source),
+        **({"from": origin} if origin and not added else {}),
+    }
+    context, graph_dict = model.architecture.context, model.graph.to_dict()
+    facts = {"graph": graph_dict, "context": context, "system_prompt": system_prompt or ""}
     facts |= {"precision": {}, "imported": imported} | ({} if template is None else {"chat_template": template})
     write_json(partial / MODEL, facts)
-    settings = {"name": name, "init_from": ".", "packing": {"seq_len": context}, "model": model.graph.to_dict()}
+    settings = {"name": name, "init_from": ".", "packing": {"seq_len": context}, "model": graph_dict}
     settings["export"] = {"dtype": model.architecture.dtype}
     recipe = _TEMPLATE.format(
         name=name,
@@ -110,21 +105,8 @@ def import_model(
         "family": model.architecture.family,
         "context": context,
         "vocabulary": model.graph.vocabulary,
-        "tokenizer": tokenizer.kind,
         "ignored": model.architecture.ignored,
     }
-
-
-def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
-    """The tokenizer of a folder of the hub; UserError if it does not fit a model of `vocabulary` ids."""
-    from affinage.data.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(source)
-    is_stub = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2  # it only has unknown words
-    if tokenizer.vocabulary > vocabulary or is_stub:
-        what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"
-        raise UserError(what, where=str(source), fix="Put the tokenizer.json there that the model was trained with.")
-    return tokenizer
 
 
 # ---- what a recipe begins with ----
@@ -147,28 +129,6 @@ def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
     folder = initial_folder(loaded)
     hashes = {} if folder is None else read_json(folder / MODEL)["imported"]["sha256"]
     return {f"init {part}": digest for part, digest in hashes.items()}
-
-
-def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
-    """A function that loads an imported model's weights as the parameters of `graph`, given with shardings.
-
-    Raises UserError if the graph has other parameters than the model.
-    """
-    from affinage.checkpoint import CheckpointStore
-    from affinage.model import parse
-    from affinage.model.parameter import map_parameters
-
-    def shapes(graph: "Graph") -> dict[str, tuple[int, ...]]:
-        result: dict[str, tuple[int, ...]] = {}
-        map_parameters(lambda path, parameter: result.update({".".join(path): parameter.shape}), graph.parameters)
-        return result
-
-    differing = sorted(dict(shapes(graph).items() ^ shapes(parse(read_json(folder / MODEL)["graph"])).items()))
-    if differing:
-        what = f"the recipe's model and the one it begins with differ in {', '.join(differing[:3])}"
-        raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")
-    store = CheckpointStore(folder / "checkpoints")
-    return lambda abstract: store.restore_params(0, abstract)
 
 
 def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
@@ -194,30 +154,28 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
 
 
 def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
-    """Folder and step of the checkpoint that `resume_from` of a section names; None if it names none."""
-    settings = getattr(loaded.recipe, section)
-    if not isinstance(settings, TrainSettings) or settings.resume_from is None:
+    """Folder and step of the checkpoint that `resume_from` of a training names; None if it names none."""
+    named: str | None = getattr(loaded.recipe, section).resume_from
+    if named is None:
         return None
     from affinage.checkpoint.store import complete_steps
 
-    where = loaded.locate((section, "resume_from"))
-    named, _, step = settings.resume_from.partition("@")
-    folder = loaded.beside(named, (section, "resume_from"))
+    where, (path, _, step) = loaded.locate((section, "resume_from")), named.partition("@")
+    folder = loaded.beside(path, (section, "resume_from"))
     folder = folder / section if (folder / section).is_dir() else folder
     if folder.parent.name == loaded.recipe.name:
         fix = "Give this recipe another `name`: what is extended stays as it is."
-        raise UserError(f"`{settings.resume_from}` is this run itself", where=where, fix=fix)
+        raise UserError(f"`{named}` is this run itself", where=where, fix=fix)
     steps = complete_steps(folder / "checkpoints")
     if not steps or (step and step not in map(str, steps)):
         fix = f"Name a training: runs/NAME/pretrain, or one of its steps: @{', @'.join(map(str, steps))}."
-        raise UserError(f"there is no checkpoint `{settings.resume_from}`", where=where, fix=fix)
+        raise UserError(f"there is no checkpoint `{named}`", where=where, fix=fix)
     return folder.resolve(), int(step) if step else steps[-1]
 
 
 def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
     """What the key of the training holds of it: a hash of the checkpoint, wherever it is."""
-    extension = extended(loaded, section)
-    if extension is None:
+    if (extension := extended(loaded, section)) is None:
         return {}
     from affinage.checkpoint.metadata import fingerprint
 

@@ -118,9 +118,7 @@ class TrainingRows:
                 yield {**facts, "part": part, "occurrences": len(places), "rows": rows}
 
 
-def documents(
-    run: Path, step: str, *, part: str | None = None, source: str | None = None, language: str | None = None
-) -> Iterator[dict[str, Any]]:
+def documents(run: Path, step: str, part: str | None = None) -> Iterator[dict[str, Any]]:
     """The documents that a step passed on, in their order; of `split` also `part`, which is train or validation."""
     from affinage.data.documents import read_documents
 
@@ -128,8 +126,7 @@ def documents(
     for name in ("train", "validation") if step == "split" else ("",):
         for batch in read_documents(run / step / name) if part in (None, name) else ():
             for document in batch.to_pylist():
-                if source in (None, document["source"]) and language in (None, document["language"]):
-                    yield ({"part": name} if name else {}) | document
+                yield ({"part": name} if name else {}) | document
 
 
 def removed(run: Path, step: str, reason: str) -> list[dict[str, Any]]:

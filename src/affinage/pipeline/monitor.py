@@ -5,7 +5,7 @@ item by item, by McNemar's exact test, corrected for the number of comparisons.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,11 @@ class BenchmarkMonitor:
                 return None, ""
             metrics, answers = scored
             right = {task: list(items) for task, items in answers.items()}
-            scores = {task: _share(items) for task, items in right.items()}
+            scores = {}
+            for task, items in right.items():
+                share = sum(items) / len(items)
+                stderr = math.sqrt(share * (1 - share) / max(1, len(items) - 1))
+                scores[task] = {"value": share, "stderr": stderr}
             point = {"step": step, "scores": scores, "worse": self.regressed(right), "right": right, "tasks": metrics}
             self.points.append(point)
             if not point["worse"] and self.settings.on_regression != "log":
@@ -98,25 +102,17 @@ class BenchmarkMonitor:
         return self.settings.alpha / max(1, tasks * math.comb(points, 2))
 
 
-def _shown(point: Mapping[str, Any]) -> list[str]:
-    shown = []
+def _shown(point: Mapping[str, Any]) -> Iterator[str]:
     for task, metrics in point["tasks"].items():
         if score := point["scores"].get(task):
-            shown.append(f"{task} {100 * score['value']:.1f} ± {100 * score['stderr']:.1f} %")
+            yield f"{task} {100 * score['value']:.1f} ± {100 * score['stderr']:.1f} %"
         else:
-            name = next(iter(metrics))
-            shown.append(f"{task} {name} {metrics[name]['value']:.4g}")
-    return shown
+            name, metric = next(iter(metrics.items()))
+            yield f"{task} {name} {metric['value']:.4g}"
 
 
 def _worse(point: Mapping[str, Any]) -> list[str]:
     return [f"{test['task']} is worse than at step {test['than']:,} (p = {test['p']:.1g})" for test in point["worse"]]
-
-
-def _share(right: Sequence[int]) -> dict[str, float]:
-    """{value, stderr} of the share of right answers."""
-    share = sum(right) / len(right)
-    return {"value": share, "stderr": math.sqrt(share * (1 - share) / max(1, len(right) - 1))}
 
 
 def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
@@ -124,9 +120,10 @@ def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
 
     McNemar's test, exact and one-sided: among the items whose answer changed, the new wrong ones are Binomial(n, 1/2).
     """
-    lost = sum(b and not n for b, n in zip(before, now, strict=True))
-    changed = lost + sum(n and not b for b, n in zip(before, now, strict=True))
-    return sum(math.comb(changed, k) for k in range(lost, changed + 1)) / 2**changed
+    from scipy.stats import binomtest
+
+    changes = [b - n for b, n in zip(before, now, strict=True) if b != n]
+    return float(binomtest(changes.count(1), len(changes), alternative="greater").pvalue) if changes else 1.0
 
 
 def right_items(lines: Sequence[Mapping[str, Any]]) -> list[int] | None:
@@ -183,7 +180,7 @@ def monitor_of(
                 data_dir=monitor.data_dir,
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
-                batch_size=rows_that_fit(model, beside=beside) if monitor.batch_size == "auto" else monitor.batch_size,
+                batch_size=rows_that_fit(model, beside=beside),
                 answered=lambda task, line: lines.setdefault(task, []).append(line),
                 progress=raise_if_stopped,
             )
@@ -215,7 +212,7 @@ def _model_of(
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.parallel import MeshLayout, serving_table
-    from affinage.training.frozen import split_params
+    from affinage.training.state import split_params
     from affinage.training.trainer import compute_dtype
 
     params = state.params

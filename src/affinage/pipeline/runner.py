@@ -1,7 +1,6 @@
 """Plan a recipe's steps, and run those that are not complete, one after the other."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -13,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import rich
-
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
-from affinage.pipeline.step import Step, StepContext
+from affinage.pipeline.step import Step, StepContext, print_line
 from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
 from affinage.results import RESULTS, Result, read_result
 from affinage.stopping import StopSignals
@@ -34,7 +31,6 @@ _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 _POLL = 0.5  # seconds, while another process makes a result
 _SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what another machine wrote
 _REMOTE = "complete at the remote"  # the reason of a step whose result is only there
-_SHOWN = 3  # differences named per step
 
 
 @dataclass(frozen=True)
@@ -166,8 +162,7 @@ class PipelineRunner:
 
     def _common(self) -> dict[str, str]:
         """What must be the same for all processes."""
-        settings = json.dumps(self.loaded.recipe.model_dump(mode="json"), sort_keys=True)
-        return {"the hash of the recipe": hashlib.sha256(settings.encode()).hexdigest()[:12], **versions()}
+        return {"the recipe": self.loaded.recipe.model_dump_json(), **versions()}
 
     def _inputs(self, keys: Mapping[str, str]) -> dict[str, Path]:
         return {name: self.store.find(name, key) for name, key in keys.items()}
@@ -337,32 +332,17 @@ def _sources_of(step: Step, before: Request | None) -> tuple[dict[str, str], dic
 
 def _reason_to_run(step: Step, store: Store, request: Request, before: Request | None) -> str:
     """Why a step must run: how it differs from the request `before`, of the previous run."""
-    folder = store.path(request)
     if damage := store.damage(request):
         return f"damaged: {damage}"
-    if read_request(folder):
-        # The mark is what Orbax writes last: `affinage.checkpoint` takes importing JAX.
-        saved = not step.has_progress or any(folder.glob("checkpoints/[0-9]*/commit_success.txt"))
-        return "not finished; resumes" if step.resumable and saved else "not finished; starts again"
+    if read_request(store.path(request)):
+        return "not finished; resumes" if step.resumable else "not finished; starts again"
     if before is None:
         return "never ran"
-    return "; ".join(_differences(before, request)) or "never ran in this store"
-
-
-def _differences(old: Request, new: Request) -> Iterator[str]:
+    reasons = []
     for name, word in (("settings", "settings"), ("sources", "files"), ("inputs", "input"), ("version", "version")):
-        parts = []
-        for key, values in differing([getattr(each, name) for each in (old, new)], absent="nothing"):
-            was, now = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values)
-            parts.append(f"{key} {was} → {now}".lstrip() if name in ("settings", "version") else key)
-        if parts:
-            more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-            yield f"{word} changed: {', '.join(parts[:_SHOWN])}{more}"
-
-
-def print_line(line: str) -> None:
-    """Print a line of plain text, whatever is in it."""
-    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+        if keys := [key for key, _ in differing([getattr(each, name) for each in (before, request)])]:
+            reasons.append(f"{word} changed: {', '.join(keys)}".removesuffix(": "))
+    return "; ".join(reasons) or "never ran in this store"
 
 
 # ---- sweeps ----

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import rich
+
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
@@ -74,3 +76,8 @@ def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
     if path != POCKET_WORLD and "://" not in path and not from_home(path).exists():
         fix = "Paths start from the working directory."
         raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)
+
+
+def print_line(line: str) -> None:
+    """Print a line of plain text for people, whatever is in it."""
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

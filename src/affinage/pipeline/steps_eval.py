@@ -11,7 +11,8 @@ from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.pipeline.eval_results import contamination_search
-from affinage.pipeline.models import CHAT, TRAININGS, load_trained, release_of
+from affinage.pipeline.models import CHAT, TRAININGS, release_of
+from affinage.pipeline.opening import load_trained
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.steps_train import mesh_of, with_vocabulary

@@ -9,9 +9,10 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
-from affinage.pipeline.imports import chat_template_of, extended, initial_folder, initial_params
-from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, TOKENIZER, trained_params
+from affinage.pipeline.imports import chat_template_of, extended, initial_folder
+from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, TOKENIZER
 from affinage.pipeline.monitor import monitor_of
+from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
@@ -116,7 +117,7 @@ def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "Da
     from affinage.model.graph import preference_graph
     from affinage.parallel import MeshLayout, make_mesh, table_with
     from affinage.planning.auto_remat import remat_for_devices
-    from affinage.tracking import trackers_of
+    from affinage.tracking import TrackedRun, trackers_of
     from affinage.training import TrainJob, rows_per_step
     from affinage.training.job import Extension
 
@@ -147,7 +148,8 @@ def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "Da
         folder=context.folder,
         name=name,
         runtime=runtime,
-        trackers=trackers_of(runtime.trackers, recipe=recipe.name, training=name, runs=context.run_folder.parent),
+        trackers=trackers_of(runtime.trackers),
+        tracked=TrackedRun(f"{recipe.name}/{name}", recipe.name, context.run_folder.parent.absolute()),
         extends=None if extension is None else Extension(*extension),
         measured=context.on_metrics,
         **fields,
@@ -276,7 +278,7 @@ def bring_from_remote(context: StepContext, forced: bool) -> None:
 def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
-    A warm-up that is longer becomes a tenth of the steps. Raises UserError if the schedule begins after them.
+    A warm-up that is longer becomes a tenth of the steps.
     """
     if settings.num_epochs is None:
         return settings
@@ -288,11 +290,8 @@ def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
     schedule = settings.schedule
     if steps == settings.steps:
         return settings
-    if schedule.from_step >= steps:
-        what = f"{settings.num_epochs:g} epochs end at step {steps:,}, before the schedule begins"
-        raise UserError(what, where=f"{where}.num_epochs", fix="Allow more epochs (null: any number).")
-    if schedule.warmup_steps > steps - schedule.from_step:
-        schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
+    if schedule.warmup_steps > steps:
+        schedule = schedule.model_copy(update={"warmup_steps": steps // 10})
     if Processes.current.first:
         print(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
@@ -310,13 +309,13 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
     from affinage.tracking import trackers_of
     from affinage.training import rows_per_step
-    from affinage.training.frozen import split_params
-    from affinage.training.layerwise import check_remat, check_update
+    from affinage.training.layerwise import check_update
     from affinage.training.optimizer import check_choices
+    from affinage.training.state import split_params
 
     recipe, settings, line = loaded.recipe, getattr(loaded.recipe, name), partial(at, loaded)
     with line("runtime", "trackers"):
-        trackers_of(recipe.runtime.trackers, recipe=recipe.name, training=name, runs=Path())
+        trackers_of(recipe.runtime.trackers)
     if settings.monitor is not None:
         check_benchmarks(loaded, settings.monitor, name, "monitor")
     wanted, folder = recipe.tokenizer.vocab_size, initial_folder(loaded)
@@ -337,8 +336,6 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
         split = split_params(graph, settings)
     with line(name, "optimizer_in_backward"):
         check_update(split, settings, in_stages=mesh.shape["pipeline"] > 1)
-    with line("parallel", "remat"):
-        check_remat(settings, recipe.parallel.remat)
     with line("parallel", "sharding"):
         table = table_with(recipe.parallel.sharding)
     with line(name, "batch_size"):
