@@ -104,11 +104,6 @@ class ChatRequest(CommonRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS)
 
-    @property
-    def alternatives(self) -> int | None:
-        """The number of alternatives of each token; None: no log-probabilities."""
-        return self.top_logprobs if self.logprobs else None
-
 
 class CompletionRequest(CommonRequest):
     """The body of /v1/completions."""
@@ -116,11 +111,6 @@ class CompletionRequest(CommonRequest):
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-
-    @property
-    def alternatives(self) -> int | None:
-        """The number of alternatives of each token; None: no log-probabilities."""
-        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

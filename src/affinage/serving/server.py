@@ -221,6 +221,9 @@ class Server:
         The prompt is the first text of a choice if it is echoed. Cancels the requests if the client leaves. Raises
         Refused if the engine fails.
         """
+        alternatives = body.top_logprobs if isinstance(body, ChatRequest) and body.logprobs else None  # of a token
+        if isinstance(body, CompletionRequest):
+            alternatives = body.logprobs
         echo, left = isinstance(body, CompletionRequest) and body.echo, len(requests)
         try:
             for place, request in enumerate(requests if echo else ()):
@@ -237,10 +240,10 @@ class Server:
                 request, text, end = new
                 place, logprobs = requests.index(request), None
                 left -= end is not None
-                if end is not None and body.alternatives is not None:
+                if end is not None and alternatives is not None:
                     tokens = [*request.prompt, *end.tokens]
                     begin = added[place] if echo else len(request.prompt)
-                    scored = await self.loop.logprobs(tokens, body.alternatives)
+                    scored = await self.loop.logprobs(tokens, alternatives)
                     logprobs = reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
                 yield place, text, end, logprobs
         finally:
@@ -258,7 +261,7 @@ async def _error(request: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
         refused = error
     elif isinstance(error, UserError):
-        refused = Refused(400, f"{error.what}. {error.fix}")
+        refused = Refused(400, f"{error.what}. {error.fix}".rstrip())
     elif isinstance(error, HTTPException):
         refused = Refused(error.status_code, str(error.detail))
     headers = {429: {"Retry-After": str(_RETRY_AFTER)}, 401: {"WWW-Authenticate": "Bearer"}}.get(refused.status)
