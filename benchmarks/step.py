@@ -24,7 +24,7 @@ from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire
 from affinage.model.forward import apply_part
 from affinage.planning.plan import forecast, planned_graph
-from affinage.plugins import load_plugins
+from affinage.registry import load_plugins
 from affinage.training.job import rows_per_step
 from affinage.training.state import Purpose, random_key
 from affinage.training.step import make_update

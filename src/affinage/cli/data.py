@@ -136,12 +136,12 @@ def stats(
     Example: affinage data stats quickstart
     """
     folder, _ = _run_and_step(run, runs)
-    from affinage.results import DOCUMENT_STEPS, TokenizeResult, read_result
+    from affinage.results import DOCUMENT_STEPS, SequencesResult, read_result
 
     counts = ("documents_in", "documents_out", "bytes_out", "removed")
     results = {name: read_result(folder / name, kind) for name, kind in DOCUMENT_STEPS.items()}
     steps = {name: {key: getattr(result, key) for key in counts} for name, result in results.items() if result}
-    packed = read_result(folder / "tokenize", TokenizeResult)
+    packed = read_result(folder / "tokenize", SequencesResult)
     parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
     facts = {"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}
     emit(facts, as_json)

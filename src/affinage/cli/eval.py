@@ -78,8 +78,7 @@ def evaluate(
 
 def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
-    from affinage.pipeline.eval_results import is_evaluated
-    from affinage.pipeline.models import EVALUATIONS, resolve, run_of
+    from affinage.pipeline.models import EVALUATIONS, is_evaluated, resolve, run_of
 
     run, steps = run_of(resolve(name, settings.runs), settings.runs), [*EVALUATIONS.values()]
     if settings.overrides or settings.force or not is_evaluated(run):

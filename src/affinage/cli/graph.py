@@ -29,12 +29,11 @@ def graph(
     from affinage.model.graph import parse
     from affinage.model.layer import SEQUENCE
     from affinage.pipeline.models import resolve
-    from affinage.pipeline.steps_train import with_vocabulary
-    from affinage.plugins import load_plugins
+    from affinage.registry import load_plugins
 
     load_plugins(loaded)
     vocabulary = _vocabulary(loaded.recipe, resolve(recipe, runs).run or runs / loaded.recipe.name)
-    model = parse(with_vocabulary(loaded.recipe.model, vocabulary), loaded.locate)
+    model = parse(loaded.recipe.model, loaded.locate, vocabulary=vocabulary)
     context = loaded.recipe.packing.seq_len
     facts: dict[str, Any] = {
         "nodes": summary_table(model, 1, context),

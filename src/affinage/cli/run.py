@@ -201,7 +201,7 @@ def run_pipeline(
             plan = runner.plan()
             runner.check(plan)
             show_plan(plan, settings.as_json)
-            warn_of(loaded, plan)
+            warn_of(plan)
             return runner.folder
         heartbeat = loaded.recipe.runtime.heartbeat_timeout
         with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
@@ -217,7 +217,7 @@ def run_pipeline(
                 raise UserError(f"steps that come before are not complete: {', '.join(before)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
-            warn_of(loaded, plan)
+            warn_of(plan)
             pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
             if pretrain is not None and tokens is not None and "pretrain" in waiting:
                 screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)

@@ -228,39 +228,13 @@ class PretrainSettings(TrainSettings):
         return {key: value for key, value in super().deciding().items() if key not in ("monitor", "tokens")}
 
     @model_validator(mode="after")
-    def _monitor_only_logs(self) -> "PretrainSettings":
+    def _possible(self) -> "PretrainSettings":
         if self.monitor is not None and self.monitor.on_regression != "log":
             raise ValueError("`monitor.on_regression` of pretraining can only be `log`: no benchmark ends it")
+        if self.tokens is not None:  # the recipe has turned them into steps where it could
+            what = "give either `steps` or `tokens`, and beside `tokens` a `batch_size`"
+            raise ValueError(f"{what}: steps of a `per_device_batch_size` depend on the devices")
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _steps_or_tokens(cls, value: Any) -> Any:
-        """Refuse valid tokens: the recipe has turned them into steps, see `tokens_to_steps`, where it could."""
-        if isinstance(value, dict) and is_amount(value.get("tokens")):
-            if value.get("steps") is not None:
-                raise ValueError("give either `steps` or `tokens`")
-            raise ValueError("`tokens` needs `batch_size`: steps of a `per_device_batch_size` depend on the devices")
-        return value
-
-
-def is_amount(value: Any) -> bool:
-    """Return whether a value is a positive, finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def tokens_to_steps(pretrain: dict[str, Any], seq_len: Any) -> dict[str, Any]:
-    """Return the settings of a pretraining with `steps` in place of `tokens`, where `steps` are not given.
-
-    Where one of the numbers is wrong, which its own check reports, the steps are 1.
-    """
-    tokens, batch = pretrain.get("tokens"), pretrain.get("batch_size")
-    if tokens is None or batch is None or pretrain.get("steps") is not None:
-        return pretrain
-    valid = all(map(is_amount, (tokens, batch, seq_len)))
-    steps = math.ceil(tokens / (batch * seq_len)) if valid else 1
-    kept = {} if is_amount(tokens) else {"tokens": tokens}
-    return {key: each for key, each in pretrain.items() if key != "tokens"} | kept | {"steps": steps}
 
 
 class ConversationSettings(PlaceSettings):
@@ -363,7 +337,7 @@ class SftSettings(TuningSettings):
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
             filled["batch_size"] = _JULIAN_BATCH
         steps: Any = filled.get("steps")
-        if filled.get("schedule") is None and is_amount(steps):
+        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < math.inf:
             warmup = min(_JULIAN_WARMUP, int(steps) // 10)
             filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
         return filled

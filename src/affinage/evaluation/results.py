@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from affinage.checkpoint.metadata import checksums
 from affinage.data.atomic import write_atomically, write_json
@@ -228,6 +227,8 @@ def asked_otherwise(a: Answers, b: Answers) -> dict[str, int]:
 
 
 def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> Iterator[Difference]:
+    from scipy import stats  # seconds
+
     keys = [key for key in ours if key in theirs]
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any], float | None]]
     pairs = [(scores_of(ours[key]), scores_of(theirs[key]), ours[key].get(BYTES)) for key in keys]
