@@ -20,10 +20,10 @@ from affinage.data.contamination import contamination, count_occurrences, texts_
 from affinage.data.decontaminate import contaminated, decontaminate, write_items
 from affinage.data.overlap import KEY, TEXT, ItemIndex
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
+from token_rows import write_tokens
 
 SETTINGS = DecontaminateSettings()
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.dataloader import read_rows
 from affinage.data.documents import read_documents
 from affinage.data.overlap import ItemIndex, normalized
 from affinage.data.token_shards import find_shard_folders, open_shards
@@ -99,7 +98,7 @@ def _texts(folder: Path) -> Iterator[list[int]]:
     border = files.marks.end if files.marks.begin is None else files.marks.begin
     held: list[int] = []  # of a text that may go on
     for start in range(0, files.rows, height):
-        tokens = read_rows(files, np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
+        tokens = files.read(np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
         tokens = tokens[(tokens != files.marks.pad) | (tokens == border)]
         first, *others = np.split(tokens, np.flatnonzero(tokens == border))
         held += first.tolist()

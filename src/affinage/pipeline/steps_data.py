@@ -35,7 +35,7 @@ from affinage.pipeline.step import StepContext, Summary, at, check_exists, print
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
 _COUNTS = (
     *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    *("unrolled", "reasoning_dropped", "prompt_differs"),
+    *("unrolled", "reasoning_dropped"),
 )
 
 
@@ -228,10 +228,15 @@ def check_tokenize(loaded: LoadedRecipe) -> None:
 
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
-    """The conversations are there, and so is their template."""
+    """The conversations are there, and a template that the imported tokenizer, if there is one, has the tokens of."""
     tuning: TuningSettings = getattr(loaded.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
             check_source(tuning, index)
     folder = initial_folder(loaded)
-    chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
+    template = chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
+    if folder is not None:
+        with at(loaded, "init_from"):
+            tokenizer = Tokenizer(folder / TOKENIZER)
+            tokenizer.use_template(template)
+            _ = tokenizer.conversation_marks
