@@ -24,9 +24,10 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 class StopSignals:
     """While entered, SIGTERM, SIGINT or SIGHUP raises Preempted in the main thread: what runs has nothing to save.
 
-    What is on disk is complete at any moment, so a second signal leaves the process at once, with status 75. A training
-    puts handlers of its own in place of these, see `affinage.training.watchdog`. Outside of the main thread, where
-    Python allows no signal handlers, this does nothing.
+    What is on disk is complete at any moment, so a second signal leaves it at once, with status 75. Python runs
+    handlers between two bytecodes: native code comes back first. A training, which may compile for minutes, puts others
+    in place of these, see `affinage.training.watchdog`. Outside of the main thread, where Python allows no signal
+    handlers, this does nothing.
     """
 
     current: ClassVar["StopSignals | None"] = None

@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from affinage.config.data import PackingSettings
 from affinage.data import executor
 from affinage.data.dataloader import DataLoader
+from affinage.data.executor import Executor
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import TransientError, UserError
@@ -113,7 +114,7 @@ def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tokenize(split_folder, bpe, rows, settings("killed"), seed=0, progress=ends_at_the_fourth)
+        tokenize(split_folder, bpe, rows, settings("killed"), seed=0, executor=Executor(1, ends_at_the_fourth))
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed/store").rglob("*.npy")}
     assert len(times) == 4
     tokenize(split_folder, bpe, rows, settings("killed"), seed=0)

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Integer
 
 from affinage.data import executor
-from affinage.data.atomic import write_atomically, write_json
+from affinage.data.json_files import write_atomically, write_json
 from affinage.data.packing import Layout
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient

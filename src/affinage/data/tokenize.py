@@ -13,7 +13,7 @@ import shutil
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,6 @@ def tokenize(
     seed: int,
     *,
     executor: Executor = LOCAL,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write `train/<source>.<language>/` and `validation/<source>.<language>/` folders of shards into `folder`.
 
@@ -93,8 +92,8 @@ def tokenize(
         ]  # fmt: skip
         if part == "train" and not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
-        shown = lambda share, part=part: progress(f"tokenizing {part} {share:.0%}")  # noqa: E731
-        shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, progress=shown)
+        label = f"tokenizing {part}"
+        shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, label=label)
         for place, members in itertools.groupby(zip(tasks, shards, strict=True), lambda member: member[0].folder):
             (task, *_), written = zip(*members, strict=True)
             facts = {"source": task.source, "language": task.language, "overlap": int(task.held_out), "url": task.url}

@@ -2,7 +2,6 @@
 
 import heapq
 import io
-import itertools
 import re
 import time
 from collections import Counter, defaultdict
@@ -16,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.config.data import TokenizerSettings
-from affinage.data.atomic import write_atomically
 from affinage.data.documents import read_documents
+from affinage.data.json_files import write_atomically
 from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, UNK
 from affinage.data.tokenizer import FILE, SPACE, Tokenizer
@@ -42,8 +41,9 @@ def train_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
     if settings.kind == "char":
-        texts = (batch["text"].to_pylist() for batch in read_documents(split_folder / "train", ("text",)))
-        characters = set().union(*itertools.chain.from_iterable(texts))
+        characters: set[str] = set()
+        for batch in read_documents(split_folder / "train", ("text",)):
+            characters.update(*batch["text"].to_pylist())
         write_atomically(folder / FILE, characters_json(sorted(characters.difference(FIXED_PIECES))))
     else:
         texts, summary["sample"] = balanced_sample(split_folder / "train", languages, settings.sample_bytes, seed)

@@ -12,7 +12,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,13 @@ from rich.text import Text
 from affinage.config.data import SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
-from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import Encoded
-from affinage.data.conversations import Conversation, Pair, Part, open_source, read_lines
-from affinage.data.decontaminate import Searched, contaminated
+from affinage.data.conversations import Example, Part, open_source, read_lines
+from affinage.data.decontaminate import contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
 from affinage.data.order import shuffle_keys
+from affinage.data.overlap import strings_in
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
 from affinage.data.token_shards import FACTS, Document, find_shard_folders, finish_folder, open_shards, write_shard
@@ -59,7 +59,7 @@ class TuningTask:
     seq_len: int
     seed: int
     folder: Path
-    searched: Searched | None  # the benchmarks whose items lines must not hold
+    searched: Path | None  # the file with the items of benchmarks that lines must not hold
 
     @property
     def largest_key(self) -> int:
@@ -76,9 +76,8 @@ def prepare_tuning_data(
     seed: int,
     system_prompt: str,
     world_folder: Path | None = None,
-    searched: Searched | None = None,
+    searched: Path | None = None,
     executor: Executor = LOCAL,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write `train/<source>/` and `validation/<source>/` folders of token shards into `folder`.
 
@@ -110,11 +109,9 @@ def prepare_tuning_data(
             for shard, lines in enumerate(divided)
         ]  # fmt: skip
     size = sum(part.bytes // count for task in tasks for part, _, count in task.parts if isinstance(part, SourceFile))
-    shown = lambda share: progress(f"reading {share:.0%}")  # noqa: E731
-    read = executor.map(read_keys, tasks, folder / "keys", bytes=size, progress=shown)
-    shown = lambda share: progress(f"tokenizing {share:.0%}")  # noqa: E731
+    read = executor.map(read_keys, tasks, folder / "keys", bytes=size, label="reading")
     write = partial(write_lines, selection=_select(tasks, read))
-    written = executor.map(write, tasks, folder / "shards", bytes=size, progress=shown)
+    written = executor.map(write, tasks, folder / "shards", bytes=size, label="tokenizing")
     summary = _finish(tasks, read, written, tokenizer)
     for stage in ("shards", "keys"):
         shutil.rmtree(folder / stage)
@@ -141,7 +138,7 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 # ---- selection ----
 
 
-def _lines(task: TuningTask) -> Iterator[tuple[int, Conversation | Pair | UserError]]:
+def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
     """Return the key of every line of a task and its content, an error where it cannot be used."""
     form = task.source.format if isinstance(task.settings, SftSettings) else "pair"
     for part, number, count in task.parts:
@@ -165,8 +162,8 @@ def read_keys(task: TuningTask) -> dict[str, Any]:
         elif key <= task.largest_key:
             keys.append(key)
             if task.searched is not None:
-                texts.append("\n\n".join(text for text in strings_in(vars(line)) if " " in text))
-    holders = contaminated(texts, task.searched) if task.searched is not None and texts else {}
+                texts.append("\n\n".join(text for text in strings_in(line.messages) if " " in text))
+    holders = contaminated(texts, task.searched) if task.searched is not None and texts else set()
     in_benchmark = sorted({keys[place] for place in holders})
     return {"counts": counts, "keys": keys, "first_bad": first_bad, "in_benchmark": in_benchmark}
 
@@ -241,19 +238,16 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def encode_line(
-    line: Conversation | Pair, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]
-) -> list[Encoded]:
+def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> list[Encoded]:
     """Return a conversation as documents, several where the template must write it several times; a pair as one.
 
     A pair is its sides, one after the other; of them is trained what follows the prompt. What is longer than a row is
     shortened or left out as `truncation` says, and left out if nothing trained remains.
     """
-    pair, seq_len, rule = isinstance(line, Pair), task.seq_len, task.settings.truncation
-    talks, first = [line.messages], 0
-    if isinstance(line, Pair):
-        talks, first = [[*line.prompt, *line.chosen], [*line.prompt, *line.rejected]], len(line.prompt)
-    encode = partial(chat.encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
+    talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
+    encode = partial(
+        chat.encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=line.prompt
+    )
     documents = [document for talk in talks for document in encode(talk)]
     unrolled = len(documents) > len(talks)
     if pair and unrolled:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from affinage.checkpoint.metadata import checksums
-from affinage.data.atomic import write_atomically, write_json
-from affinage.data.contamination import Contamination
+from affinage.data.decontaminate import Contamination
+from affinage.data.json_files import write_atomically, write_json
 from affinage.data.tokenizer import FILE
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
@@ -112,13 +112,13 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
     """Return which items of the evaluated ones were found in the training text, and the scores of the others.
 
     `seen` is of all items of the tasks; `tasks` are results, {task: {metrics: {metric: {value, stderr}}}}; an item of
-    `samples` has the number of its place in the task. Returns {texts: number of them, boilerplate, ngram: as
+    `samples` has the number of its place in the task. Returns {texts: number of them, ngram: as
     decontamination's, tasks: {task: {items, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}.
-    common: found in more than `boilerplate` texts; the scores are without these as well. Metrics that are not a mean
+    common: found in more texts than count as a match; the scores are without these as well. Metrics that are not a mean
     over items are left out.
     """
     entries = {}
-    for name in samples.keys() & seen.benchmarks:
+    for name in samples.keys() & seen.items.keys():
         numbers = {str(sample["doc_id"]) for sample in samples[name]}
         found, common = (
             sorted(int(item) for task, item in items if task == name and item in numbers)
@@ -128,7 +128,7 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
         rest = {metric: _without(samples[name], metric, score["value"], {*found, *common}) for metric, score in scores}
         without = {metric: score for metric, score in rest.items() if score is not None}
         entries[name] = {"items": len(numbers), "found": found, "common": common, "without": without}
-    return {"texts": seen.texts, "boilerplate": seen.boilerplate, "ngram": seen.ngram, "tasks": entries}
+    return {"texts": seen.texts, "ngram": seen.n_grams, "tasks": entries}
 
 
 def _without(

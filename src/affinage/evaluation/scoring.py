@@ -24,7 +24,7 @@ from affinage.model.graph import Graph
 from affinage.model.parameter import PyTree
 from affinage.model.products import multiply_out
 from affinage.parallel import MeshLayout
-from affinage.planning.auto_remat import present
+from affinage.planning.estimate import present
 from affinage.planning.trace import peak_memory
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are

@@ -12,8 +12,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from affinage.data.atomic import write_atomically, write_json
 from affinage.data.chat import chat_template
+from affinage.data.json_files import write_atomically, write_json
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError

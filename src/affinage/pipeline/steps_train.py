@@ -12,7 +12,6 @@ from affinage.checkpoint import remote
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.atomic import write_array
 from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
@@ -27,10 +26,10 @@ from affinage.pipeline.imports import chat_template_of, extended, initial_folder
 from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.opening import initial_params, trained_params
-from affinage.pipeline.step import StepContext, Summary, at, mesh_of
+from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
-from affinage.planning.auto_remat import remat_for_devices
+from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
@@ -73,7 +72,6 @@ def train(context: StepContext) -> Summary:
         settings,
         feed,
         data=data,
-        documents=None if name == "dpo" else partial(documents_of, feed),
         validation=validation,
         monitor=monitor_of(context, settings, graph, feed.context, prompt),
     )
@@ -120,7 +118,7 @@ def ref_logprobs(context: StepContext) -> Summary:
                     compiled = compiled or trainer.compile_value(ANSWERS, batch)
                     answers.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
                 if Processes.current.first:
-                    write_array(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
+                    np.save(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
                 of_part[name] = batches.rows
     finally:
         job.hardware.release()
@@ -138,7 +136,7 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         layout, rows = MeshLayout(mesh, table_with(parallel.sharding)), rows_per_step(settings, mesh.size)
         seq_len = getattr(settings, "seq_len", None) or recipe.packing.seq_len
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
-        print(f"{name}: {choice}", flush=True)
+        print_line(f"{name}: {choice}")
         parallel = parallel.model_copy(update={"remat": choice.remat})
     if (url := _remote_of(context)) is not None:
         keep = runtime.checkpoint
@@ -201,15 +199,6 @@ def _token_rows(
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
 
 
-def documents_of(feed: DataLoader, step: int) -> list[dict[str, Any]]:
-    """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    rows = []
-    for row, (folder, number) in enumerate(feed.where(step - 1)):
-        documents = [f"{span['source']}/{span['id']}" for span in feed.shards[folder].spans_of_row(number)]
-        rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
-    return rows
-
-
 def _remote_of(context: StepContext) -> str | None:
     """Where a training is copied to; None if nowhere."""
     url = context.recipe.runtime.remote
@@ -225,7 +214,7 @@ def bring_from_remote(context: StepContext, forced: bool) -> None:
     if url is not None and forced:
         remote.forget(url)
     elif url is not None:
-        remote.download_newest(url, context.folder, lambda line: print(f"{context.step}: {line}", flush=True))
+        remote.download_newest(url, context.folder, lambda line: print_line(f"{context.step}: {line}"))
 
 
 def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
@@ -246,7 +235,7 @@ def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
     if schedule.warmup_steps > steps:
         schedule = schedule.model_copy(update={"warmup_steps": steps // 10})
     if Processes.current.first:
-        print(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
+        print_line(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
 
 

@@ -13,9 +13,8 @@ from affinage.checkpoint.metadata import IDENTITY, check_compatible, checksums
 from affinage.checkpoint.store import CHECKPOINTS, IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.training.goodput import GoodputTimer
 from affinage.training.job import Extension
-from affinage.training.metrics import METRICS, ConsoleWriter
+from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer
 from affinage.training.state import FROZEN, TrainState, kept_frozen
 from affinage.training.summary import versions
 from affinage.training.trainer import Trainer
