@@ -43,13 +43,13 @@ class PerDevice:
     """A model and its batch, divided over a mesh of devices that need not exist."""
 
     graph: Graph  # the whole model
-    settings: TrainSettings  # of the training
+    settings: TrainSettings
     sizes: Mapping[str, int]  # devices along each mesh axis
     rows: int  # sequences of the global batch
     seq_len: int  # tokens of a row
     parallel: ParallelSettings  # how the work is split beside the mesh
     chip: Chip  # of every device
-    platform: str  # cpu, gpu or tpu
+    platform: str
 
     @property
     def micro_batches(self) -> int:

@@ -37,13 +37,13 @@ _SMALL_BATCH = 0.25  # share of a step that does not grow with the batch
 class Plan:
     """A training on a slice, estimated."""
 
-    recipe: Recipe  # the training is its first
-    section: Training  # of the recipe: pretrain, sft or dpo
-    where: Slice  # the slice
-    device: PerDevice  # the step of one device
+    recipe: Recipe
+    section: Training  # of the recipe, its first
+    where: Slice
+    device: PerDevice
     memory: Memory  # of one device
     time: StepTime  # of one step
-    facts: Facts  # what the settings come to
+    facts: Facts
     contradictions: tuple[Contradiction, ...]  # of the recipe's claims
     price: float | None  # US dollars per chip and hour, None if it is not known
     price_source: str  # where it comes from

@@ -146,14 +146,7 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     for mesh, parts in itertools.product(_meshes(graph, where.devices), micro_batches):
         settled = Candidate(mesh, parts, "none").put_into(recipe)
         try:
-            device = per_device(
-                graph,
-                training_settings(settled)[1],
-                dict(zip(AXES, mesh, strict=True)),
-                seq_len,
-                where,
-                settled.parallel,
-            )
+            device = per_device(graph, training_settings(settled)[1], settled.mesh, seq_len, where, settled.parallel)
             if device.bytes_of(device.state) > (where.chip.memory_per_device or 0):
                 continue
         except UserError:
