@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.overlap import BenchmarkItem, strings_in
 from affinage.errors import UserError
 from affinage.paths import from_home
 
 if TYPE_CHECKING:
     import datasets
+
+    from affinage.data.overlap import BenchmarkItem
 
 ChatTemplateUse = Literal["auto"] | bool
 Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
@@ -292,7 +293,7 @@ def _read_rows(path: Path) -> Iterator[Task]:
 # ---- items as decontamination searches for them ----
 
 
-def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterator[BenchmarkItem]:
+def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Iterator[BenchmarkItem]":
     """Yield all items of the tasks `names` (see `find_tasks`), each with the texts that would give it away.
 
     Those are every string in the item's data, and the question as it is put with its right answer. Items are numbered
@@ -304,8 +305,10 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterat
         yield from items_of(load_tasks(find_tasks(names, {}, data_dir)[0]))
 
 
-def items_of(tasks: Mapping[str, Any]) -> Iterator[BenchmarkItem]:
+def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
     """Yield the same for tasks as the harness has loaded them, by name."""
+    from affinage.data.overlap import BenchmarkItem, strings_in  # a moment
+
     for name, task in tasks.items():
         for number, item in enumerate(task.eval_docs):
             texts = [*strings_in(dict(item))]

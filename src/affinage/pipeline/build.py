@@ -15,11 +15,12 @@ from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
 from affinage.paths import from_home
-from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_fingerprint
-from affinage.pipeline.models import EVALUATIONS, ROWS
+from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_folder
+from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
 from affinage.registry import load_plugins, plugin_sources
+from affinage.results import read_json
 
 _of_data, _of_train, _of_eval = (partial(lazily, f"steps_{name}") for name in ("data", "train", "eval"))
 
@@ -33,7 +34,9 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     """
     recipe = loaded.recipe
     load_plugins(loaded)
-    begun = initial_fingerprint(loaded)  # of the imported model that the recipe begins with
+    folder = initial_folder(loaded)  # of the imported model that the recipe begins with
+    hashes = {} if folder is None else read_json(folder / MODEL)["imported"]["sha256"]
+    begun = {f"init {part}": digest for part, digest in hashes.items()}  # in keys, wherever the folder is
     trained = [name for name in recipe.trainings if recipe.data is not None or name != "pretrain"]
     trains = bool(trained) and (bool(begun) or trained[0] == "pretrain")
     if recipe.data is None and not trains:
@@ -158,7 +161,6 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             files=files,
             sources=begun | extension_fingerprint(loaded, name),
             check=check,
-            setup=_of_train("bring_from_remote"),
             distributed=True,
             has_progress=True,
             resumable=True,
@@ -207,11 +209,9 @@ def is_local(recipe: Recipe) -> bool:
     if recipe.data and recipe.data.decontaminate:
         files += [path for path in recipe.data.decontaminate.benchmark_files if path.endswith((".yaml", ".yml"))]
     here = all(each.data_dir is not None for each in _benchmark_settings(recipe, monitored=True))
-    return (
-        not any(is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
-        and not any(_is_of_hub(path) for path in files)
-        and all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
-    )
+    remote = (is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
+    known = all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
+    return known and not any(remote) and not any(map(_is_of_hub, files))
 
 
 def _is_of_hub(path: str) -> bool:
