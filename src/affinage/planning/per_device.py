@@ -41,7 +41,7 @@ from affinage.parallel.sharding import (
 )
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
-from affinage.training.layerwise import as_it_is_done, check_update
+from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import ParamSplit, TrainState, abstract_state, split_params
 from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
@@ -245,7 +245,8 @@ def per_device(
         )
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
-    done = as_it_is_done(settings, requested)
+    layerwise = {"remat": LAYERWISE_REMAT} if settings.optimizer_in_backward else {}
+    done = requested.model_copy(update=layerwise)
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
     check_axes_used(graph, sizes, device.table)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from affinage.config.parallel import ParallelSettings, RematPreset
+from affinage.config.parallel import RematPreset
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes
@@ -149,11 +149,6 @@ def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool)
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         what, fix = f"layers cannot be updated one by one: {reason}", "Leave out `optimizer_in_backward: true`."
         raise UserError(what, where="optimizer_in_backward", fix=fix)
-
-
-def as_it_is_done(settings: TrainSettings, parallel: ParallelSettings) -> ParallelSettings:
-    """What a training does of `parallel`: layers that are updated one by one are computed again in any case."""
-    return parallel.model_copy(update={"remat": LAYERWISE_REMAT}) if settings.optimizer_in_backward else parallel
 
 
 def _repeated(graph: Graph) -> Node:
