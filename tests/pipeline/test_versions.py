@@ -38,7 +38,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "pretrain": (4, "5d3de342e1bb83de", 1.5016),
     "sft": (4, "399e04dad161393d", 1.3001),
     "ref-logprobs": (2, "56eb4f072a06ffa4", 3.5479),
-    "dpo": (4, "32286a4db85995ba", -0.31369),
+    "dpo": (5, "32286a4db85995ba", -0.31369),
     "evaluate-base": (3, "735eb52ae4a72463", 0.44356),
     "evaluate-sft": (3, "81d1a125743bab32", 0.39119),
     "evaluate-dpo": (3, "26feb82ed5d644f6", 0.3912),

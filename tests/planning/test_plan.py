@@ -13,7 +13,7 @@ from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import ApplyConfig
 from affinage.model.apply_config import with_remat
-from affinage.model.layers.attention_ops import Workload, choose
+from affinage.model.layers.attention import choose
 from affinage.planning.auto_remat import LADDER, ROOM, present
 from affinage.planning.plan import compare, make_plan, planned_graph
 
@@ -100,7 +100,7 @@ def test_more_than_a_few_epochs_are_warned_of_and_the_step_at_which_their_limit_
 
 def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
     auto, xla, cudnn = (plan_of(SMALL, "h100x4", f"pretrain.attention={name}") for name in ("auto", "xla", "cudnn"))
-    assert choose("auto", Workload("gpu", jnp.bfloat16, 64, 512, capability=(9, 0))) == "cudnn"
+    assert choose(ApplyConfig(platform="gpu", capability=(9, 0)), jnp.bfloat16, 64, 512) == "cudnn"
     assert (auto.memory, auto.time) == (cudnn.memory, cudnn.time)
     # Of 8 layers, 16 rows of a device and 4 heads: the probabilities of all pairs, in bfloat16.
     kept = 8 * 16 * 4 * 512 * 512 * 2

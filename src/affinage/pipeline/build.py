@@ -150,7 +150,7 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Ste
             steps_train.train,
             config,
             inputs,
-            version=4,
+            version=5 if name == "dpo" else 4,
             files=files,
             sources=begun | extension_fingerprint(loaded, name),
             check=check,

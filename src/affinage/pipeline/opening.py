@@ -127,7 +127,7 @@ def _open(
 
     precision = PrecisionSettings(**facts["precision"])
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
-    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
+    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
     return LoadedModel(
         graph=graph,
         params=params(_sharded(abstract, shardings)),

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice
 from affinage.model.graph import Node
+from affinage.model.layer import parameters_in
 from affinage.model.layers.embedding import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
-from affinage.model.parameter import parameters_in
-from affinage.parallel.mesh import AXES, across_slices
-from affinage.parallel.sharding import REPLICAS, STAGES
+from affinage.parallel.sharding import REPLICAS, STAGES, across_slices
 from affinage.planning.per_device import PerDevice, sent_per_token
 from affinage.training.frozen import split_params
 from affinage.training.step import replicas_of

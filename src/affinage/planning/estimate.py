@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice
-from affinage.parallel.mesh import AXES
 from affinage.planning.comms import collectives, links_of
 from affinage.planning.per_device import PerDevice
 from affinage.planning.trace import Op

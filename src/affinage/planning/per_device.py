@@ -18,17 +18,15 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import Chip
-from affinage.hardware.mesh import axis_to_free
+from affinage.hardware.mesh import AXES, axis_sizes, axis_to_free
 from affinage.hardware.slices import Slice
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
-from affinage.model.layers.attention_ops import only_planned
+from affinage.model.layer import Axes, ParamSpec, PyTree, map_parameters, parameters_in
+from affinage.model.layers.kernels import queries_are_split
 from affinage.model.layers.moe import MoeSettings
-from affinage.model.layers.splash import queries_are_split
-from affinage.model.parameter import Axes, ParamSpec, PyTree, map_parameters, parameters_in
 from affinage.parallel import Pipeline
-from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.sharding import (
     STAGES,
     TABLE,
@@ -383,6 +381,7 @@ def _trace(
         attention=settings.attention,
         layout=layout,
         ring_attention=parallel.context_attention == "ring",
+        planned=True,
     )
     config = with_remat(config, parallel.remat)
     if layout.pipeline > 1:
@@ -396,8 +395,7 @@ def _trace(
         return step(rest._replace(params=params, frozen=frozen), batch)
 
     weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
-    with only_planned():
-        traced = jax.make_jaxpr(of_weights, axis_env=layout.named_axes)(weights, rest, batch)
+    traced = jax.make_jaxpr(of_weights, axis_env=layout.named_axes)(weights, rest, batch)
     return traced.jaxpr, len(jax.tree.leaves(weights))
 
 

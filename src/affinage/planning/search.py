@@ -17,9 +17,9 @@ import yaml
 from affinage.config.recipe import Recipe
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
-from affinage.parallel.mesh import AXES
 from affinage.planning.comms import links_of
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device

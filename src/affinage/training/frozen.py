@@ -13,9 +13,8 @@ from affinage.checkpoint import CheckpointStore
 from affinage.config.training import DpoSettings, TrainSettings, TuningSettings
 from affinage.model import Adapters, ApplyConfig, Declared, Graph, Node, apply
 from affinage.model.analysis import analyze
-from affinage.model.layer import BATCH, SEQUENCE
+from affinage.model.layer import BATCH, SEQUENCE, parameters_in
 from affinage.model.layers.losses import REFERENCE
-from affinage.model.parameter import parameters_in
 
 PyTree = Any
 FROZEN = "frozen"  # the folder of their one checkpoint, beside those of a training
@@ -53,8 +52,8 @@ class ParamSplit:
 
         Frozen matrices have no gradient, which is one product of three; a reference model is one forward pass more.
         """
-        cost = analyze(self.graph, rows, context)
-        total = cost.training_flops + (cost.flops if self.reference else 0)
+        nodes = analyze(self.graph, rows, context)
+        total = sum(node.training_flops + (node.flops if self.reference else 0) for node in nodes)
         return total + sum(self.adapted_flops(node, rows, context) for node in self.graph.nodes)
 
     def adapted_flops(self, node: Node, rows: int, context: int) -> int:
@@ -65,10 +64,6 @@ class ParamSplit:
         products = node.layer.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
         declared = parameters_in(self.adapters.parameters.get(node.name, {}))
         return 6 * rows * context * sum(p.active for p in declared) - products
-
-    def apply_config(self, config: ApplyConfig) -> ApplyConfig:
-        """With the adapters' dropout."""
-        return config if self.adapters is None else replace(config, adapter_dropout=self.adapters.settings.dropout)
 
     def with_reference(self, frozen: PyTree, batch: Batch, config: ApplyConfig) -> Batch:
         """The batch with the log-probabilities that a reference model gives its documents; without one, the batch."""

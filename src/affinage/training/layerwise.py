@@ -62,7 +62,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
         """The input of the first layer."""
         (before,) = node.inputs
         value: Array = apply(graph, rest, batch, replace(config, until=before)).values[before]
-        return config.constrain(value, ("batch", "residual", "width"))
+        return config.layout.constrain(value, ("batch", "residual", "width"))
 
     def loss_after(rest: PyTree, y: Array, batch: Batch, config: ApplyConfig) -> tuple[Float[Array, ""], Any]:
         """The loss of what comes out of the last layer."""
@@ -99,7 +99,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
             weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
-            grads = jax.tree.map(lambda axes, g: config.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
+            grads = jax.tree.map(lambda axes, g: config.layout.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
             new, new_state, facts = update({name: weights}, _at(states, index), {name: grads}, number + 1)
             return _put(params, new[name], index), _put(states, new_state, index), grad, total + facts
 

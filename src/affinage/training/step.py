@@ -46,10 +46,10 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
         config: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout, augmentation and rounding.
     """
-    graph, config, parts = split.graph, split.apply_config(config), settings.gradient_accumulation_steps
+    graph, config, parts = split.graph, config, settings.gradient_accumulation_steps
     replicas = replicas_of(graph, config) if parts > 1 else 1
     if replicas > 1:
-        config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).of_a_replica)
+        config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).without(REPLICAS))
 
     def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
         full = split.full_params(params, state.frozen)

@@ -10,7 +10,7 @@ import jax
 import affinage
 from affinage.hardware.devices import peak_bytes
 from affinage.model.analysis import parameters
-from affinage.model.parameter import parameters_in
+from affinage.model.layer import parameters_in
 from affinage.secrets import masked
 from affinage.training.goodput import GoodputTimer
 from affinage.training.health import HealthMonitor
@@ -38,7 +38,7 @@ def summarize(
         "parameters": {
             "total": count.total,
             "embedding": count.embedding,
-            "non_embedding": count.non_embedding,
+            "non_embedding": count.total - count.embedding,
             "trained": sum(parameter.size for parameter in parameters_in(trainer.split.trainable.parameters)),
         },
         "flops_per_step": trainer.flops_per_step,
