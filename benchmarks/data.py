@@ -145,8 +145,8 @@ def encode(quick: bool) -> Iterator[Result]:
         ours = Tokenizer(folder / "tokenizer")
         model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "tokenizer.model"))
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
-        cold = megabytes / cpu_seconds(lambda: [Tokenizer(ours.folder).encode_flat(texts)])
-        if [model.encode(text) for text in texts] != ours.encode_batch(texts):
+        cold = megabytes / cpu_seconds(lambda: [Tokenizer(ours.folder).encode_batch(texts)])
+        if [model.encode(text) for text in texts] != [ids.tolist() for ids in ours.encode_batch(texts)]:
             raise SystemExit("SentencePiece gives other ids")
         peer = megabytes / cpu_seconds(lambda: [model.encode(text) for text in texts], 1)
     yield result("encode, SentencePiece", cold, "MB/s", peer)

@@ -85,7 +85,6 @@ CASES = (
     Case("julian-sft", "v4-32", (DROP,), "sft"),
     Case("julian-sft", "v4-32", (DROP, "sft.lora.r=16"), "sft"),
     Case("novels-chat", "v4-8", ("mesh.data=4", "dpo.batch_size=256"), "dpo"),
-    Case("novels-chat", "v4-8", ("mesh.data=4", "dpo.batch_size=256", "dpo.precompute_ref_log_probs=false"), "dpo"),
     Case("julian-2b", "v4-64", (DROP, BLOCK)),
     Case("julian-2b", "v6e-64", (DROP, BLOCK)),
     Case("llama3-1b", "v5p-128"),

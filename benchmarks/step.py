@@ -24,7 +24,7 @@ from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire
 from affinage.model.forward import apply_part
 from affinage.planning.plan import forecast, planned_graph
-from affinage.plugins import load_plugins
+from affinage.registry import load_plugins
 from affinage.training.job import rows_per_step
 from affinage.training.state import Purpose, random_key
 from affinage.training.step import make_update
@@ -123,7 +123,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
     batch = batch_of(tokens, np.zeros_like(tokens))
     trainer = trainer_of(graph, pretrain, mesh, batch, recipe.parallel)
-    if trainer.split.has_frozen or trainer.mesh.shape["pipeline"] > 1:
+    if trainer.split.adapters is not None or trainer.mesh.shape["pipeline"] > 1:
         raise SystemExit(f"{name}: a step with frozen weights or a pipeline has no such parts")
     seconds = measure(trainer, batch, 1 if options.quick else 10)
     kind, shape, size = devices[0].device_kind, trainer.mesh.shape, trainer.mesh.size

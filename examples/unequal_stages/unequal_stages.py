@@ -20,9 +20,8 @@ from jaxtyping import Array
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
-from affinage.model import matrices as matrices_of
 from affinage.parallel.sharding import MeshLayout, batch_sharding, check_rows_divide, param_shardings, replicated
-from affinage.training.optimizer import Weights, make_optimizer
+from affinage.training.optimizer import make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import make_update
 
@@ -98,10 +97,7 @@ class GroupedTraining:
             ApplyConfig(compute_dtype=compute_dtype, platform=stage.mesh.devices.flat[0].platform, layout=stage.layout)
             for stage in self.stages
         ]
-        trees = decayed(graph), matrices_of(graph)
-        self._optimizers = [
-            make_optimizer(settings.optimizer, Weights(*(stage.own(tree) for tree in trees))) for stage in self.stages
-        ]
+        self._optimizers = [make_optimizer(settings.optimizer, stage.own(decayed(graph))) for stage in self.stages]
         self._updates = [make_update(optimizer, settings, seed=seed) for optimizer in self._optimizers]
         stages = range(len(self.stages))
         self._forward = [jax.jit(partial(self._run, index)) for index in stages]

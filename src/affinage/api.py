@@ -46,12 +46,11 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
     """Returns the recipe's model; `vocabulary` is the size of `vocab: auto`, by default that of the tokenizer."""
     prepare()
     from affinage.model import parse
-    from affinage.pipeline.steps_train import with_vocabulary
-    from affinage.plugins import load_plugins
+    from affinage.registry import load_plugins
 
     load_plugins(loaded)
     size = loaded.recipe.tokenizer.vocab_size if vocabulary is None else vocabulary
-    return parse(with_vocabulary(loaded.recipe.model, size), loaded.locate)
+    return parse(loaded.recipe.model, loaded.locate, vocabulary=size)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,18 @@
-"""What recipes choose by name and may bring themselves: layers, activations, norms, optimizers, schedules."""
+"""What recipes choose by name: layers, activations, norms, optimizers, trackers; and files of the user's with more."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import AfterValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from affinage.config.load import LoadedRecipe
 from affinage.config.mistakes import explain
 from affinage.config.settings import Settings
 from affinage.errors import UserError, did_you_mean
@@ -14,30 +20,11 @@ from affinage.errors import UserError, did_you_mean
 T = TypeVar("T")
 S = TypeVar("S", bound=Settings)
 E = TypeVar("E")
-
 Locate = Callable[[Sequence[str | int]], str]  # where in the recipe a key was written
+VARIABLE = "AFFINAGE_PLUGINS"  # in the environment: files, separated as in PATH
 
 _loading: list[str] = []  # the plug-in that is being loaded
 _from_plugin: dict[str, str] = {}  # a name that a plug-in registered -> that plug-in
-
-
-@contextlib.contextmanager
-def registering(plugin: str) -> Iterator[None]:
-    """Inside, what is registered counts as the plug-in's."""
-    _loading.append(plugin)
-    try:
-        yield
-    finally:
-        _loading.pop()
-
-
-def plugins_used(settings: Any) -> set[str]:
-    """Return the plug-ins that registered any of the words in some settings."""
-    if isinstance(settings, Mapping):
-        return plugins_used([*settings, *settings.values()])
-    if isinstance(settings, list | tuple):
-        return {plugin for entry in settings for plugin in plugins_used(entry)}
-    return {_from_plugin[settings]} if isinstance(settings, str) and settings in _from_plugin else set()
 
 
 class Registry(dict[str, T]):
@@ -92,3 +79,70 @@ def build(registry: Registry[type[S]], name: str, settings: Mapping[str, Any], l
         return entry.model_validate(own)
     except ValidationError as error:
         raise explain(error, entry, own, lambda path: where(("settings", *path))) from None
+
+
+# ---- plug-ins ----
+
+
+def load_plugins(loaded: LoadedRecipe) -> None:
+    """Run the files that a recipe's `plugins` names, each once in a process.
+
+    Raises:
+        UserError: a file is not there, or fails.
+    """
+    for index, path in enumerate(loaded.recipe.plugins):
+        key = ("plugins", index)
+        _load(loaded.beside(path, key), loaded.locate(key))
+
+
+def load_named_plugins() -> None:
+    """Run the files that AFFINAGE_PLUGINS lists, for a model without its recipe.
+
+    A model's folder cannot name a plug-in itself, so that opening a model of somebody else's runs nothing of theirs.
+    """
+    for path in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        _load(Path(path), VARIABLE)
+
+
+def plugin_sources(loaded: LoadedRecipe, settings: Any) -> dict[str, str]:
+    """Return the hash of each plug-in, loaded before, whose registered names are used in some settings, by its path."""
+    used = _plugins_used(settings)
+    files = {path: loaded.beside(path, ("plugins", index)) for index, path in enumerate(loaded.recipe.plugins)}
+    return {f"plugin {path}": _digest(file) for path, file in files.items() if str(file.resolve()) in used}
+
+
+def _plugins_used(settings: Any) -> set[str]:
+    if isinstance(settings, Mapping):
+        return _plugins_used([*settings, *settings.values()])
+    if isinstance(settings, list | tuple):
+        return {plugin for entry in settings for plugin in _plugins_used(entry)}
+    return {_from_plugin[settings]} if isinstance(settings, str) and settings in _from_plugin else set()
+
+
+def _load(file: Path, where: str) -> None:
+    if not file.is_file():
+        fix = "Paths of plugins start from the recipe's folder."
+        raise UserError(f"there is no plugin `{file}`", where=where, fix=fix)
+    try:
+        _run(file.resolve(), _digest(file))
+    except Exception as error:  # whatever a user's file raises
+        what, fix = f"the plugin `{file}` fails: {type(error).__name__}: {error}", f"`python {file}` shows where."
+        raise UserError(what, where=where, fix=fix) from error
+
+
+@cache
+def _run(file: Path, digest: str) -> None:
+    name = f"affinage_plugin_{file.stem}_{digest[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pydantic looks up annotations there
+    _loading.append(str(file))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _loading.pop()
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:32] if file.is_file() else "not there"

@@ -133,25 +133,17 @@ class TokenizerResult(Result):
     round_trip: Size = Size()
 
 
-class _SequencesResult(Result):
+class SequencesResult(Result):
+    """Packed sequences of documents, conversations or preference pairs: of training, and of each validation set."""
+
     context: int | None = None  # tokens of a sequence
     train: Size = Size()
     validation: dict[str, Size] = {}
-
-
-class TokenizeResult(_SequencesResult):
-    """Packed sequences of documents: of training, and of each validation set."""
-
     dtype: str = ""
     padding: float | None = None  # share of the tokens
     groups: dict[str, Size] = {}  # of training, by `<source>.<language>`
     by_source: dict[str, Size] = {}
     by_language: dict[str, Size] = {}
-
-
-class ChatDataResult(_SequencesResult):
-    """Packed sequences of conversations, or of preference pairs."""
-
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
@@ -305,8 +297,7 @@ RESULTS: dict[str, type[Result]] = {
     "synthesize": Result,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
-    "tokenize": TokenizeResult,
-    **dict.fromkeys(("sft-data", "preference-data"), ChatDataResult),
+    **dict.fromkeys(("tokenize", "sft-data", "preference-data"), SequencesResult),
     **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),
     **dict.fromkeys(("evaluate-base", "evaluate-sft", "evaluate-dpo"), EvaluationResult),
     "export": ExportResult,

@@ -1,4 +1,4 @@
-"""How a process ends: on a signal, at any moment, also while it is in native code; or when its work is done."""
+"""How a process ends: on a signal, at any moment; or when its work is done."""
 
 import atexit
 import contextlib
@@ -6,10 +6,10 @@ import ctypes
 import os
 import platform
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, NoReturn
 
@@ -17,37 +17,27 @@ from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, Transie
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PARENT = "AFFINAGE_PARENT"  # the process id of the launcher; a process ends with it
+ONE_PRESS = 1.5  # seconds: signals closer than this are one, sent by a shell and a launcher
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_TO_UNWIND = 10.0  # seconds for the main thread to come back from native code and run its `finally` blocks
-
-Listener = Callable[[signal.Signals], None]
 
 
 class StopSignals:
-    """While entered, a thread of this process hears SIGTERM, SIGINT and SIGHUP at once.
+    """While entered, SIGTERM, SIGINT or SIGHUP raises Preempted in the main thread: what runs has nothing to save.
 
-    Python runs signal handlers in the main thread between two bytecodes, so a process that compiles for a minute would
-    hear of a signal a minute later. Without a listener, see `listen`, the main thread raises Preempted, and the process
-    is left with status 75 where that takes too long: what is on disk is complete at any moment. Outside of the main
-    thread, where Python allows no signal handlers, this does nothing.
+    What is on disk is complete at any moment, so a second signal leaves the process at once, with status 75. A training
+    puts handlers of its own in place of these, see `affinage.training.watchdog`. Outside of the main thread, where
+    Python allows no signal handlers, this does nothing.
     """
 
     current: ClassVar["StopSignals | None"] = None
-    pending: ClassVar[str] = ""  # a signal that came too late for the training that heard it
 
     def __init__(self) -> None:
-        self._listener: Listener | None = None
-        self._ended = threading.Event()  # or somebody listens
-        self._raised = ""  # why Preempted was raised
+        self._reason, self._since = "", 0.0
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread() and StopSignals.current is None:
-            reader, self._writer = socket.socketpair()
-            self._writer.setblocking(False)
-            self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, self._in_main_thread) for number in heeded()}
-            threading.Thread(target=self._hear, args=[reader], name="signals", daemon=True).start()
-            StopSignals.current, StopSignals.pending = self, ""
+            self._before = {number: signal.signal(number, self._on_signal) for number in heeded()}
+            StopSignals.current = self
         return self
 
     def __exit__(
@@ -56,52 +46,28 @@ class StopSignals:
         if StopSignals.current is not self:
             return
         StopSignals.current = None
-        self._ended.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        self._writer.close()
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
-        if self._raised and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
-            raise Preempted(self._raised) from error  # a library has made another error of it
+        if self._reason and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
+            raise Preempted(self._reason) from error  # a library has made another error of it
+
+    def note(self, name: str) -> None:
+        """A signal came, and the step that was running may end."""
+        self._reason, self._since = f"{name}; the next step starts from its beginning", time.monotonic()
 
     @staticmethod
     def raise_pending() -> None:
-        """Raise Preempted before something begins, if a signal came while the last thing ended."""
-        name, StopSignals.pending = StopSignals.pending, ""
-        if name:
-            raise Preempted(f"{name} when a step was done")
+        """Raise Preempted before something begins, if a signal came before, and somebody has gone on nevertheless."""
+        if StopSignals.current is not None and StopSignals.current._reason:
+            raise Preempted(StopSignals.current._reason)
 
-    @contextlib.contextmanager
-    def listen(self, listener: Listener) -> Iterator[None]:
-        """Inside, `listener` is called for every signal, in the thread, and nothing is raised."""
-        self._listener = listener
-        self._ended.set()
-        try:
-            yield
-        finally:
-            self._listener = None
-            self._ended.clear()
-
-    def _hear(self, reader: socket.socket) -> None:
-        with reader:
-            while numbers := reader.recv(16):
-                for number in map(signal.Signals, numbers):
-                    if self._listener is None:
-                        self._ended.wait(_TO_UNWIND)
-                    if self._listener is not None:
-                        self._listener(number)
-                    elif StopSignals.current is self:
-                        leave(_lost(number))
-
-    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        if self._listener is None and not self._raised:
-            self._raised = _lost(signal.Signals(number))
-            raise Preempted(self._raised)
-
-
-def _lost(number: signal.Signals) -> str:
-    return f"{number.name}; the step that was running starts from its beginning"
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._reason:
+            self.note(signal.Signals(number).name)
+            raise Preempted(self._reason)
+        if time.monotonic() - self._since > ONE_PRESS:
+            leave(self._reason)
 
 
 def heeded() -> list[signal.Signals]:

@@ -77,7 +77,7 @@ def ended_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
     from affinage.checkpoint import CheckpointStore
     from affinage.checkpoint.browse import compare
-    from affinage.training.metrics import curve
+    from curves import curve
 
     first, second = (CheckpointStore(folder / "checkpoints").metadata(step) for folder in (one, other))
     found = compare(first, second)["arrays"]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from affinage.config.load import load_recipe, packaged_recipes
 from affinage.errors import UserError
 from affinage.model.graph import parse
-from affinage.pipeline.steps_train import with_vocabulary
-from affinage.plugins import load_plugins
+from affinage.registry import load_plugins
 
 RECIPES = {name: yaml.safe_load(file.read_text()) for name, file in packaged_recipes().items()}
 WORDS = ["", "x", "../..", "~nobody/x", "a" * 5000, "\x00", "${HOME}", "auto", "null", "1e5", "0x10", "nan", "é"]
@@ -35,7 +34,7 @@ def taken_or_refused(file: Path) -> None:
     try:
         loaded = load_recipe(file)
         load_plugins(loaded)
-        parse(with_vocabulary(loaded.recipe.model, 100), vocabulary=100)
+        parse(loaded.recipe.model, vocabulary=100)
     except UserError as error:
         assert error.what.strip()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.config.load import load_recipe, load_saved
+from affinage.config.load import load_recipe
 from affinage.config.recipe import Recipe
 from affinage.config.training import SftSettings
 from affinage.errors import UserError
@@ -119,12 +119,13 @@ def test_clipping_is_switched_off_by_null(write: Write):
 
 def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_path: Path):
     recipe = json.loads(load_recipe("quickstart").recipe.model_dump_json())
-    whole, gone = load_saved(write(json.dumps(recipe), "recipe.json"))
+    gone: list[str] = []
+    whole = load_recipe(write(json.dumps(recipe), "recipe.json"), left_out=gone)
     assert whole.recipe == load_recipe("quickstart").recipe and not gone
     recipe["pretrain"]["colour"] = recipe["shade"] = 1
     recipe["sft"]["schedule"] = {"peak": 1e-3}  # all of it had other names
     recipe["tokenizer"]["kind"] = "characters"
-    loaded, gone = load_saved(write(json.dumps(recipe), "recipe.json"))
+    loaded = load_recipe(write(json.dumps(recipe), "recipe.json"), left_out=gone)
     assert sorted(gone) == ["pretrain.colour", "sft.schedule", "sft.schedule.peak", "shade", "tokenizer.kind"]
     assert loaded.recipe.pretrain == load_recipe("quickstart").recipe.pretrain
 

@@ -11,8 +11,7 @@ from affinage.config.training import LoraSettings, SftSettings
 from affinage.hub.adapter import adapter_tensors, write_adapter
 from affinage.hub.families import family_of
 from affinage.model import Adapters, ApplyConfig, apply, init_params
-from affinage.training.frozen import split_params
-from affinage.training.state import TrainState
+from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import optimizer_of, step_of
 from tiny_models import CONTEXT, VOCABULARY, fused_experts, tiny_llama, tiny_mixtral
 

@@ -15,13 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from affinage.config.training import DpoSettings, SftSettings
-from affinage.data.dataloader import DataLoader
+from affinage.data.dataloader import REFERENCE, DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.hub.families import family_of
 from affinage.hub.vocabulary import write_hf_tokenizer
 from affinage.model import ApplyConfig, apply
-from affinage.model.graph import preference_graph
-from affinage.training.frozen import split_params
+from affinage.model.graph import ANSWERS, preference_graph
 from source_forms import write_lines
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 
@@ -141,13 +140,13 @@ def preferences(folder, **told):
 def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path):
     """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
     ours, theirs = llama
-    settings, rows, count = preferences(tmp_path, precompute_ref_log_probs=False)
+    settings, rows, count = preferences(tmp_path)
     graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
-    split = split_params(graph, settings)
+    answers = apply(graph, reference, batch, ApplyConfig(until=ANSWERS)).values[ANSWERS]
 
     def mean(params):
-        outputs = apply(graph, params, split.with_reference(reference, batch, ApplyConfig()), ApplyConfig())
+        outputs = apply(graph, params, {**batch, REFERENCE: answers[..., 0]}, ApplyConfig())
         return outputs.values[graph.loss].mean(), outputs.metrics
 
     (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)

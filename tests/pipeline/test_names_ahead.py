@@ -100,9 +100,8 @@ def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
     [
         ("quickstart", ["mesh={pipeline: 2, data: 4}"], "mesh"),
         ("quickstart", ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"], "pretrain"),
-        ("quickstart", ["pretrain.optimizer_in_backward=true", "parallel.remat=full"], "parallel.remat"),
     ],
-    ids=["stages", "micro-batches", "remat"],
+    ids=["stages", "micro-batches"],
 )
 def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(recipe, settings, where):
     with pytest.raises(UserError) as refused:

@@ -18,9 +18,8 @@ from affinage.model.layers.dense import GATED, NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.opening import load_trained
 from affinage.pipeline.runner import PipelineRunner
-from affinage.pipeline.steps_train import with_vocabulary
-from affinage.plugins import load_named_plugins, load_plugins
-from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning_rate, make_optimizer
+from affinage.registry import load_named_plugins, load_plugins
+from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {
@@ -56,7 +55,7 @@ def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
     check(loaded, "pretrain")
     settings = loaded.recipe.pretrain
     weights = {"w": jnp.zeros((2, 2))}
-    optimizer = make_optimizer(settings.optimizer, Weights({"w": True}, {"w": ((0,), (1,))}))
+    optimizer = make_optimizer(settings.optimizer, {"w": True})
     direction, _ = optimizer.update({"w": jnp.array([[3.0, -1.0], [0.5, -2.0]])}, optimizer.init(weights), weights)
     np.testing.assert_array_equal(direction["w"], [[1, -1], [1, -1]])
     rates = [float(learning_rate(settings.schedule, 2200)(jnp.int32(step))) for step in (1, 1000, 2199)]
@@ -65,11 +64,10 @@ def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
 
 def test_an_activation_and_a_norm_are_one_function_each(written):
     loaded = load_recipe(written / "my_blocks.yaml")
-    model = with_vocabulary(loaded.recipe.model, 300)
     with pytest.raises(UserError, match="`reglu`"):
-        parse(model, loaded.locate)
+        parse(loaded.recipe.model, loaded.locate, vocabulary=300)
     load_plugins(loaded)
-    graph = parse(model, loaded.locate)
+    graph = parse(loaded.recipe.model, loaded.locate, vocabulary=300)
     assert parse(graph.to_dict()) == graph
     params = init_params(graph, jax.random.key(0))
     assert set(params["blocks"]["ffn_norm"]) == {"scale"}

@@ -30,7 +30,7 @@ def test_a_result_is_there_once_its_manifest_is_until_it_is_damaged_or_begun_aga
     (folder / "part").mkdir()
     file = folder / "part/a.bin"
     file.write_bytes(b"abc")
-    assert not store.is_complete(REQUEST) and read_request(folder) == (REQUEST, REQUEST.key)
+    assert not store.is_complete(REQUEST) and read_request(folder) == REQUEST
     finish(store)
     assert store.is_complete(REQUEST) and read_json(folder / RESULT) == {"documents": 3}
     manifest = read_manifest(folder)
@@ -91,7 +91,7 @@ def test_killed_at_any_moment_a_manifest_never_names_what_is_not_there(tmp_path,
     for folder in tmp_path.glob("s-*"):
         request = read_request(folder)
         if read_manifest(folder):
-            assert not store.damage(request[0]), "complete"
+            assert not store.damage(request), "complete"
             assert (folder / "c").read_bytes() == bytes(50_000)
     store.sweep()
     assert not list(tmp_path.glob(".discarded-*")), "half-deleted results are swept away"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_plans import SMALL, plan_of, rarer
+from small_plans import SMALL, plan_of
 
 import tiny_graphs
 from affinage.config.load import load_recipe
@@ -20,8 +20,8 @@ from affinage.parallel import make_mesh
 from affinage.planning.estimate import step_memory
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, only
-from affinage.training.frozen import split_params
 from affinage.training.job import TrainJob
+from affinage.training.state import split_params
 from affinage.training.trainer import Trainer
 
 CONTEXT = 16
@@ -69,33 +69,23 @@ def tuned(stage: str, *changes: str, on: str = "v4-8") -> Plan:
     return plan_of(SMALL, on, *overrides, *only(stage, load_recipe(SMALL, overrides).recipe))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("stage", "changes"),
-    [
-        rarer("dpo", ["dpo.precompute_ref_log_probs=false", "dpo.lora={r: 4}"]),
-        ("dpo", ["dpo.lora={r: 4, target_modules: [query, up]}", "dpo.optimizer.state_dtype=bfloat16"]),
-    ],
-    ids=str,
-)
-def test_a_tuning_is_planned_with_the_state_and_the_products_of_its_step(stage, changes, tmp_path):
-    made = tuned(stage, *changes)
-    assert made.section == stage and made.device.seq_len == 256
+def test_a_tuning_is_planned_with_the_state_and_the_products_of_its_step(tmp_path):
+    changes = ["dpo.lora={r: 4, target_modules: [query, up]}", "dpo.optimizer.state_dtype=bfloat16"]
+    made = tuned("dpo", *changes)
+    assert made.section == "dpo" and made.device.seq_len == 256
     found = made.memory.weights, made.memory.frozen, made.memory.optimizer
     assert found == state_of(made.device.graph, made.settings, {"fsdp": 4}, 256, tmp_path)
     # A GPU pads no narrow matrices; the backward pass of its attention kernel has one product more than are counted.
-    on_gpus = tuned(stage, *changes, on="h100x4")
+    on_gpus = tuned("dpo", *changes, on="h100x4")
     flops = sum(node.flops for node in on_gpus.time.nodes) * on_gpus.device.devices
     assert 1 <= flops / split_params(made.device.graph, made.settings).step_flops(8, 256) < 1.15
 
 
-def test_adapters_need_less_of_everything_and_a_held_reference_more():
+def test_adapters_need_less_of_everything():
     wide = "model.nodes.embed.vocab=4096"  # memory is fullest at the logits, where there are gradients already
-    whole, low, held = (
-        tuned("dpo", wide, *more) for more in ([], ["dpo.lora={r: 4}"], ["dpo.precompute_ref_log_probs=false"])
-    )
+    whole, low = tuned("dpo", wide), tuned("dpo", wide, "dpo.lora={r: 4}")
     assert low.memory.gradients < whole.memory.gradients / 10 and low.memory.optimizer < whole.memory.optimizer / 10
-    assert low.time.update < whole.time.update / 5 and whole.time.seconds < held.time.seconds
-    assert held.memory.frozen == whole.memory.weights and held.time.update == pytest.approx(whole.time.update, rel=0.02)
+    assert low.time.update < whole.time.update / 5
     # The frozen weights are read in bfloat16 all the same.
     assert low.memory.weight_copies == pytest.approx(whole.memory.weight_copies, rel=0.1)
 

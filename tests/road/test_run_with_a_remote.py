@@ -10,7 +10,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import RemoteFolder, download_newest
 from affinage.checkpoint.store import COMMIT
 from affinage.cli.program import main
-from affinage.training.metrics import curve
+from curves import curve
 from waiting import until
 
 SECRETS = {"WANDB_API_KEY": "a-key-of-weights-and-biases", "HF_TOKEN": "a-token", "GITHUB_TOKEN": "anothers-token"}

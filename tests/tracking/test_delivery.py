@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
 from affinage.errors import UserError
-from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
+from affinage.tracking import TrackedRun, Trackers, tracker, trackers, trackers_of
 from affinage.tracking.trackers import metrics_of
 from affinage.training import train
 
@@ -54,12 +54,12 @@ def test_a_tracker_gets_every_line_and_its_id_again(tmp_path: Path):
     assert second.runs[0].facts["settings"]["steps"] == 10
 
 
-def deliver(folder: Path, trackers: dict[str, Listed], lines: int = 10, **limits: object) -> list[str]:
+def deliver(folder: Path, of: dict[str, Listed]) -> list[str]:
     """Hand over some lines, and return what was reported."""
     reports: list[str] = []
-    makers = {name: (lambda each=each: each) for name, each in trackers.items()}
-    with Trackers(makers, TrackedRun("t"), folder, say=reports.append, **limits) as delivery:
-        for step in range(1, lines + 1):
+    makers = {name: (lambda each=each: each) for name, each in of.items()}
+    with Trackers(makers, TrackedRun("t"), folder, reports.append) as delivery:
+        for step in range(1, 11):
             delivery.log({"step": step, "loss": None if step == 1 else 1.0 / step, "skipped": 0.0})
     return reports
 
@@ -74,33 +74,35 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", ["start", "finish"])
-def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str):
+def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trackers, "TO_CLOSE", 0.5)
     for_ever, well = threading.Event(), Listed()
-    reports = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well}, close_seconds=0.5)
+    reports = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well})
     for_ever.set()
     assert len(well.lines) == 10
     assert len([line for line in reports if "tracker stuck" in line]) == 1
 
 
-def test_of_a_tracker_that_is_too_slow_lines_are_lost(tmp_path: Path):
+def test_of_a_tracker_that_is_too_slow_lines_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trackers, "WAITING", 3)
+    monkeypatch.setattr(trackers, "TO_CLOSE", 0.1)
     for_ever = threading.Event()
-    [report] = deliver(tmp_path, {"stuck": Listed("log", for_ever)}, waiting=3, close_seconds=0.1)
+    [report] = deliver(tmp_path, {"stuck": Listed("log", for_ever)})
     for_ever.set()
     assert "loses lines" in report
 
 
-def test_plugins_have_trackers_too(tmp_path: Path):
+def test_plugins_have_trackers_too():
     @tracker("listed")
     class Own(Listed):
         pass
 
-    where = {"recipe": "r", "training": "t", "runs": tmp_path}
-    made = trackers_of({"listed": {"fails": "never"}}, **where)["listed"]()
+    made = trackers_of({"listed": {"fails": "never"}})["listed"]()
     assert isinstance(made, Own) and made.fails == "never"
     with pytest.raises(UserError, match="lisded"):
-        trackers_of({"lisded": {}}, **where)
+        trackers_of({"lisded": {}})
     with pytest.raises(UserError, match="falls"):
-        trackers_of({"listed": {"falls": 1}}, **where)
+        trackers_of({"listed": {"falls": 1}})
 
 
 def test_scores_have_names_by_what_they_are_of():

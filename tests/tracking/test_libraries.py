@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.tracking import TrackedRun, trackers_of
+from affinage.tracking import TrackedRun, trackers, trackers_of
 from affinage.training import train
 
 pytestmark = pytest.mark.full
@@ -26,11 +26,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ["WANDB_API_KEY"] = "a" * 40  # pretends to be a key; offline, nobody looks at it
     names = ("tensorboard", "wandb", "trackio", "mlflow")
     of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "eval_every": 5}
-    of |= {"close_trackers_within": 500.0}
-    of["trackers"] = trackers_of({name: {} for name in names}, recipe="tiny", training="sft", runs=folder)
-    with pytest.raises(RuntimeError):
-        train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
-    train(tiny.job(folder / "stage", 10, **of))
+    of["trackers"] = trackers_of({name: {} for name in names})
+    of["tracked"] = TrackedRun("tiny/sft", "tiny", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trackers, "TO_CLOSE", 500.0)  # MLflow makes a database of forty tables
+        with pytest.raises(RuntimeError):
+            train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
+        train(tiny.job(folder / "stage", 10, **of))
     return folder
 
 
@@ -75,7 +77,7 @@ def test_mlflow_has_every_step_the_settings_and_how_it_ended(runs: Path):
 
     client = MlflowClient(tracking_uri=f"sqlite:///{runs / 'mlflow.db'}")
     run = client.get_run(ids(runs)["mlflow"])
-    assert run.info.status == "FINISHED" and run.data.params["settings.schedule.peak_lr"] == "0.01"
+    assert run.info.status == "FINISHED" and run.data.params["settings/schedule/peak_lr"] == "0.01"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert {point.step: point.value for point in history} == losses(runs)
     assert client.get_metric_history(run.info.run_id, "validation/pocket-world.en/loss")
@@ -91,6 +93,6 @@ def test_an_mlflow_server_that_refuses_is_told_of_while_the_training_goes_on(tmp
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        [make] = trackers_of({"mlflow": {"uri": uri}}, recipe="tiny", training="sft", runs=tmp_path).values()
+        [make] = trackers_of({"mlflow": {"uri": uri}}).values()
         with pytest.raises(Exception, match="Connection refused"):
             make().start(TrackedRun("tiny"))

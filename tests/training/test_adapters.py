@@ -17,7 +17,7 @@ from affinage.config.training import LoraSettings, SftSettings
 from affinage.errors import UserError
 from affinage.model import Adapters, ApplyConfig, Graph, abstract_params, apply, init_params, parse
 from affinage.training import train
-from affinage.training.frozen import FROZEN
+from affinage.training.state import FROZEN
 
 TARGETS = ("query", "value", "out", "gate", "down")
 LORA = {"r": 4, "alpha": 6, "target_modules": TARGETS}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 
-from affinage.config.training import ScheduleSettings
 from affinage.data.dataloader import DataLoader
 from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
@@ -17,12 +16,11 @@ from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.goodput import GoodputTimer
 from affinage.training.job import Extension
-from affinage.training.metrics import curve
-from affinage.training.optimizer import learning_rate
+from affinage.training.watchdog import PreemptionGuard, Watchdog
+from curves import curve
 
 BORDER, STEPS = 10, 16
 FIRST = {"name": "constant", "peak_lr": 1e-2, "min_lr": 0.0, "warmup_steps": 4}
-TAIL = {"name": "linear", "peak_lr": 5e-3, "min_lr": 0.0, "warmup_steps": 2, "from_step": BORDER}
 MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "weights": {"a": 3.0, "b": 1.0}}]
 
 
@@ -38,7 +36,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(folder: Path, rows: Path, steps: int, shape: dict, mixture: list | None, **changes: Any) -> TrainJob:
     stages = None if mixture is None else [(stage["from_step"], stage["weights"]) for stage in mixture]
     extends = changes.pop("extends", None)
-    own = {"schedule": shape, "mixture": mixture, "eval_every": 5, "resume_from": "x" if extends else None}
+    own = {"schedule": shape, "mixture": mixture, "eval_every": 5}
     return tiny.job(
         folder,
         graph=tiny.graph(dropout=0.1, layers=1),
@@ -85,7 +83,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
         ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
         ({}, 7, "5, 10"),
-        ({"optimizer": {"name": "lion"}, "checkpoint": {"allow_changes": ["optimizer"]}}, BORDER, "opt_state"),
+        ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, BORDER, "opt_state"),
         ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, BORDER, "window.losses"),
     ],
 )
@@ -98,11 +96,5 @@ def test_what_an_extension_may_not_change_is_refused_by_name(
     extension = Extension(first, step)
     refused = job(tmp_path, rows, steps, FIRST, mixture, extends=extension, **given)
     with pytest.raises(UserError, match=named):
-        Checkpointer(tiny.uncompiled(refused), GoodputTimer()).restore()
-
-
-def test_a_tail_begins_where_the_other_schedule_ends_and_needs_something_to_extend():
-    tail, alone = (learning_rate(ScheduleSettings(**{**TAIL, "from_step": at}), end) for at, end in ((10, 16), (0, 6)))
-    assert [float(tail(step)) for step in range(BORDER, STEPS)] == pytest.approx([float(alone(n)) for n in range(6)])
-    with pytest.raises(ValueError, match="resume_from"):
-        tiny.settings(STEPS, schedule=TAIL)
+        watchdog = Watchdog("train", tmp_path, refused.runtime, PreemptionGuard("train", grace=1))
+        Checkpointer(tiny.uncompiled(refused), GoodputTimer(), watchdog).restore()

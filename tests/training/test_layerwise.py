@@ -40,9 +40,8 @@ def job(
     [
         ({"data": 1}, {}, {"tied": "embed", "block": {"dropout": 0.1}, "optimizer": {"state_dtype": "bfloat16"}}),
         pytest.param({"fsdp": 2, "tensor": 2}, SPLIT_SEQUENCE, {}, marks=pytest.mark.full),
-        pytest.param({"fsdp": 2}, {}, {"tied": "embed", "optimizer": {"name": "lion"}}, marks=pytest.mark.full),
     ],
-    ids=["tied, dropout", "split over four", "tied, lion, split over two"],
+    ids=["tied, dropout", "split over four"],
 )
 def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed):
     (before, plain), (after, ours) = (
@@ -52,10 +51,9 @@ def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed):
         assert other.pop("torn") == 0.0 and one.keys() == other.keys()
         for name in one:
             assert other[name] == pytest.approx(one[name], rel=2e-5), name
-    if "name" not in changed.get("optimizer", {}):  # a sign turns rounding into a whole step
-        for one, other in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
-            np.testing.assert_allclose(other, one, atol=2e-4 if changed else 1e-5)
-            assert other.sharding == one.sharding
+    for one, other in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+        np.testing.assert_allclose(other, one, atol=2e-4 if changed else 1e-5)
+        assert other.sharding == one.sharding
 
 
 @pytest.mark.full
@@ -69,9 +67,8 @@ def test_each_layer_is_clipped_by_its_own_norm():
     ("changed", "why"),
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"optimizer": {"name": "muon"}}, "muon"),
+        ({"optimizer": {"name": "sgd"}}, "sgd"),
         ({"block": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "width": 16}}}, "mixture of experts"),
-        ({"parallel": {"remat": "dots"}}, "dots"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(changed: dict, why: str):

@@ -11,8 +11,8 @@ import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import Preempted
 from affinage.training import train
-from affinage.training.metrics import curve
 from affinage.training.state import TrainState
+from curves import curve
 
 BATCHES, LAST = 5, 4
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import tiny
 
@@ -39,12 +38,11 @@ def test_a_trace_has_the_steps_asked_for(tmp_path: Path, warm_python: list[str])
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))  # what TensorBoard's profiler opens
 
 
-def test_lines_have_the_fields_names_and_the_memory_of_the_process(tmp_path: Path):
+def test_lines_have_the_fields_names(tmp_path: Path):
     train(tiny.job(tmp_path, 4))
     line = tiny.lines(tmp_path)[-1]
-    named = "loss loss_tokens grad_norm learning_rate tokens tokens_per_second mfu step_time data_time goodput seconds"
-    assert set(named.split()) | {"memory_gigabytes"} <= set(line)
-    assert line["memory_gigabytes"] >= 0.8 * psutil.Process().memory_info().rss / 1e9
+    named = "loss loss_tokens grad_norm learning_rate tokens tokens_per_second mfu step_time data_time goodput"
+    assert set(named.split()) <= set(line)
     assert line["step_time"] > 0 and 0 < line["goodput"] < 1 and line["tokens"] == 4 * 8 * tiny.CONTEXT
 
 

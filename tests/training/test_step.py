@@ -92,9 +92,8 @@ def test_accumulation_over_uneven_masks_changes_nothing():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["muon", "lion"])
-def test_any_optimizer_moves_the_same_on_a_mesh(name: str):
-    changes = {"optimizer": {"name": name}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
+def test_an_optimizer_of_a_plug_in_moves_the_same_on_a_mesh():
+    changes = {"optimizer": {"name": "sgd"}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
     changes["schedule"]["min_lr"] = 0.0
     (_, one), (_, split) = (tiny.steps_of(job(mesh, **changes), 6) for mesh in (ONE, {"fsdp": 2, "tensor": 2}))
     losses = [[step["loss"] for step in run] for run in (one, split)]
@@ -111,7 +110,7 @@ def test_a_batch_without_targets_has_a_loss_of_zero_and_does_no_harm():
 
 @pytest.mark.full
 def test_bfloat16_weights_moments_and_products_train():
-    precision = {"compute": "bfloat16", "params": "bfloat16", "rounding": "stochastic"}
+    precision = {"compute": "bfloat16", "params": "bfloat16"}
     state, seen = run(20, precision=precision, optimizer={"state_dtype": "bfloat16"})
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     assert np.mean([m["loss"] for m in seen[-5:]]) < seen[0]["loss"] - 0.2

@@ -10,7 +10,7 @@ import tiny
 from affinage.config.runtime import RuntimeSettings
 from affinage.stopping import StopSignals
 from affinage.training import train, watchdog
-from affinage.training.watchdog import Watchdog
+from affinage.training.watchdog import PreemptionGuard, Watchdog
 from waiting import PATIENCE, until
 
 
@@ -20,11 +20,12 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     why: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(watchdog, "leave", why.put)
     monkeypatch.setattr(StopSignals, "current", StopSignals())
+    monkeypatch.setenv("AFFINAGE_PARENT", "1")
     return why
 
 
-def watched(folder: Path, leave: bool | None = True) -> Watchdog:
-    return Watchdog("train", folder, RuntimeSettings(hang_timeout=0.2, exit_on_hang=leave), lambda: None)
+def watched(folder: Path) -> Watchdog:
+    return Watchdog("train", folder, RuntimeSettings(hang_timeout=0.2), PreemptionGuard("train", grace=25))
 
 
 def reported(folder: Path) -> str:
@@ -41,17 +42,13 @@ def test_a_step_that_does_not_end_is_reported_with_all_stacks_and_one_that_is_sl
     assert not reported(tmp_path / "slow")
 
 
-@pytest.mark.parametrize(
-    ("leave", "by", "leaves"), [(True, "", True), (False, "1", False), (None, "1", True), (None, "", False)]
-)
+@pytest.mark.parametrize("leaves", [True, False])
 def test_a_process_is_left_where_somebody_starts_it_again(
-    tmp_path: Path, left, leave: bool | None, by: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, left, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("AFFINAGE_PARENT", "AFFINAGE_COORDINATOR"):
-        monkeypatch.delenv(name, raising=False)
-    if by:
-        monkeypatch.setenv("AFFINAGE_PARENT", by)
-    with watched(tmp_path, leave) as dog:
+    if not leaves:
+        monkeypatch.delenv("AFFINAGE_PARENT")
+    with watched(tmp_path) as dog:
         dog.beat("the restore")
         until(lambda: "Thread 0x" in reported(tmp_path))
         if leaves:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.runtime import RuntimeSettings
@@ -19,10 +20,21 @@ from affinage.parallel import make_mesh
 from affinage.parallel.strategy import Strategy
 from affinage.training import TrainJob
 from affinage.training.job import Hook
+from affinage.training.optimizer import Optimizer, optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.trainer import Trainer
 
 VOCABULARY, CONTEXT = 64, 16
+
+
+@optimizer("sgd")
+class Sgd(Optimizer):
+    """An optimizer that affinage does not bring."""
+
+    momentum: float = 0.9
+
+    def direction(self, settings: Any) -> optax.GradientTransformation:
+        return optax.trace(self.momentum)
 
 
 def graph(dropout: float = 0.0, layers: int = 2, width: int = 64) -> Graph:

@@ -6,19 +6,16 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import JsonOption, ModelArgument, app, opt, with_options
+from affinage.cli.opening import MaxLenOption, MeshOption, opened
+from affinage.cli.options import RUNS, JsonOption, ModelArgument, RunsOption, app, opt
 from affinage.errors import UserError
-
-if TYPE_CHECKING:
-    from affinage.generation.sampling import SamplingParams
 
 _KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
 _VARIABLE = "AFFINAGE_API_KEY"
@@ -28,37 +25,29 @@ _KEY_FILE = (
 )
 MaxNewTokens = Annotated[int, opt("Maximum number of new tokens.", "--max-new-tokens", min=1)]
 SystemOption = Annotated[str | None, opt("Another system prompt than the one it was trained with.", "--system")]
-_Share = Annotated[float, opt("Draw among tokens at least this share as likely as the likeliest.", min=0, max=1)]
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How the next token is chosen, and what ends a text."""
-
-    temperature: Annotated[float, opt("0 takes the most likely token; 1 draws as the model predicts.", min=0)] = 0.0
-    top_k: Annotated[int, opt("Draw among this many of the likeliest tokens; 0: all.", min=0)] = 0
-    top_p: Annotated[float, opt("Draw among the likeliest tokens with this share of the probability.")] = 1.0
-    min_p: _Share = 0.0
-    seed: Annotated[int, opt("Seed of the draws.", min=0)] = 0
-    stop: Annotated[list[str] | None, opt("End before this text. May be repeated.", metavar="TEXT")] = None
-
-    def params(self, max_new_tokens: int) -> "SamplingParams":
-        """The parameters for at most `max_new_tokens` tokens."""
-        from affinage.generation.sampling import SamplingParams
-
-        return SamplingParams(max_new_tokens, **asdict(self) | {"stop": tuple(self.stop or ())})
+Temperature = Annotated[float, opt("0 takes the most likely token; 1 draws as the model predicts.", min=0)]
+TopK = Annotated[int, opt("Draw among this many of the likeliest tokens; 0: all.", min=0)]
+TopP = Annotated[float, opt("Draw among the likeliest tokens with this share of the probability.")]
+MinP = Annotated[float, opt("Draw among tokens at least this share as likely as the likeliest.", min=0, max=1)]
+Seed = Annotated[int, opt("Seed of the draws.", min=0)]
+Stop = Annotated[list[str] | None, opt("End before this text. May be repeated.", metavar="TEXT")]
 
 
 @app.command()
-@with_options(sampling=SamplingOptions, opening=OpenOptions)
 def generate(
     model: ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Or through a pipe.")] = None,
     max_new_tokens: MaxNewTokens = 64,
     as_json: JsonOption = False,
-    *,
-    sampling: SamplingOptions,
-    opening: OpenOptions,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    mesh: MeshOption = None,
+    max_model_len: MaxLenOption = None,
+    runs: RunsOption = RUNS,
 ) -> None:
     """Let a model continue texts.
 
@@ -69,37 +58,46 @@ def generate(
     if not any(texts):
         fix = 'For example: affinage generate MODEL "Once upon a time", or echo "Once" | affinage generate MODEL'
         raise UserError("no prompt was given", fix=fix)
-    loaded = opened(model, opening)
+    loaded = opened(model, runs, mesh, max_model_len)
     from affinage.api import prompt_tokens
     from affinage.generation.engine import generate as generated
+    from affinage.generation.sampling import SamplingParams
 
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
     rows = [prompt_tokens(text, loaded.model) for text in texts]
-    for text, result in zip(texts, generated(loaded.model, rows, sampling.params(max_new_tokens))):
+    for text, result in zip(texts, generated(loaded.model, rows, sampling)):
         line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **loaded.facts}
         print(json.dumps(line, ensure_ascii=False) if as_json else text + result.text)
 
 
 @app.command()
-@with_options(sampling=SamplingOptions, opening=OpenOptions)
 def chat(
     model: ModelArgument,
     question: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Ask and leave.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     system: SystemOption = None,
-    *,
-    sampling: SamplingOptions,
-    opening: OpenOptions,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    mesh: MeshOption = None,
+    max_model_len: MaxLenOption = None,
+    runs: RunsOption = RUNS,
 ) -> None:
     """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
 
     Example: affinage chat quickstart "What is the currency of France?"
     """
     "".join([*(question or ()), system or ""]).encode()  # as in `generate`
-    loaded = opened(model, opening)
+    loaded = opened(model, runs, mesh, max_model_len)
     from affinage.generation.chat import ChatSession, converse
+    from affinage.generation.sampling import SamplingParams
 
     write = partial(print, end="", flush=True)
-    session = ChatSession(loaded.model, sampling.params(max_new_tokens))
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
+    session = ChatSession(loaded.model, sampling)
     if not loaded.is_chat:
         note = "is not a chat model. It continues texts: affinage generate"
         print(f"Warning: {model} {note} {shlex.quote(model)} ...", file=sys.stderr)
@@ -127,7 +125,6 @@ def read_line() -> str | None:
 
 
 @app.command()
-@with_options(opening=OpenOptions)
 def serve(
     model: ModelArgument,
     host: Annotated[str, opt("Address to listen on. 0.0.0.0: for other machines too.")] = "127.0.0.1",
@@ -138,8 +135,9 @@ def serve(
     max_tokens: Annotated[int, opt("The longest answer.", min=1)] = 1024,
     grace: Annotated[float, opt("Seconds that answers may still take after SIGTERM.", min=0)] = 30,
     system: SystemOption = None,
-    *,
-    opening: OpenOptions,
+    mesh: MeshOption = None,
+    max_model_len: MaxLenOption = None,
+    runs: RunsOption = RUNS,
 ) -> None:
     """Serve a model over OpenAI's interface (/v1/chat/completions, /v1/completions), with a page to talk with it.
 
@@ -150,7 +148,7 @@ def serve(
     if key is not None and not _KEY.fullmatch(key):
         fix = "Use letters, digits and signs, without spaces."
         raise UserError("this is not a key that a header can carry", where=str(api_key_file or _VARIABLE), fix=fix)
-    loaded = opened(model, opening, reserves=True).model
+    loaded = opened(model, runs, mesh, max_model_len, reserves=True).model
     from affinage.serving.server import run
 
     def announce(url: str, used: str | None) -> None:

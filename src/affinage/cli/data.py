@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 from typer.core import TyperGroup
 
 from affinage.cli import options
-from affinage.cli.options import arg, find, opt, verbs, with_options
+from affinage.cli.options import arg, find, opt, verbs
 from affinage.cli.output import emit, table, working
-from affinage.cli.run import run_pipeline
+from affinage.cli.run import verb_until
 from affinage.errors import UserError
 
-_LAST = ("tokenize", "sft-data", "preference-data")  # the last of the data steps
 _SHOWN = 200  # characters of a text in a list
 
 
@@ -34,14 +33,13 @@ group = verbs(
 )
 
 
-@group.command()
-@with_options(settings=options.PipelineOptions)
-def run(recipe: options.RecipeArgument, *, settings: options.PipelineOptions) -> None:
-    """Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.
-
-    Example: affinage data quickstart --set data.sources='[my_folder/]'
-    """
-    run_pipeline(recipe, settings, _LAST, any_of=True)
+verb_until(
+    ("tokenize", "sft-data", "preference-data"),
+    "run",
+    "Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.\n\n"
+    "Example: affinage data quickstart --set data.sources='[my_folder/]'",
+    group,
+)
 
 
 @group.command()
@@ -106,8 +104,6 @@ def head(
     run: Annotated[str, arg("RUN[/STEP]", "A run, or one of its data steps.")],
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
     reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
-    source: Annotated[str | None, opt("Only documents of this source.")] = None,
-    language: Annotated[str | None, opt("Only documents in this language.")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: options.RunsOption = options.RUNS,
@@ -125,7 +121,7 @@ def head(
     if reason is not None:
         rows = iter(removed(folder, step, reason))
     else:
-        rows = documents(folder, step, part=part, source=source, language=language)
+        rows = documents(folder, step, part)
     page = list(itertools.islice(rows, limit))
     shown = [row | {"text": str(row["text"])[:_SHOWN]} if "text" in row else row for row in page]
     emit(page, as_json, [table(shown) if shown else "no documents"])
@@ -140,12 +136,12 @@ def stats(
     Example: affinage data stats quickstart
     """
     folder, _ = _run_and_step(run, runs)
-    from affinage.results import DOCUMENT_STEPS, TokenizeResult, read_result
+    from affinage.results import DOCUMENT_STEPS, SequencesResult, read_result
 
     counts = ("documents_in", "documents_out", "bytes_out", "removed")
     results = {name: read_result(folder / name, kind) for name, kind in DOCUMENT_STEPS.items()}
     steps = {name: {key: getattr(result, key) for key in counts} for name, result in results.items() if result}
-    packed = read_result(folder / "tokenize", TokenizeResult)
+    packed = read_result(folder / "tokenize", SequencesResult)
     parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
     facts = {"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}
     emit(facts, as_json)

@@ -3,10 +3,11 @@
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from affinage.cli import options
-from affinage.cli.opening import MaxLenOption, MeshOption, OpenOptions, model_of, opened
+from affinage.cli.opening import MaxLenOption, MeshOption, model_of, opened
 from affinage.cli.options import app, find, opt
 from affinage.cli.output import Table, counted, emit, listed, table, working
 from affinage.cli.run import run_own_steps
@@ -67,7 +68,7 @@ def evaluate(
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
     else:
-        results = _evaluate_model(model, OpenOptions(mesh, max_model_len, runs), chosen)
+        results = _evaluate_model(model, runs, mesh, max_model_len, chosen)
         tables = _view(results)
     from affinage.cluster.processes import is_first
 
@@ -77,8 +78,7 @@ def evaluate(
 
 def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
-    from affinage.pipeline.eval_results import is_evaluated
-    from affinage.pipeline.models import EVALUATIONS, resolve, run_of
+    from affinage.pipeline.models import EVALUATIONS, is_evaluated, resolve, run_of
 
     run, steps = run_of(resolve(name, settings.runs), settings.runs), [*EVALUATIONS.values()]
     if settings.overrides or settings.force or not is_evaluated(run):
@@ -89,9 +89,11 @@ def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any
     return {"run": run.name, "evaluations": results}
 
 
-def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_model(
+    name: str, runs: Path, mesh: Any, max_model_len: int | None, chosen: dict[str, Any]
+) -> dict[str, Any]:
     """The results of one model, evaluated apart from its recipe."""
-    target, _ = model_of(name, opening.runs)  # before JAX is imported
+    target, _ = model_of(name, runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
     from affinage.config.data import POCKET_WORLD
     from affinage.evaluation.results import STATE
@@ -109,20 +111,20 @@ def _evaluate_model(name: str, opening: OpenOptions, chosen: dict[str, Any]) -> 
     world = made_from(target.path, "synthesize")
     worlds = {POCKET_WORLD: world / "tasks"} if world else {}
     check_names(tasks, worlds, settings.get("data_dir"), where="--tasks")
-    folder = results_folder(name, opening.runs)
+    folder = results_folder(name, runs)
     with contextlib.ExitStack() as entered:
         if placement() is not None:
             entered.enter_context(StopSignals())  # one that waits for others is left at once
         processes = entered.enter_context(init_distributed())
         entered.enter_context(processes.all_at_work())
-        loaded = opened(name, opening, reserves=True, announce=False)
+        loaded = opened(name, runs, mesh, max_model_len, reserves=True, announce=False)
         search = contamination_search(target.path) if settings.pop("contamination", True) else None
         with working(name) as progress:
             results = evaluate(
                 loaded.model,
                 tasks,
                 folder=folder if processes.first else None,
-                facts={STATE: model_fingerprint(target, opening.runs)},
+                facts={STATE: model_fingerprint(target, runs)},
                 keep=folder / "answers.db",
                 task_folders=worlds,
                 chat=loaded.is_chat,

@@ -1,6 +1,5 @@
 """The verb `graph`: what a model consists of, and what it costs."""
 
-import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ _COLUMNS = ("name", "kind", "repeat", "shape", "parameters", "flops", "training_
 def graph(
     recipe: RecipeArgument, overrides: SetOption = None, runs: RunsOption = RUNS, as_json: JsonOption = False
 ) -> None:
-    """Print the model graph: the shape, parameters and FLOPs of every node.
+    """Print the model graph: the shape and parameters of every node, and its FLOPs for one row.
 
     Example: affinage graph julian-600m
     """
@@ -30,32 +29,19 @@ def graph(
     from affinage.model.graph import parse
     from affinage.model.layer import SEQUENCE
     from affinage.pipeline.models import resolve
-    from affinage.pipeline.steps_train import with_vocabulary
-    from affinage.plugins import load_plugins
+    from affinage.registry import load_plugins
 
     load_plugins(loaded)
     vocabulary = _vocabulary(loaded.recipe, resolve(recipe, runs).run or runs / loaded.recipe.name)
-    model = parse(with_vocabulary(loaded.recipe.model, vocabulary), loaded.locate)
-    batch, context = _batch_size(loaded.recipe), loaded.recipe.packing.seq_len
+    model = parse(loaded.recipe.model, loaded.locate, vocabulary=vocabulary)
+    context = loaded.recipe.packing.seq_len
     facts: dict[str, Any] = {
-        "nodes": summary_table(model, batch, context),
-        "batch": batch,
+        "nodes": summary_table(model, 1, context),
         "context": context if any(SEQUENCE in shape.dims for _, shape in model.inputs) else None,
         "parameters": asdict(parameters(model)),
     }
     shown = [{key: row[key] for key in _COLUMNS} for row in facts["nodes"]]
     emit(facts, as_json, described(facts | {"nodes": shown}))
-
-
-def _batch_size(recipe: "Recipe") -> int:
-    """The sequences of a step; those of a device where the mesh leaves the number of devices open."""
-    from affinage.training.job import rows_per_step
-
-    settings = recipe.pretrain
-    if settings is None:
-        return 1
-    devices = math.prod(size for size in recipe.mesh.values() if isinstance(size, int))
-    return rows_per_step(settings, devices)
 
 
 def _vocabulary(recipe: "Recipe", run: Path) -> int:

@@ -125,15 +125,17 @@ def export(
 
 def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
     """The folder that a run's export step wrote, after running that step if it is missing."""
-    from affinage.pipeline.models import export_of, run_of
+    from affinage.pipeline.models import run_of
+    from affinage.pipeline.store import read_manifest
 
     target = find(name, settings.runs)
     if target.kind not in ("recipe", "run") or target.step is not None:
         raise UserError("only a whole run has an export of its own", where=name, fix="Name a folder: --to my_model")
     if not settings.overrides and not settings.force:
-        training, _ = model_of(name, settings.runs)
-        if folder := export_of(training.path, run_of(target, settings.runs)):
-            return folder
+        model_of(name, settings.runs)  # that is trained to its end
+        folder = run_of(target, settings.runs) / "export"
+        if read_manifest(folder):
+            return folder / "model"
     instead = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
     return run_own_steps(name, settings, "export", ("export",), instead) / "export" / "model"
 

@@ -1,11 +1,11 @@
 """How verbs open a model: over which devices, and for how many tokens at once."""
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from affinage.cli.options import RUNS, RunsOption, find, opt
+from affinage.cli.options import find, opt
 from affinage.cli.output import working
 from affinage.errors import UserError
 
@@ -37,15 +37,6 @@ MeshOption = Annotated[Any, opt(_MESH, "--mesh", metavar="AXIS=DEVICES,...", par
 MaxLenOption = Annotated[int | None, opt(_MAX_LEN, "--max-model-len", metavar="TOKENS", min=2, show_default=False)]
 
 
-@dataclass(frozen=True)
-class OpenOptions:
-    """Options of the verbs that open a model."""
-
-    mesh: MeshOption = None
-    max_model_len: MaxLenOption = None
-    runs: RunsOption = RUNS
-
-
 class Opened(NamedTuple):
     """A model, what its name stands for, whether it was trained to chat, and for JSON how far it is trained."""
 
@@ -74,8 +65,10 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     return replace(target, kind=kind, path=folder, step=step), state
 
 
-def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce: bool = True) -> Opened:
-    """Returns the model that a name stands for, opened as the options say; see `model_of`.
+def opened(
+    name: str, runs: Path, mesh: Any, max_model_len: int | None, *, reserves: bool = False, announce: bool = True
+) -> Opened:
+    """Returns the model that a name stands for, opened on a mesh for texts of a length; see `model_of`.
 
     With `reserves`, memory is held for the whole context: a model from elsewhere, whose context may be far longer than
     anybody needs, is limited to `MAX_RESERVED` unless a limit is given, and this is printed.
@@ -83,14 +76,14 @@ def opened(name: str, options: OpenOptions, *, reserves: bool = False, announce:
     Raises:
         UserError: as `model_of` and `open_model`, and for a context that is longer than the model's.
     """
-    target, state = model_of(name, options.runs, announce=announce)  # before JAX is imported
+    target, state = model_of(name, runs, announce=announce)  # before JAX is imported
     from affinage.cluster.processes import is_first
     from affinage.pipeline.models import is_chat
     from affinage.pipeline.opening import open_model
 
     with working(f"opening {name}"):
-        model = open_model(target, options.runs, mesh=options.mesh)
-    longest, length = model.context, options.max_model_len
+        model = open_model(target, runs, mesh=mesh)
+    longest, length = model.context, max_model_len
     if length is not None and length > longest:
         what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"
         raise UserError(what, where="--max-model-len", fix=f"Write {longest} at most, or leave it out.")

@@ -1,12 +1,9 @@
 """The program `affinage`, to which every verb registers itself, and what verbs share: options, and what names mean."""
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -76,43 +73,14 @@ ForceOption = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class PipelineOptions:
+class PipelineOptions(NamedTuple):
     """Options of the verbs that run the steps of a recipe."""
 
-    overrides: SetOption = None
-    runs: RunsOption = RUNS
-    force: ForceOption = None
-    dry_run: DryRunOption = False
-    as_json: JsonOption = False
-
-
-def with_options(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the options that dataclasses list, for example `@with_options(options=PipelineOptions)`.
-
-    The verb receives one instance of each dataclass, under the name given here.
-    """
-    keyword = inspect.Parameter.KEYWORD_ONLY
-
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        parameters = inspect.signature(verb).parameters.values()
-        signature = [each.replace(kind=keyword) for each in parameters if each.name not in groups]
-        for group in groups.values():
-            for option in fields(group):
-                signature.append(
-                    inspect.Parameter(option.name, keyword, default=option.default, annotation=option.type)
-                )
-
-        @functools.wraps(verb)
-        def wrapped(**values: Any) -> None:
-            for name, group in groups.items():
-                values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
-            verb(**values)
-
-        vars(wrapped)["__signature__"] = inspect.Signature(signature)
-        return wrapped
-
-    return decorate
+    overrides: list[str] | None = None
+    runs: Path = RUNS
+    force: list[str] | None = None
+    dry_run: bool = False
+    as_json: bool = False
 
 
 def warn(message: str) -> None:

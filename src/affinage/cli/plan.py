@@ -136,12 +136,12 @@ class _Planned:
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
-    from affinage.config.load import load_recipe, load_saved
+    from affinage.config.load import load_recipe
     from affinage.data.tuning_data import documents_in_a_row
     from affinage.pipeline.models import RECIPE, resolve
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
-    from affinage.plugins import load_plugins
-    from affinage.results import ChatDataResult, TokenizeResult, TokenizerResult, read_result
+    from affinage.registry import load_plugins
+    from affinage.results import SequencesResult, TokenizerResult, read_result
     from affinage.training.optimizer import check_choices
 
     target = resolve(name, runs)
@@ -149,13 +149,15 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     file = str(loaded.path if target.run is None else run / RECIPE)
     if training:
         overrides = [*overrides, *only(training, loaded.recipe)]
-        loaded = load_recipe(file, overrides) if target.run is None else load_saved(Path(file), overrides)[0]
+        loaded = load_recipe(file, overrides, left_out=None if target.run is None else [])
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
 
-    kind: type[TokenizeResult | ChatDataResult] = TokenizeResult if section == "pretrain" else ChatDataResult
-    packed, tokenizer = read_result(run / _DATA[section], kind), read_result(run / "train-tokenizer", TokenizerResult)
+    packed, tokenizer = (
+        read_result(run / _DATA[section], SequencesResult),
+        read_result(run / "train-tokenizer", TokenizerResult),
+    )
     characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
     counts = Counted(tokenizer.vocabulary if tokenizer and characters else None, documents)

@@ -6,70 +6,97 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from affinage.cli import options
-from affinage.cli.options import PipelineOptions, RecipeArgument, app, arg, find, load, opt, warn, with_options
+from affinage.cli.options import PipelineOptions, RecipeArgument, app, arg, find, load, opt, warn
 from affinage.cli.output import emit, only_data_on_stdout, screen, working
 from affinage.errors import UserError
 
-ShowOption = Annotated[int | None, opt("Only prepare the data, and show N examples of it.", min=1, metavar="N")]
-
 
 @app.command()
-@with_options(settings=PipelineOptions)
-def run(recipe: RecipeArgument, until: options.UntilOption = None, *, settings: PipelineOptions) -> None:
+def run(
+    recipe: RecipeArgument,
+    until: options.UntilOption = None,
+    overrides: options.SetOption = None,
+    runs: options.RunsOption = options.RUNS,
+    force: options.ForceOption = None,
+    dry_run: options.DryRunOption = False,
+    as_json: options.JsonOption = False,
+) -> None:
     """Run a recipe, from raw text to the report. Steps that are complete are not run again.
 
     Example: affinage run quickstart --set pretrain.steps=200
     """
-    run_pipeline(recipe, settings, until or ())
+    run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), until or ())
 
 
-@app.command()
-@with_options(settings=PipelineOptions)
-def train(recipe: RecipeArgument, *, settings: PipelineOptions) -> None:
-    """Run up to the end of pretraining: `run --until pretrain`.
+def verb_until(steps: Sequence[str], name: str, help: str, group: typer.Typer = app) -> None:
+    """Register a verb that runs a recipe up to those of `steps` that it has."""
 
-    Example: affinage train quickstart --set pretrain.steps=200
-    """
-    run_pipeline(recipe, settings, ("pretrain",))
-
-
-@app.command()
-@with_options(settings=PipelineOptions)
-def sft(recipe: RecipeArgument, show: ShowOption = None, *, settings: PipelineOptions) -> None:
-    """Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.
-
-    Example: affinage sft quickstart --show 3
-    """
-    _tune(recipe, settings, show, "sft-data", "sft")
+    @group.command(name, help=help)
+    def verb(
+        recipe: RecipeArgument,
+        overrides: options.SetOption = None,
+        runs: options.RunsOption = options.RUNS,
+        force: options.ForceOption = None,
+        dry_run: options.DryRunOption = False,
+        as_json: options.JsonOption = False,
+    ) -> None:
+        run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), steps, any_of=True)
 
 
-@app.command()
-@with_options(settings=PipelineOptions)
-def dpo(recipe: RecipeArgument, show: ShowOption = None, *, settings: PipelineOptions) -> None:
-    """Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.
+def _tuning_verb(data: str, name: str, help: str) -> None:
+    """Register a verb that runs a recipe up to the tuning `name`, or shows the rows of its step `data`."""
 
-    Example: affinage dpo quickstart --set dpo.beta=0.3
-    """
-    _tune(recipe, settings, show, "preference-data", "dpo")
+    @app.command(name, help=help)
+    def verb(
+        recipe: RecipeArgument,
+        show: Annotated[int | None, opt("Only prepare the data, and show N examples.", min=1, metavar="N")] = None,
+        overrides: options.SetOption = None,
+        runs: options.RunsOption = options.RUNS,
+        force: options.ForceOption = None,
+        dry_run: options.DryRunOption = False,
+        as_json: options.JsonOption = False,
+    ) -> None:
+        settings = PipelineOptions(overrides, runs, force, dry_run, as_json)
+        folder = run_pipeline(recipe, settings, (data if show else name,))
+        if show and not dry_run:
+            with only_data_on_stdout(as_json):
+                _show_examples(folder / data, show)
 
 
-def _tune(recipe: str, settings: PipelineOptions, show: int | None, data: str, training: str) -> None:
-    run_folder = run_pipeline(recipe, settings, (data if show else training,))
-    if not show or settings.dry_run:
-        return
+verb_until(
+    ("pretrain",),
+    "train",
+    "Run up to the end of pretraining: `run --until pretrain`.\n\n"
+    "Example: affinage train quickstart --set pretrain.steps=200",
+)
+_tuning_verb(
+    "sft-data",
+    "sft",
+    "Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.\n\n"
+    "Example: affinage sft quickstart --show 3",
+)
+_tuning_verb(
+    "preference-data",
+    "dpo",
+    "Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.\n\n"
+    "Example: affinage dpo quickstart --set dpo.beta=0.3",
+)
+
+
+def _show_examples(rows: Path, count: int) -> None:
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tuning_data import show_examples
     from affinage.pipeline.models import made_from
 
-    rows = run_folder / data
     folder = made_from(rows.resolve(), "train-tokenizer")
     if folder is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
-    with only_data_on_stdout(settings.as_json):
-        for name, example in show_examples(rows, Tokenizer(folder), show):
-            screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
-            screen().print(example, markup=False, highlight=False)
+    for name, example in show_examples(rows, Tokenizer(folder), count):
+        screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
+        screen().print(example, markup=False, highlight=False)
 
 
 @app.command()
@@ -174,7 +201,7 @@ def run_pipeline(
             plan = runner.plan()
             runner.check(plan)
             show_plan(plan, settings.as_json)
-            warn_of(loaded, plan)
+            warn_of(plan)
             return runner.folder
         heartbeat = loaded.recipe.runtime.heartbeat_timeout
         with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
@@ -190,7 +217,7 @@ def run_pipeline(
                 raise UserError(f"steps that come before are not complete: {', '.join(before)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
-            warn_of(loaded, plan)
+            warn_of(plan)
             pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
             if pretrain is not None and tokens is not None and "pretrain" in waiting:
                 screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)

@@ -13,7 +13,6 @@ from affinage.cli.output import Table, counted, emit, listed, screen, working
 from affinage.durations import duration
 
 if TYPE_CHECKING:
-    from affinage.config.load import LoadedRecipe
     from affinage.pipeline.runner import PipelineRunner, PlannedStep
 
 _NAME = 16  # columns for the names of steps
@@ -84,14 +83,10 @@ def show_plan(steps: Sequence["PlannedStep"], as_json: bool) -> None:
     emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
 
 
-def warn_of(loaded: "LoadedRecipe", plan: "Sequence[PlannedStep]") -> None:
-    """Print the sources whose version no server gave, and, if anything is to run, settings that look unintended."""
-    from affinage.pipeline.build import warnings
-
+def warn_of(plan: "Sequence[PlannedStep]") -> None:
+    """Print the sources whose version no server gave."""
     for url, why in {url: why for step in plan for url, why in step.unchecked.items()}.items():
         warn(f"cannot check whether {url} has changed: {why}")
-    for doubt in warnings(loaded) if any(not step.complete for step in plan) else ():
-        warn(doubt)
 
 
 def show_result(
@@ -111,7 +106,7 @@ def show_result(
 def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield where the results of a run's steps are, and the next command, each with its name."""
     from affinage.pipeline.models import TRAININGS, command
-    from affinage.plugins import VARIABLE
+    from affinage.registry import VARIABLE
 
     folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe
     yield "results", folder

@@ -48,26 +48,18 @@ class LoadedRecipe:
         return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 
 
-def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(
+    path_or_name: str | Path, overrides: Sequence[str] = (), *, left_out: list[str] | None = None
+) -> LoadedRecipe:
     """Load a recipe by path, or a packaged one by name, with `key=value` overrides laid over it.
 
     `base: other.yaml` in a file starts from another recipe (beside it, or a packaged one): mappings merge, lists and
     single values replace. Null switches off what can be off, such as a section or a limit; in a mapping with keys of
     the user's, such as `mesh` or the nodes of the model, it removes what the base has. UserError lists all mistakes.
+
+    With `left_out`, settings of the file that this version does not have are left out, and so are sections that are not
+    complete without them: a run of any version has a recipe.json that opens so. Their names are added to the list.
     """
-    return _load(path_or_name, overrides, None)
-
-
-def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, list[str]]:
-    """Load the recipe.json of a run of any version, and return the names of the settings that were left out.
-
-    Those are the settings that this version does not have, and the sections that are not complete without them.
-    """
-    left_out: list[str] = []
-    return _load(path, overrides, left_out), left_out
-
-
-def _load(path_or_name: str | Path, overrides: Sequence[str], left_out: list[str] | None) -> LoadedRecipe:
     path = find_recipe(path_or_name)
     layers = read_file(path)
     for override in sorted(overrides, key=lambda each: each.startswith("hardware.price")):  # a slice clears the price

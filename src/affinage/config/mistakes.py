@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from affinage.config.settings import Settings, classes_in
-from affinage.config.yaml import Path, as_yaml
+from affinage.config.yaml import Path, brief
 from affinage.errors import UserError, did_you_mean, meant
 
 _SHARED = ("pretrain", "sft", "dpo")  # the sections that take what `training` gives
@@ -42,7 +42,7 @@ def explain(
         inside = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
         if inside and not any(details["type"] in ("value_error", "extra_forbidden") for details in group):
             continue
-        what, fix = _sentence(path, group, model, raw, within)
+        what, fix = _sentence(path, group, model, within)
         mistake = UserError(what, where=locate(path), fix=fix)
         # What `training` gives for several trainings is one mistake.
         shared = path[1:] if path and path[0] in _SHARED else path
@@ -84,13 +84,14 @@ def settings_at(model: type[Settings], loc: Sequence[str | int]) -> type[Setting
     return members[0] if members else None
 
 
-def _sentence(
-    path: Path, group: list[ErrorDetails], model: type[Settings], raw: Any, within: Sequence[str]
-) -> tuple[str, str]:
+def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], within: Sequence[str]) -> tuple[str, str]:
     """Return what is wrong at one place, and what to do about it."""
     dotted, details = ".".join(map(str, path)) or "the recipe", group[0]
     kind, loc, value = details["type"], details["loc"], details["input"]
-    words = [word for each in group for word in _expected(each)]
+    words = []  # that are allowed in place of the value
+    for context in (each.get("ctx", {}) for each in group):
+        listed = str(context.get("expected") or context.get("expected_tags") or "").replace(" or ", ", ")
+        words += [word.strip(" '\"") for word in listed.split(",") if word]
     settings = settings_at(model, loc[:-1] if kind == "extra_forbidden" else loc)
     known = words or list(settings.model_fields if settings else ())
     if kind == "missing":
@@ -103,27 +104,14 @@ def _sentence(
     for pattern, plainer in _PLAINER.items():
         wanted = re.sub(pattern, plainer, wanted)
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
-    what = f"`{dotted}` is {_shown(value)}{must}"
     if value is None:
-        return what, "Leave it out for the default."
+        return f"`{dotted}` is empty{must}", "Leave it out for the default."
+    shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list | tuple) else ""
+    what = f"`{dotted}` is {shown or f'`{brief(value)}`'}{must}"
     around = settings_at(model, path[:-1])
     field = around.model_fields.get(str(path[-1])) if around is not None and path else None
     meaning = " ".join((field.description or "").split()) if field else ""
     return what, did_you_mean(str(value), words) or (f"Settings here: {', '.join(known)}." if settings else meaning)
-
-
-def _expected(details: ErrorDetails) -> list[str]:
-    """Return the words that are allowed in place of the value."""
-    context = details.get("ctx", {})
-    listed = str(context.get("expected") or context.get("expected_tags") or "").replace(" or ", ", ")
-    return [word.strip(" '\"") for word in listed.split(",") if word]
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, dict | list | tuple):
-        return "empty" if value is None else "a mapping" if isinstance(value, dict) else "a list"
-    text = value if isinstance(value, str) else as_yaml(value)
-    return f"`{text[:60]}`" + ("..." if len(text) > 60 else "")
 
 
 def _nearest(path: Path, known: Sequence[str], model: type[Settings], within: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """The recipe: everything about a run, in one frozen object."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -13,7 +14,6 @@ from affinage.config.training import (
     DpoSettings,
     PretrainSettings,
     SftSettings,
-    tokens_to_steps,
 )
 
 TRAININGS = ("pretrain", "sft", "dpo")
@@ -35,8 +35,6 @@ class EvaluateSettings(Settings):
     apply_chat_template: Literal["auto"] | bool = "auto"
     """auto: chat models answer generation tasks, if their file is here, and those tagged `chat` in their template;
     true: everything, for models that have a template; false: nothing."""
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Sequences of a forward pass; auto: as many as fit by the planner's estimate, at most 64 per part of the mesh."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
     compressors: bool = False
@@ -165,11 +163,18 @@ class Recipe(Settings):
     @classmethod
     def _tokens_become_steps(cls, value: Any) -> Any:
         """Turn `pretrain.tokens` into as many steps as it takes."""
-        if not isinstance(value, dict) or not isinstance(pretrain := value.get("pretrain"), dict):
+        pretrain = value.get("pretrain") if isinstance(value, dict) else None
+        if not isinstance(pretrain, dict) or pretrain.get("tokens") is None or pretrain.get("steps") is not None:
             return value
-        packing = value.get("packing", {})
-        seq_len = packing.get("seq_len", PackingSettings().seq_len) if isinstance(packing, dict) else None
-        return {**value, "pretrain": tokens_to_steps(pretrain, seq_len)}
+        try:
+            seq_len = value.get("packing", {}).get("seq_len", PackingSettings().seq_len)
+            steps = math.ceil(pretrain["tokens"] / (pretrain["batch_size"] * seq_len))
+            if steps < 1 or isinstance(pretrain["tokens"], bool):
+                raise ValueError
+            rest = {key: each for key, each in pretrain.items() if key != "tokens"}
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # its own check reports it
+            steps, rest = 1, pretrain
+        return {**value, "pretrain": rest | {"steps": steps}}
 
     @property
     def trainings(self) -> list[str]:

@@ -39,8 +39,6 @@ class RuntimeSettings(Settings):
     """Seconds from SIGTERM or SIGHUP until the process must have left; clouds give 30. Ctrl-C sets no limit."""
     hang_timeout: float = Field(default=300, gt=0)
     """Seconds after which a step counts as hung, or 5 times the slowest step before if that is longer."""
-    exit_on_hang: bool | None = None
-    """Leave a hung training with status 75; false: only report it. Null: leave where something starts it again."""
     heartbeat_timeout: float = Field(default=30, ge=5)
     """Seconds without a heartbeat after which one of several processes counts as lost, and the others end."""
     trackers: Annotated[

@@ -16,7 +16,7 @@ class OptimizerSettings(Settings):
     """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
     name: str = "adamw"
-    """adamw, lion, muon, or one of a plug-in."""
+    """adamw, or one of a plug-in."""
     b1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the mean of gradients."""
     b2: float = Field(default=0.95, ge=0, lt=1)
@@ -42,8 +42,6 @@ class ScheduleSettings(Settings):
     """Learning rate after the warm-up."""
     min_lr: float = Field(ge=0)
     """Learning rate at the last step; a tenth of `peak_lr` is usual."""
-    from_step: int = Field(default=0, ge=0)
-    """Step of the run at which the schedule begins; for a training with `resume_from`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the rate rises from 0 to `peak_lr`."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -61,7 +59,7 @@ class ScheduleSettings(Settings):
 
     def warmup(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of `steps`."""
-        return round(self.warmup_ratio * (steps - self.from_step)) if self.warmup_ratio else self.warmup_steps
+        return round(self.warmup_ratio * steps) if self.warmup_ratio else self.warmup_steps
 
 
 class PrecisionSettings(Settings):
@@ -70,9 +68,7 @@ class PrecisionSettings(Settings):
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the matrix products; auto: bfloat16 where the chip multiplies it natively."""
     params: Literal["float32", "bfloat16"] = "float32"
-    """Dtype that the weights are stored and updated in."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How an updated weight becomes bfloat16; stochastic rounding does not lose small updates."""
+    """Dtype that the weights are stored in; bfloat16 is rounded stochastically, which does not lose small updates."""
 
 
 class EmaSettings(Settings):
@@ -184,7 +180,8 @@ class TrainSettings(Settings):
     """Parts of the batch that are computed one after another."""
     optimizer: OptimizerSettings = OptimizerSettings()
     optimizer_in_backward: bool = False
-    """Update each layer in the backward pass, so that gradients take no memory; `max_grad_norm` then holds for each."""
+    """Update each layer in the backward pass, so that gradients take no memory; `max_grad_norm` holds for each, and
+    `parallel.remat` is `block`."""
     schedule: ScheduleSettings
     ema: EmaSettings | None = None
     precision: PrecisionSettings = PrecisionSettings()
@@ -215,9 +212,7 @@ class TrainSettings(Settings):
         if self.batch_size is not None and self.batch_size % self.gradient_accumulation_steps:
             what = f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps}"
             raise ValueError(f"{what} gradient_accumulation_steps")
-        if self.schedule.from_step and (self.resume_from is None or self.schedule.from_step >= self.steps):
-            raise ValueError("`schedule.from_step` needs `resume_from`, and comes before the last step")
-        if self.schedule.warmup_steps > self.steps - self.schedule.from_step:
+        if self.schedule.warmup_steps > self.steps:
             raise ValueError(f"warm-up of {self.schedule.warmup_steps} steps is longer than the {self.steps} steps")
         return self
 
@@ -233,39 +228,13 @@ class PretrainSettings(TrainSettings):
         return {key: value for key, value in super().deciding().items() if key not in ("monitor", "tokens")}
 
     @model_validator(mode="after")
-    def _monitor_only_logs(self) -> "PretrainSettings":
+    def _possible(self) -> "PretrainSettings":
         if self.monitor is not None and self.monitor.on_regression != "log":
             raise ValueError("`monitor.on_regression` of pretraining can only be `log`: no benchmark ends it")
+        if self.tokens is not None:  # the recipe has turned them into steps where it could
+            what = "give either `steps` or `tokens`, and beside `tokens` a `batch_size`"
+            raise ValueError(f"{what}: steps of a `per_device_batch_size` depend on the devices")
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _steps_or_tokens(cls, value: Any) -> Any:
-        """Refuse valid tokens: the recipe has turned them into steps, see `tokens_to_steps`, where it could."""
-        if isinstance(value, dict) and is_amount(value.get("tokens")):
-            if value.get("steps") is not None:
-                raise ValueError("give either `steps` or `tokens`")
-            raise ValueError("`tokens` needs `batch_size`: steps of a `per_device_batch_size` depend on the devices")
-        return value
-
-
-def is_amount(value: Any) -> bool:
-    """Return whether a value is a positive, finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def tokens_to_steps(pretrain: dict[str, Any], seq_len: Any) -> dict[str, Any]:
-    """Return the settings of a pretraining with `steps` in place of `tokens`, where `steps` are not given.
-
-    Where one of the numbers is wrong, which its own check reports, the steps are 1.
-    """
-    tokens, batch = pretrain.get("tokens"), pretrain.get("batch_size")
-    if tokens is None or batch is None or pretrain.get("steps") is not None:
-        return pretrain
-    valid = all(map(is_amount, (tokens, batch, seq_len)))
-    steps = math.ceil(tokens / (batch * seq_len)) if valid else 1
-    kept = {} if is_amount(tokens) else {"tokens": tokens}
-    return {key: each for key, each in pretrain.items() if key != "tokens"} | kept | {"steps": steps}
 
 
 class ConversationSettings(PlaceSettings):
@@ -366,7 +335,7 @@ class SftSettings(TuningSettings):
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
             filled["batch_size"] = _JULIAN_BATCH
         steps: Any = filled.get("steps")
-        if filled.get("schedule") is None and is_amount(steps):
+        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < math.inf:
             warmup = min(_JULIAN_WARMUP, int(steps) // 10)
             filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
         return filled
@@ -377,8 +346,6 @@ class DpoSettings(TuningSettings):
 
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to its reference."""
-    precompute_ref_log_probs: bool = True
-    """Compute the reference's log-probabilities once, in a step of their own; false: in every step of the training."""
     system_prompt: str | None = None
     """For pairs without a system message; by default as in fine-tuning."""
     truncation: Literal["right", "drop"] = "right"

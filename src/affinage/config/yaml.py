@@ -13,6 +13,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from affinage.errors import UserError
 
 MAX_BYTES = 1_000_000
+_DEEP = re.compile(r"(?:[\[{]\s*){100}")
 _PLAIN = re.compile(r'(?<!\\)"((?!(?i:true|false|null)")[^\W\d][\w./-]*)"')
 Path = tuple[str | int, ...]  # the keys and list indices that lead to a value, outermost first
 
@@ -35,6 +36,8 @@ def parse(text: str, name: str) -> Document:
         raise UserError(f"this is larger than {MAX_BYTES:,} bytes", where=name, fix=fix)
     lines: dict[Path, int] = {(): 1}
     fix = "Check indentation (spaces, no tabs), quotes, brackets that are not closed, and `:` without a space after it."
+    if _DEEP.search(text):  # it would take the parser minutes
+        raise UserError("brackets are nested too deeply", where=name, fix=fix)
     try:
         for event in YAML(pure=True).parse(text):
             if getattr(event, "anchor", None) or getattr(event, "tag", None) or getattr(event, "value", "") == "<<":

@@ -4,13 +4,11 @@ The rule is SentencePiece's (src/bpe_model.cc): begin with characters; of all ne
 piece, join the pair with the best score, the leftmost of equal ones; a character without a piece becomes its bytes.
 SentencePiece numbers its pieces by their score, so the smallest id is the best.
 
-This is 7 times as fast as SentencePiece on one core from the start, 11 times once the words are known, and threads run
-side by side (benchmarks/data.py encode). Hugging Face's `tokenizers` is as fast as SentencePiece with this vocabulary;
-kitoken is 4 times as fast, but has a single author.
+This is 7 times as fast as SentencePiece on one core from the start (benchmarks/data.py encode). Hugging Face's
+`tokenizers` is as fast as SentencePiece with this vocabulary; kitoken is 4 times as fast, but has a single author.
 """
 
 import heapq
-import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,11 +21,10 @@ from affinage.data.code_points import CODE_POINTS, decode, kernel, letters_table
 # Classes of characters by which texts are cut into words.
 OTHER, LETTER, SPACE, ALONE = 0, 1, 2, 3  # ALONE: newline and tab, tokens of their own that never join
 
-CACHED_WORDS = 1 << 18  # that a thread remembers, about 30 MB; half the slots of its hash table
+CACHED_WORDS = 1 << 18  # that are remembered, about 30 MB; half the slots of their hash table
 _BYTES_PER_WORD = 16  # room in the cache, on average, and as many ids
 _LONGEST_CACHED = 64  # bytes; a longer word hardly comes again
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_FREE = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 class Vocabulary(NamedTuple):
@@ -36,15 +33,14 @@ class Vocabulary(NamedTuple):
     classes: np.ndarray  # uint8 [code points]
     characters: np.ndarray  # int32 [code points]: the id of a character's piece, or -1
     bytes: np.ndarray  # int32 [256]: the id of every byte's piece
-    pairs: np.ndarray  # uint64 [2^k]: left id << 32 | right id, or all ones: a hash table
-    joined: np.ndarray  # int32 [2^k]: the id of the two joined
+    pairs: np.ndarray  # int64 [n], sorted: left id << 32 | right id
+    joined: np.ndarray  # int32 [n]: the id of the two joined
 
 
 class Words(NamedTuple):
-    """The words that one thread has met so far."""
+    """The words met so far."""
 
     slots: np.ndarray  # int32 [2 words]: number of a word, or -1
-    hashes: np.ndarray  # uint64 [words]
     spelling: np.ndarray  # int32 [words + 1]: where each word begins in `arena`
     first: np.ndarray  # int32 [words + 1]: where its ids begin in `ids`
     arena: np.ndarray  # uint8 [16 words]
@@ -53,31 +49,31 @@ class Words(NamedTuple):
 
 
 class FastBpe:
-    """Encodes texts by a vocabulary of pieces with byte fallback. Several threads may use it."""
+    """Encodes texts by a vocabulary of pieces with byte fallback. Only one thread may use it at a time."""
 
     def __init__(
         self, pieces: Mapping[str, int], dtype: type[np.unsignedinteger], *, cached_words: int = CACHED_WORDS
     ) -> None:
         """`pieces` are ids by spelling, spaces as spaces, with <0x00> to <0xFF>, but without control tokens.
 
-        `dtype` holds every id; a thread remembers `cached_words` words, a power of two from 16 on.
+        `dtype` holds every id; `cached_words` words are remembered, a power of two from 16 on.
         """
-        self._pieces, self._dtype, self._cached_words = pieces, np.dtype(dtype), cached_words
-        self._vocabulary: Vocabulary | None = None
-        self._lock = threading.Lock()
-        self._of_thread = threading.local()
+        self._vocabulary, self._dtype = _vocabulary_of(pieces), np.dtype(dtype)
+        self._words = Words(
+            np.full(2 * cached_words, -1, np.int32),
+            np.zeros(cached_words + 1, np.int32),
+            np.zeros(cached_words + 1, np.int32),
+            np.empty(_BYTES_PER_WORD * cached_words, np.uint8),
+            np.empty(_BYTES_PER_WORD * cached_words, np.int32),
+            np.zeros(1, np.int64),
+        )
 
     def encode(self, texts: Sequence[str]) -> tuple[UInt[np.ndarray, " tokens"], Int64[np.ndarray, " texts"]]:
         """Return the ids of all texts, end to end, and where each text ends in them; surrogates must not occur."""
         data, offsets = text_buffers(pa.array(texts, pa.large_string()))
         ids = np.empty(int(offsets[-1] - offsets[0]) if len(texts) else 0, self._dtype)
         ends = np.empty(len(texts), np.int64)
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = _vocabulary_of(self._pieces)
-        if not hasattr(self._of_thread, "words"):
-            self._of_thread.words = _no_words(self._cached_words)
-        count = _encode_texts(data, offsets, self._vocabulary, self._of_thread.words, ids, ends)
+        count = _encode_texts(data, offsets, self._vocabulary, self._words, ids, ends)
         return ids[:count], ends
 
 
@@ -89,17 +85,14 @@ def _vocabulary_of(pieces: Mapping[str, int]) -> Vocabulary:
     for piece, id_ in spelled.items():
         if len(piece) == 1:
             characters[ord(piece)] = id_
-    joins = [
-        (spelled[piece[:cut]], spelled[piece[cut:]], id_)
+    joins = sorted(
+        (spelled[piece[:cut]] << 32 | spelled[piece[cut:]], id_)
         for piece, id_ in spelled.items()
         for cut in range(1, len(piece))
         if piece[:cut] in spelled and piece[cut:] in spelled
-    ]
-    left, right, whole = np.array(joins, np.int64).reshape(-1, 3).T
-    room = 1 << max(4, (2 * len(joins)).bit_length())
-    pairs, joined = np.full(room, _FREE, np.uint64), np.zeros(room, np.int32)
-    _insert_pairs((left << 32 | right).astype(np.uint64), whole.astype(np.int32), pairs, joined)
-    return Vocabulary(_classes(list(spelled)), characters, of_bytes, pairs, joined)
+    )
+    pairs, joined = np.array(joins, np.int64).reshape(-1, 2).T.copy()
+    return Vocabulary(_classes(list(spelled)), characters, of_bytes, pairs, joined.astype(np.int32))
 
 
 def _classes(pieces: Sequence[str]) -> np.ndarray:
@@ -116,18 +109,6 @@ def _classes(pieces: Sequence[str]) -> np.ndarray:
         if not _are_words(data, offsets, classes):
             classes[classes == too_fine] = LETTER
     return classes
-
-
-def _no_words(most: int) -> Words:
-    return Words(
-        np.full(2 * most, -1, np.int32),
-        np.empty(most, np.uint64),
-        np.zeros(most + 1, np.int32),
-        np.zeros(most + 1, np.int32),
-        np.empty(_BYTES_PER_WORD * most, np.uint8),
-        np.empty(_BYTES_PER_WORD * most, np.int32),
-        np.zeros(1, np.int64),
-    )
 
 
 @kernel
@@ -158,28 +139,13 @@ def _are_words(data: np.ndarray, offsets: np.ndarray, classes: np.ndarray) -> bo
 
 
 @kernel
-def _insert_pairs(keys: np.ndarray, ids: np.ndarray, pairs: np.ndarray, joined: np.ndarray) -> None:
-    last = np.uint64(pairs.size - 1)
-    for k in range(keys.size):
-        slot = (keys[k] * _MIX) >> np.uint64(32) & last
-        while pairs[slot] != _FREE:
-            slot = (slot + np.uint64(1)) & last
-        pairs[slot], joined[slot] = keys[k], ids[k]
-
-
-@kernel
 def _join(left: np.int32, right: np.int32, known: Vocabulary) -> np.int32:
     """The id of the piece that two others spell together, or -1."""
-    if left < 0 or right < 0:
+    key = np.int64(left) << 32 | np.int64(right)
+    place = np.searchsorted(known.pairs, key)
+    if left < 0 or right < 0 or place == known.pairs.size or known.pairs[place] != key:
         return np.int32(-1)
-    key = np.uint64(left) << np.uint64(32) | np.uint64(right)
-    last = np.uint64(known.pairs.size - 1)
-    slot = (key * _MIX) >> np.uint64(32) & last
-    while known.pairs[slot] != _FREE:
-        if known.pairs[slot] == key:
-            return known.joined[slot]
-        slot = (slot + np.uint64(1)) & last
-    return np.int32(-1)
+    return known.joined[place]
 
 
 @kernel
@@ -235,13 +201,15 @@ def _merge(
 
 
 @kernel
-def _find(data: np.ndarray, start: np.int64, end: np.int64, code: np.uint64, words: Words) -> tuple[int, np.uint64]:
+def _find(data: np.ndarray, start: np.int64, end: np.int64, words: Words) -> tuple[int, np.uint64]:
     """The number of a word, or -1, and the slot that it has or would have."""
-    last = np.uint64(words.slots.size - 1)
+    code, last = np.uint64(end - start), np.uint64(words.slots.size - 1)
+    for k in range(start, end):
+        code = (code ^ np.uint64(data[k])) * _MIX
     slot = (code ^ (code >> np.uint64(29))) & last
     while words.slots[slot] >= 0:
         word = words.slots[slot]
-        if words.hashes[word] == code and words.spelling[word + 1] - words.spelling[word] == end - start:
+        if words.spelling[word + 1] - words.spelling[word] == end - start:
             same, base = True, words.spelling[word]
             for k in range(end - start):
                 if words.arena[base + k] != data[start + k]:
@@ -267,10 +235,7 @@ def _encode_texts(
                 at = _merge(data, start, end, known, out, at)
                 start = end
                 continue
-            code = np.uint64(end - start)
-            for k in range(start, end):
-                code = (code ^ np.uint64(data[k])) * _MIX
-            word, slot = _find(data, start, end, code, words)
+            word, slot = _find(data, start, end, words)
             if word >= 0:
                 for k in range(words.first[word], words.first[word + 1]):
                     out[at] = words.ids[k]
@@ -281,11 +246,11 @@ def _encode_texts(
             at = _merge(data, start, end, known, out, at)
             word = words.held[0]
             spelling, first = words.spelling[word], words.first[word]
-            if word == words.hashes.size or spelling + 2 * _LONGEST_CACHED > words.arena.size:
+            if 2 * word == words.slots.size or spelling + 2 * _LONGEST_CACHED > words.arena.size:
                 words.slots[:] = -1  # full: begin again
                 words.held[0] = 0
             else:
-                words.slots[slot], words.hashes[word] = word, code
+                words.slots[slot] = word
                 words.arena[spelling : spelling + end - start] = data[start:end]
                 words.ids[first : first + at - begin] = out[begin:at]
                 words.spelling[word + 1], words.first[word + 1] = spelling + end - start, first + at - begin

@@ -4,12 +4,12 @@ import os
 from collections.abc import Container
 from pathlib import Path
 
-from affinage.config.data import POCKET_WORLD, SourceSettings
+from affinage.config.data import POCKET_WORLD, PlaceSettings
 from affinage.errors import UserError
 from affinage.paths import from_home
 
 
-def location(source: SourceSettings, root: str, mirror: str) -> str:
+def location(source: PlaceSettings, root: str, mirror: str) -> str:
     """Where the files of a source are; of a dataset that is not a local folder, its name on the Hub.
 
     Relative paths start from `root`. With a `mirror`, what is remote is `<mirror>/<name of the source>` instead.
@@ -24,12 +24,12 @@ def location(source: SourceSettings, root: str, mirror: str) -> str:
     return f"{os.path.expanduser(root).rstrip('/')}/{place}"
 
 
-def is_remote(source: SourceSettings) -> bool:
+def is_remote(source: PlaceSettings) -> bool:
     """Whether its text is on another machine: a URL, or a dataset of the Hub."""
     return is_url(source.path) or (bool(source.dataset) and not is_folder(source.dataset))
 
 
-def is_on_hub(source: SourceSettings, mirror: str) -> bool:
+def is_on_hub(source: PlaceSettings, mirror: str) -> bool:
     """Whether a source is a dataset that must be fetched from the Hub."""
     return bool(source.dataset) and is_remote(source) and not mirror
 

@@ -191,8 +191,8 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
         batch = row_groups(path)[number].read(["id", "source", "language", "url", "text"])
         batch = batch.filter(pa.array([name == (task.source, task.language) for name in _names(batch)]))
         columns = [batch.column(name).to_pylist() for name in ("id", "source", "url", "text")]
-        flat, ends = tokenizer.encode_flat(columns[-1], of=task.bytes)
-        rows = zip(*columns, document_keys(batch, task.seed, "rows").tolist(), np.split(flat, ends)[:-1], strict=True)
+        keys = document_keys(batch, task.seed, "rows").tolist()
+        rows = zip(*columns, keys, tokenizer.encode_batch(columns[-1]), strict=True)
         for id, source, url, text, key, ids in rows:
             lengths = None
             if task.held_out:

@@ -7,14 +7,13 @@ is renamed here to a spelling that no text has (`_renamed`). What a chat templat
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 
@@ -53,7 +52,6 @@ _TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant it
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ANCHOR = "a"
-WORTH_COMPILING = 1_000_000  # characters: the library encodes fewer in a quarter of a second
 
 
 class Tokenizer:
@@ -80,8 +78,7 @@ class Tokenizer:
         """Spellings of the tokens that a chat template may name, such as `bos_token`."""
 
     def _build(self, state: dict[str, Any]) -> None:
-        added, model = {token["content"]: token for token in state.get("added_tokens", ())}, state["model"]
-        vocab = model["vocab"]
+        added, vocab = {token["content"]: token for token in state.get("added_tokens", ())}, state["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {piece: id_ for id_, (piece, _) in enumerate(vocab)}
         ids |= {content: token["id"] for content, token in added.items()}
         controls = [
@@ -94,8 +91,12 @@ class Tokenizer:
         self._pieces = {id_: piece for piece, id_ in ids.items()}
         self.vocabulary = 1 + max(ids.values())
         self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
-        self.kind = "hub" if not self.fixed_ids else "bpe" if model.get("byte_fallback") else "char"
+        self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
+        normalizer = state.get("normalizer") or {
+            "type": "NFC"
+        }  # in which conversations are, so that it changes nothing
+        self._exact = self.kind == "bpe" or (self._byte_level and normalizer["type"] == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
         # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
         prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
@@ -104,8 +105,6 @@ class Tokenizer:
             prefix: sorted({len(c) for c in controls if c[:3] == prefix or prefix.startswith(c)}, reverse=True)
             for prefix in prefixes
         }
-        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
-        self._fast_bpe = FastBpe(pieces, self.dtype) if self.kind == "bpe" else None
 
     def _named_tokens(self) -> dict[str, str]:
         if self.fixed_ids:
@@ -244,21 +243,18 @@ class Tokenizer:
         ids: list[int] = self._fast.encode(_plain(text), add_special_tokens=False).ids
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return `encode` of every text."""
-        flat, ends = self.encode_flat(texts)
-        return [part.tolist() for part in np.split(flat, ends)[:-1]]
-
-    def encode_flat(self, texts: Sequence[str], *, of: float = 0) -> tuple[np.ndarray, Int64[np.ndarray, " texts"]]:
-        """Return `encode` of every text, end to end (ids [tokens] of `dtype`), and where each text ends in them.
-
-        `of` is about how many characters there will be in all: the compiled encoder is worth its start for many.
-        """
-        if self._fast_bpe is not None and max(of, sum(map(len, texts))) >= WORTH_COMPILING:
-            return self._fast_bpe.encode([_plain(text).replace(SPACE, " ") for text in texts])
+    def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
+        """Return `encode` of every text as an array of `dtype`; affinage's own BPE is compiled."""
+        if self.kind == "bpe":
+            flat, ends = self._fast_bpe.encode([_plain(text).replace(SPACE, " ") for text in texts])
+            return np.split(flat, ends)[:-1]
         encodings = self._fast.encode_batch_fast(list(map(_plain, texts)), add_special_tokens=False)
-        ids = [np.array(encoding.ids, self.dtype) for encoding in encodings]
-        return np.concatenate([np.zeros(0, self.dtype), *ids]), np.cumsum([len(each) for each in ids], dtype=np.int64)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    @cached_property
+    def _fast_bpe(self) -> FastBpe:
+        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
+        return FastBpe(pieces, self.dtype)
 
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Return where control tokens are spelled in a text: (id, first character, end) of each."""
@@ -283,10 +279,6 @@ class Tokenizer:
                 place = start + 1
         return "".join([*parts, text[place:]])
 
-    def unguard(self, text: str) -> str:
-        """Return a text without the guards of `guard`."""
-        return text.replace(_GUARD, "")
-
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
         """Return the ids of what a chat template wrote, as transformers has them, and which lie in spans of characters.
 
@@ -297,22 +289,29 @@ class Tokenizer:
         edits = [(start, end, _name(id_)) for id_, start, end in self.control_spans(text)]
         if _GUARD in text:
             edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
-        parts, place, growth = [], 0, [0]
+        parts, place = [], 0
         for start, end, name in edits:
             parts += [text[place:start], name]
             place = end
-            growth.append(growth[-1] + len(name) - (end - start))
-        named, starts = "".join([*parts, text[place:]]), [start for start, *_ in edits]
-        encoded = self._fast.encode(named, add_special_tokens=False)
-        ids: list[int] = encoded.ids
-        trained = [False] * len(ids)
-        for span in spans:
-            begin, stop = (place + growth[bisect_left(starts, place)] for place in span)
-            first, end = (_token_at(encoded, place, len(named), len(ids)) for place in (begin, stop))
-            while end < len(ids) and (encoded.token_to_chars(end) or (stop, stop))[0] < stop:
-                end += 1
-            trained[first:end] = [True] * (end - first)
-        return ids, trained
+        named = "".join([*parts, text[place:]])
+        ids: list[int] = self._fast.encode_batch_fast([named], add_special_tokens=False)[0].ids
+        trained = np.zeros(len(ids), bool)
+        if not spans:
+            return ids, trained.tolist()
+        edges = [edge for span in spans for edge in span]
+        sizes = self._written_bytes[ids]
+        if self._exact and sizes.sum() == len(text.encode()):  # a quarter faster than asking for their places
+            stops = np.cumsum(sizes)
+            starts = stops - sizes
+            places = np.array([len(text[:edge].encode()) for edge in edges])
+        else:
+            encoded = self._fast.encode(named, add_special_tokens=False)
+            starts, stops = np.array(encoded.offsets).T
+            growth = np.cumsum([0, *(len(name) - (end - start) for start, end, name in edits)])
+            places = edges + growth[np.searchsorted([start for start, *_ in edits], edges)]
+        for begin, stop in places.reshape(-1, 2):
+            trained[np.searchsorted(stops, begin, side="right") : np.searchsorted(starts, stop)] = True
+        return ids, trained.tolist()
 
     # ---- ids to text ----
 
@@ -345,6 +344,14 @@ class Tokenizer:
         ends[-1:] = [len(text)] if ends else []
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
         return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
+
+    @cached_property
+    def _written_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """`piece_bytes`, with those that control tokens are spelled with."""
+        sizes = self.piece_bytes.copy()
+        for content, id_ in self.controls.items():
+            sizes[id_] = len(content.encode())
+        return sizes
 
     @cached_property
     def _spells_everything(self) -> bool:
@@ -440,12 +447,6 @@ def _plain(text: str) -> str:
 def _name(id_: int) -> str:
     """How a control token is spelled where no text can spell it."""
     return f"{_MARK}{id_}{_MARK}"
-
-
-def _token_at(encoded: Any, place: int, end: int, tokens: int) -> int:
-    """The token that holds the first character in [place, end) that has one; `tokens` if none has."""
-    places = map(encoded.char_to_token, range(place, end))
-    return next((token for token in places if token is not None), tokens)
 
 
 def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from affinage.model.forward import from_nnx as from_nnx
 from affinage.model.forward import init_cache as init_cache
 from affinage.model.forward import init_params as init_params
 from affinage.model.forward import logical_axes as logical_axes
-from affinage.model.forward import matrices as matrices
 from affinage.model.forward import to_nnx as to_nnx
 from affinage.model.graph import Graph as Graph
 from affinage.model.graph import Node as Node

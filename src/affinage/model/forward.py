@@ -35,11 +35,6 @@ def decayed(graph: Declared) -> PyTree:
     return map_parameters(lambda _, p: p.decay, graph.parameters)
 
 
-def matrices(graph: Declared) -> PyTree:
-    """For every hidden layer's matrix (dimensions of its input, of its output); None for all other parameters."""
-    return map_parameters(lambda _, p: (p.inputs, p.outputs) if p.inputs else None, graph.parameters)
-
-
 def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) -> PyTree:
     """First values of all parameters; each depends on the key and its own name only. Can be jitted and sharded."""
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from affinage.config.data import POCKET_WORLD
+from affinage.config.data import POCKET_BYTES, POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
@@ -15,12 +15,13 @@ from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, is_task_file, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
-from affinage.pipeline import steps_data, steps_eval, steps_train
 from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_fingerprint
-from affinage.pipeline.models import EVALUATIONS
+from affinage.pipeline.models import EVALUATIONS, ROWS
 from affinage.pipeline.sources import task_files
-from affinage.pipeline.step import Step, StepContext, Summary
-from affinage.plugins import load_plugins, plugin_sources
+from affinage.pipeline.step import Step, StepContext, Summary, lazily
+from affinage.registry import load_plugins, plugin_sources
+
+_of_data, _of_train, _of_eval = (partial(lazily, f"steps_{name}") for name in ("data", "train", "eval"))
 
 
 def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] | None = None) -> list[Step]:
@@ -33,12 +34,15 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     recipe = loaded.recipe
     load_plugins(loaded)
     begun = initial_fingerprint(loaded)  # of the imported model that the recipe begins with
-    trains = bool(begun and _tunings(recipe)) or (recipe.data is not None and recipe.pretrain is not None)
+    trained = [name for name in recipe.trainings if recipe.data is not None or name != "pretrain"]
+    trains = bool(trained) and (bool(begun) or trained[0] == "pretrain")
     if recipe.data is None and not trains:
         return []
     steps = list(_data_steps(recipe, begun))
     if trains:
-        steps += [*_tuning_data_steps(loaded), *_training_steps(loaded, begun), *_result_steps(recipe)]
+        # Tuning data comes before the long pretraining, so that a mistake in the conversations is found in time.
+        steps += [_tuning_data_step(loaded, section, tuning) for section, tuning in _tunings(recipe).items()]
+        steps += [*_training_steps(loaded, trained, begun), *_result_steps(recipe, trained)]
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
     if report is not None:
         config = _part(recipe, "name", "description", "report")
@@ -49,48 +53,51 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
 
 
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
-    data, own = recipe.data, steps_data
-    if uses_pocket_world(recipe):
-        size = {"data": {"sources": {"max_bytes": own.pocket_bytes(recipe)}}}
-        yield Step("synthesize", own.synthesize, _part(recipe, "seed") | size)
+    data = recipe.data
+    worlds = [source.path for source in recipe.data.sources] if recipe.data else []
+    tuned = any(tuning.from_world for tuning in _tunings(recipe).values())
+    if tuned or POCKET_WORLD in (*worlds, *_tasks(recipe, monitored=True)):
+        sources = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
+        size = max((source.max_bytes or POCKET_BYTES for source in sources), default=POCKET_BYTES)
+        config: dict[str, Any] = {"data": {"sources": {"max_bytes": size}}, **_part(recipe, "seed")}
+        yield Step("synthesize", _of_data("synthesize", size=size), config)
     if data is None:  # an imported model is only fine-tuned
-        yield Step("train-tokenizer", own.base_tokenizer, {}, sources=begun, version=2)
+        yield Step("train-tokenizer", _of_data("base_tokenizer"), {}, sources=begun, version=2)
         return
     more: dict[str, Any] = {"version": 4, "resumable": True}
+    check = _of_data("check_ingest")
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
-    config = _json(data, "sources", "root", "mirror", "sample", "on_error")
-    world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
-    check: Callable[[LoadedRecipe], None] = own.check_ingest
-    yield Step("ingest", own.ingest, {"data": config}, world, files=files, check=check, **more)
-    config = {"data": _json(data, "filters", "languages")}
-    yield Step("filter", own.filter_documents, config, ("ingest",), check=own.check_filter, **more)
+    config = _part(data, "sources", "root", "mirror", "sample", "on_error")
+    inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
+    yield Step("ingest", _of_data("ingest"), {"data": config}, inputs, files=files, check=check, **more)
+    config = {"data": _part(data, "filters", "languages")}
+    yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **more)
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
         files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
-        yield Step("dedup", own.dedup, {"data": _json(data, "dedup")}, last, files=files, **more)
+        yield Step("dedup", _of_data("dedup"), {"data": _part(data, "dedup")}, last, files=files, **more)
         last = ("dedup",)
     if contamination_targets(recipe):
         config, files = _searched(recipe)
-        check = own.check_decontaminate
-        yield Step("decontaminate", own.decontaminate, config, last, files=files, check=check, **more)
+        check = _of_data("check_decontaminate")
+        yield Step("decontaminate", _of_data("decontaminate"), config, last, files=files, check=check, **more)
         last = ("decontaminate",)
-    config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    yield Step("split", own.split, config, last, **more)
+    yield Step("split", _of_data("split"), {"data": _part(data, "split"), **_part(recipe, "seed")}, last, **more)
     if begun:
-        yield Step("train-tokenizer", own.base_tokenizer, {}, ("split",), sources=begun, version=2)
+        yield Step("train-tokenizer", _of_data("base_tokenizer"), {}, ("split",), sources=begun, version=2)
     else:
-        config = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
-        yield Step("train-tokenizer", own.train_tokenizer, config, ("split",), version=2)
-    config, read = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", own.tokenize, config, read, version=4, check=own.check_tokenize, resumable=True)
+        config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
+        yield Step("train-tokenizer", _of_data("train_tokenizer"), config, ("split",), version=2)
+    config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
+    yield Step("tokenize", _of_data("tokenize"), config, inputs, check=_of_data("check_tokenize"), **more)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings and files that decide which items of benchmarks text must not hold."""
     assert recipe.data is not None and recipe.data.decontaminate is not None
     settings = recipe.data.decontaminate
-    config: dict[str, Any] = {"data": _json(recipe.data, "decontaminate")}
+    config: dict[str, Any] = {"data": _part(recipe.data, "decontaminate")}
     files = [*task_files(filter(is_task_file, contamination_targets(recipe))), *settings.benchmark_files]
     if settings.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
@@ -98,63 +105,60 @@ def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
     return config, tuple(files)
 
 
-def _tuning_data_steps(loaded: LoadedRecipe) -> Iterator[Step]:
-    """They come before the long pretraining, so that a mistake in the conversations is found in time."""
+def _tuning_data_step(loaded: LoadedRecipe, section: str, tuning: TuningSettings) -> Step:
     recipe = loaded.recipe
-    for section, tuning in _tunings(recipe).items():
-        config = {section: _json(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
-        if section == "dpo":
-            config["dpo"]["system_prompt"] = recipe.chat_system_prompt
-        if recipe.chat_template == "tokenizer":  # the tokenizer's key holds which one that is
-            config["chat_template"] = recipe.chat_template
-        elif (template := chat_template_of(loaded, None)) is not None:
-            config["chat_template"] = template
-        if tuning.seq_len is None:
-            config["packing"] = _json(recipe.packing, "seq_len")
-        sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
-        files = tuple(location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror))
-        if contamination_targets(recipe):
-            searched, item_files = _searched(recipe)
-            config, files = config | searched, files + item_files
-        yield Step(
-            steps_train.ROWS[section],
-            partial(steps_data.tuning_data, section=section),
-            config,
-            ("train-tokenizer", *_if(tuning.from_world, "synthesize")),
-            version=4,
-            files=files,
-            check=partial(steps_data.check_tuning_data, section=section),
-            resumable=True,
-        )
+    config: dict[str, Any] = {section: _part(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
+    if section == "dpo":
+        config["dpo"]["system_prompt"] = recipe.chat_system_prompt
+    # Of the tokenizer's own template, the tokenizer's key holds which one that is.
+    of_tokenizer = recipe.chat_template == "tokenizer"
+    if (template := "tokenizer" if of_tokenizer else chat_template_of(loaded, None)) is not None:
+        config["chat_template"] = template
+    if tuning.seq_len is None:
+        config["packing"] = _part(recipe.packing, "seq_len")
+    places = [source for source in tuning.sources if not is_on_hub(source, tuning.mirror)]
+    files = tuple(location(place, tuning.root, tuning.mirror) for place in places)
+    if contamination_targets(recipe):
+        searched, item_files = _searched(recipe)
+        config, files = config | searched, files + item_files
+    return Step(
+        ROWS[section],
+        _of_data("tuning_data", section=section),
+        config,
+        ("train-tokenizer", *(["synthesize"] if tuning.from_world else [])),
+        version=4,
+        files=files,
+        check=_of_data("check_tuning_data", section=section),
+        resumable=True,
+    )
 
 
-def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Step]:
+def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, str]) -> Iterator[Step]:
     recipe, before = loaded.recipe, tuple[str, ...]()  # the training before
-    for name in _trained(recipe):
+    for name in trained:
         settings = getattr(recipe, name)
-        check = partial(steps_train.check_training, name=name)
-        inputs: tuple[str, ...] = (*before, steps_train.ROWS[name], "train-tokenizer")
+        check = _of_train("check_training", name=name)
+        inputs: tuple[str, ...] = (*before, ROWS[name], "train-tokenizer")
         config, files = {**_part(recipe, "model", "seed"), name: settings.deciding()}, tuple[str, ...]()
         if recipe.dpo is not None and name == "dpo":
             config["dpo"]["system_prompt"] = recipe.chat_system_prompt
-            if recipe.dpo.precompute_ref_log_probs:
-                of_reference = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
-                how: dict[str, Any] = {"version": 2, "sources": begun, "check": check, "distributed": True}
-                yield Step("ref-logprobs", steps_train.ref_logprobs, of_reference, inputs, **how)
-                inputs += ("ref-logprobs",)
+            of_reference = {**_part(recipe, "model"), "dpo": _part(recipe.dpo, "precision", "from_step")}
+            how: dict[str, Any] = {"version": 2, "sources": begun, "check": check, "distributed": True}
+            yield Step("ref-logprobs", _of_train("ref_logprobs"), of_reference, inputs, **how)
+            inputs += ("ref-logprobs",)
         if name != "pretrain" and settings.monitor is not None:  # the monitor of a pretraining decides nothing
-            inputs += _if(any(map(of_pocket_world, settings.monitor.tasks)), "synthesize")
+            inputs += ("synthesize",) if any(map(of_pocket_world, settings.monitor.tasks)) else ()
             files = (*task_files(filter(is_task_file, settings.monitor.tasks)), *_item_files(settings.monitor))
         yield Step(
             name,
-            steps_train.train,
+            _of_train("train"),
             config,
             inputs,
-            version=5 if name == "dpo" else 4,
+            version=5,
             files=files,
             sources=begun | extension_fingerprint(loaded, name),
             check=check,
-            setup=steps_train.bring_from_remote,
+            setup=_of_train("bring_from_remote"),
             distributed=True,
             has_progress=True,
             resumable=True,
@@ -162,57 +166,47 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> Iterator[Ste
         before, begun = (name,), {}
 
 
-def _result_steps(recipe: Recipe) -> Iterator[Step]:
-    trained, evaluate = _trained(recipe), recipe.evaluate
-    evaluations: tuple[str, ...] = ()
+def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
+    evaluate = recipe.evaluate
+    inputs = (*(["split"] if recipe.data is not None else []), "train-tokenizer", *trained)  # of the export
     if evaluate is not None:
-        config = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "data_dir"})}
+        config = {"evaluate": evaluate.model_dump(mode="json", exclude={"data_dir"})}
         decontaminate = recipe.data.decontaminate if recipe.data else None
         if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
             # How items are found in the text; otherwise the same settings have decided over the text itself.
-            config["data"] = {"decontaminate": _json(decontaminate, "n_grams", "min_words", "boilerplate")}
-        read = ("train-tokenizer", *_if(POCKET_WORLD in _tasks(recipe), "synthesize"))
-        read += _if(evaluate.compressors and recipe.data is not None, "split")
+            config["data"] = {"decontaminate": _part(decontaminate, "n_grams", "min_words", "boilerplate")}
+        read = ["train-tokenizer", *(["synthesize"] if POCKET_WORLD in _tasks(recipe) else [])]
+        read += ["split"] if evaluate.compressors and recipe.data is not None else []
         for training in trained:
             yield Step(
                 EVALUATIONS[training],
-                partial(steps_eval.evaluate, training=training),
-                {**config, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
+                _of_eval("evaluate", training=training),
+                {**config, "report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")},
                 (training, *read),
                 version=3,
                 files=(*task_files(filter(is_task_file, _tasks(recipe))), *_item_files(evaluate)),
-                check=steps_eval.check_evaluate,
+                check=_of_data("check_benchmarks", section=("evaluate",)),
                 resumable=True,
                 distributed=True,
             )
-            evaluations += (EVALUATIONS[training],)
+            inputs += (EVALUATIONS[training],)  # the card has their scores
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")
-        inputs = (*_if(recipe.data is not None, "split"), "train-tokenizer", *trained)
-        inputs += evaluations  # the card has their scores
-        yield Step("export", steps_eval.export, config, inputs, version=3, check=steps_eval.check_export)
+        yield Step("export", _of_eval("export"), config, inputs, version=3, check=_of_eval("check_export"))
 
 
 # ---- what a recipe reads ----
 
 
-def uses_pocket_world(recipe: Recipe) -> bool:
-    """Whether any text, conversation or benchmark of the recipe comes from the pocket world."""
-    sources = [source.path for source in recipe.data.sources] if recipe.data else []
-    tuned = any(tuning.from_world for tuning in _tunings(recipe).values())
-    return tuned or POCKET_WORLD in (*sources, *_tasks(recipe, monitored=True))
-
-
 def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
-    sources = [(each, recipe.data.root, recipe.data.mirror) for each in recipe.data.sources] if recipe.data else []
-    for tuning in _tunings(recipe).values():
-        sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
-    here = all(each.data_dir is not None for each in _benchmark_settings(recipe))
+    readers = [each for each in (recipe.data, *_tunings(recipe).values()) if each is not None]
+    sources = [(source, each.root, each.mirror) for each in readers for source in each.sources]
     files = [task for task in _tasks(recipe, monitored=True) if is_task_file(task)]
     named = [task for task in _tasks(recipe, monitored=True) if task != POCKET_WORLD and task not in files]
     if recipe.data and recipe.data.decontaminate:
         files += [path for path in recipe.data.decontaminate.benchmark_files if path.endswith((".yaml", ".yml"))]
+    here = all(each.data_dir is not None for each in _benchmark_settings(recipe, monitored=True))
     return (
         not any(is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
         and not any(of_the_hub(from_home(path)) for path in files)
@@ -233,38 +227,20 @@ def contamination_targets(recipe: Recipe) -> list[str]:
     return [*benchmarks, *decontaminate.benchmark_files]
 
 
-def warnings(loaded: LoadedRecipe) -> Iterator[str]:
-    """A sentence for each setting about the pocket world, whose facts are not in a text of the user's."""
-    recipe = loaded.recipe
-    if recipe.data is None or any(source.path == POCKET_WORLD for source in recipe.data.sources):
-        return
-    for section, tuning in _tunings(recipe).items():
-        if tuning.from_world:
-            yield f"the text is yours, but {section} teaches facts of the pocket world: set {section}.sources"
-    if POCKET_WORLD in _tasks(recipe, monitored=True):
-        yield "the text is yours, but the benchmarks ask for facts of the pocket world: set evaluate.tasks"
-
-
 def _tunings(recipe: Recipe) -> dict[str, TuningSettings]:
     sections = {"sft": recipe.sft, "dpo": recipe.dpo}
     return {name: tuning for name, tuning in sections.items() if tuning is not None}
 
 
-def _trained(recipe: Recipe) -> list[str]:
-    """The trainings of the recipe that run: without text there is no pretraining."""
-    return [name for name in recipe.trainings if recipe.data is not None or name != "pretrain"]
-
-
-def _benchmark_settings(recipe: Recipe) -> list[Any]:
-    """The settings of the evaluation and of the monitors."""
-    settings = [recipe.evaluate, *(getattr(recipe, name).monitor for name in recipe.trainings)]
-    return [each for each in settings if each is not None]
+def _benchmark_settings(recipe: Recipe, *, monitored: bool) -> list[Any]:
+    """The settings of the evaluation, and with `monitored` of the monitors."""
+    monitors = [getattr(recipe, name).monitor for name in recipe.trainings] if monitored else []
+    return [each for each in (recipe.evaluate, *monitors) if each is not None]
 
 
 def _tasks(recipe: Recipe, *, monitored: bool = False) -> tuple[str, ...]:
-    """The tasks of the recipe's evaluation, and with `monitored` of its monitors; the pocket world's by one name."""
-    settings = _benchmark_settings(recipe) if monitored else filter(None, [recipe.evaluate])
-    tasks = [task for each in settings for task in each.tasks]
+    """The tasks of `_benchmark_settings`; the pocket world's by one name."""
+    tasks = [task for each in _benchmark_settings(recipe, monitored=monitored) for task in each.tasks]
     return tuple(dict.fromkeys(POCKET_WORLD if of_pocket_world(task) else task for task in tasks))
 
 
@@ -275,13 +251,5 @@ def _item_files(benchmarks: Any) -> list[str]:
     return [str(file) for file in files_of(benchmarks.tasks, benchmarks.data_dir)]
 
 
-def _if(condition: bool, name: str) -> tuple[str, ...]:
-    return (name,) if condition else ()
-
-
-def _json(settings: Settings, *names: str) -> dict[str, Any]:
+def _part(settings: Settings, *names: str) -> dict[str, Any]:
     return settings.model_dump(mode="json", include=set(names))
-
-
-def _part(recipe: Recipe, *names: str) -> dict[str, Any]:
-    return recipe.model_dump(mode="json", include=set(names))

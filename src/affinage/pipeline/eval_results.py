@@ -9,34 +9,34 @@ import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from affinage.checkpoint.metadata import fingerprint
+from affinage.checkpoint.store import complete_steps
 from affinage.config.data import DecontaminateSettings
-from affinage.pipeline.models import (
-    EVALUATIONS,
-    ITEMS,
-    MODEL,
-    TRAININGS,
-    Target,
-    averaged_steps,
-    checkpoints_of,
-    locate,
-    made_from,
-    recorded,
-    resolve,
-    untrained,
+from affinage.data.atomic import write_atomically
+from affinage.data.benchmark_items import BenchmarkItem
+from affinage.data.contamination import (
+    Contamination,
+    Occurrences,
+    contamination,
+    count_occurrences,
+    texts_of_documents,
+    texts_of_rows,
 )
+from affinage.data.overlap import ItemIndex
+from affinage.data.tokenizer import Tokenizer
+from affinage.evaluation.results import STATE, read_results
+from affinage.pipeline import models
+from affinage.pipeline.models import EVALUATIONS, ITEMS, MODEL, TRAININGS, Target
 from affinage.pipeline.sources import fingerprints
-from affinage.pipeline.store import read_manifest, read_request
-
-if TYPE_CHECKING:
-    from affinage.data.benchmark_items import BenchmarkItem
-    from affinage.data.contamination import Contamination, Occurrences
-    from affinage.data.overlap import ItemIndex
-    from affinage.evaluation.run import Seen
+from affinage.pipeline.store import read_request
 
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
 _VERSION = 1  # of the code that searches the training text
+Search = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the training text
 
 
 def eval_results(name: str, runs: Path) -> Path | None:
@@ -44,9 +44,7 @@ def eval_results(name: str, runs: Path) -> Path | None:
 
     Of a model, the results of `affinage eval` come before those of its run's own evaluation.
     """
-    from affinage.evaluation.results import STATE, read_results
-
-    target = resolve(name, runs)
+    target = models.resolve(name, runs)
     folders = [target.path]
     if target.kind != "result":
         folder, run = results_folder(name, runs), target.path
@@ -61,7 +59,7 @@ def eval_results(name: str, runs: Path) -> Path | None:
 
 def results_folder(name: str, runs: Path) -> Path:
     """Where `affinage eval` keeps the results of a model; another name than its path has a hash of the path."""
-    target = resolve(name, runs)
+    target = models.resolve(name, runs)
     step = "" if target.step is None else f"@{target.step}".replace(":", "-")
     path = os.path.abspath(target.path).removeprefix(f"{os.path.abspath(runs)}/")
     called = re.sub(r"[^A-Za-z0-9._-]+", "-", path.rpartition("/")[2] if path.startswith("/") else path)
@@ -72,68 +70,51 @@ def results_folder(name: str, runs: Path) -> Path:
 
 def model_fingerprint(target: Target, runs: Path) -> str:
     """A hash that tells a model from what it was or will be, without reading its weights."""
-    from affinage.checkpoint.metadata import fingerprint
-    from affinage.checkpoint.store import complete_steps
-
-    folder, step = locate(target, runs)
+    folder, step = models.locate(target, runs)
     if target.kind == "hub":
         files = [file for file in sorted(folder.iterdir()) if file.suffix in _OF_A_MODEL and file.is_file()]
         parts = [[Path(file).name, digest] for file, digest in fingerprints(map(str, files)).items()]
     else:
-        checkpoints = checkpoints_of(folder, step)
-        steps = averaged_steps(step, complete_steps(checkpoints))
+        checkpoints = models.checkpoints_of(folder, step)
+        steps = models.averaged_steps(step, complete_steps(checkpoints))
         parts = [[str(each), fingerprint(checkpoints / str(each))] for each in steps]
         parts += [["average", step]] if isinstance(step, str) else []
         parts.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
-def is_evaluated(run: Path) -> bool:
-    """Whether all trainings of a run are complete and evaluated."""
-    recipe = recorded(run)
-    trained = [name for name in TRAININGS if recipe.get(name) is not None and read_manifest(run / name)]
-    evaluated = all(read_manifest(run / EVALUATIONS[name]) for name in trained)
-    return evaluated and not untrained(run) and recipe.get("evaluate") is not None
-
-
-def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> "Seen | None":
+def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> Search | None:
     """What finds items in the documents and conversations of a training and of those before it; None if there are none.
 
     `settings` decide what is a match; by default they are those of decontamination.
     """
-    split, tokenizer = made_from(training, "split"), made_from(training, "train-tokenizer")
-    chats = [folder for step in ("sft-data", "preference-data") if (folder := made_from(training, step)) is not None]
+    split, tokenizer = models.made_from(training, "split"), models.made_from(training, "train-tokenizer")
+    chats = [
+        folder for step in ("sft-data", "preference-data") if (folder := models.made_from(training, step)) is not None
+    ]
     if split is None and not (chats and tokenizer):
         return None
 
-    def search(items: "Iterable[BenchmarkItem]") -> "Contamination":
-        from affinage.data.contamination import contamination, texts_of_documents, texts_of_rows
-        from affinage.data.overlap import ItemIndex
-        from affinage.data.tokenizer import Tokenizer
-
+    def search(items: Iterable[BenchmarkItem]) -> Contamination:
         chosen = settings or DecontaminateSettings()
         index, counts = ItemIndex(items, chosen), []
         if split is not None:
             counts.append(_counted(index, [split], partial(texts_of_documents, split / "train")))
-        for chat in chats if tokenizer is not None else ():
-            texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
-            counts.append(_counted(index, [chat, tokenizer], texts))
+        if tokenizer is not None:
+            for chat in chats:
+                texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
+                counts.append(_counted(index, [chat, tokenizer], texts))
         return contamination(index, counts, chosen)
 
     return search
 
 
-def _counted(index: "ItemIndex", read: list[Path], texts: Callable[[], Any]) -> "Occurrences":
+def _counted(index: ItemIndex, read: list[Path], texts: Callable[[], Any]) -> Occurrences:
     """The counts of a search of the texts of the results `read`.
 
     A search of a corpus takes long, so its counts are stored for every other model that was trained on the same text.
     """
-    import numpy as np
-
-    from affinage.data.atomic import write_atomically
-    from affinage.data.contamination import Occurrences, count_occurrences
-
-    keys = [request[1] for folder in read if (request := read_request(folder)) is not None]
+    keys = [request.key for folder in read if (request := read_request(folder)) is not None]
     words = index.keys.tobytes() + index.lengths.tobytes()
     digest = hashlib.sha256(words + " ".join([str(_VERSION), *keys]).encode()).hexdigest()
     file = read[0].resolve().parent / f"contamination-{digest[:12]}.npz"

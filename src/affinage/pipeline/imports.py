@@ -17,7 +17,6 @@ import yaml
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
 from affinage.pipeline.models import MODEL, RELEASE, TOKENIZER, chat_of_hub
-from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import write_json
 from affinage.results import read_json
 
@@ -26,7 +25,7 @@ _TEMPLATE = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
 #   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
-#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, once there are conversations
+#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with `sft` uncommented
 {settings}
 data:
   sources: [my_text/]
@@ -62,6 +61,7 @@ def import_model(
     from affinage.data.tokenizer import add_chat_tokens
     from affinage.hub.read import read_hub_folder, release_in
     from affinage.hub.vocabulary import with_ids
+    from affinage.pipeline.opening import fitting_tokenizer
 
     model = read_hub_folder(source)
     tokenizer, digest = fitting_tokenizer(source, model.graph.vocabulary), model.weights.digest()

@@ -4,19 +4,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from affinage.data.dataloader import DataLoader, read_rows
+from affinage.data.documents import read_documents
+from affinage.data.lineage import occurrences, rows_of_document, spans_of_row, token_ranges
+from affinage.data.tokenize import UNDETERMINED, group_name
+from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.pipeline.models import made_from, recorded
-from affinage.pipeline.steps_train import FEED, ROWS
+from affinage.pipeline.models import FEED, ROWS, made_from, recorded
 from affinage.pipeline.store import read_manifest
 from affinage.results import DOCUMENT_STEPS, DocumentsResult, read_json, read_result
-
-if TYPE_CHECKING:
-    from affinage.data.dataloader import DataLoader
-    from affinage.data.tokenizer import Tokenizer
+from affinage.training.health import data_offset_at
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,14 @@ class TrainingRows:
         return result
 
     @cached_property
-    def feed(self) -> "DataLoader":
+    def feed(self) -> DataLoader:
         """The batches of the training."""
-        from affinage.data.dataloader import DataLoader
-
         facts = self.facts
         return DataLoader(self.folder / "train", seed=facts["seed"], batch=facts["batch"], mixture=facts["mixture"])
 
     @cached_property
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer of the rows."""
-        from affinage.data.tokenizer import Tokenizer
-
         return Tokenizer(self._existing(made_from(self.folder, "train-tokenizer")))
 
     def where(self, step: int, row: int | None = None) -> list[dict[str, Any]]:
@@ -72,10 +69,6 @@ class TrainingRows:
         Returns {row, folder, number, documents: [{id, source, url, start, stop, offset}]} for each row; for one row its
         documents also have `text`. Raises UserError for steps and rows that do not exist.
         """
-        from affinage.data.dataloader import read_rows
-        from affinage.data.lineage import spans_of_row
-        from affinage.training.health import data_offset_at
-
         if not 1 <= step <= self.facts["steps"]:
             raise UserError(f"there is no step {step}", fix=f"This training has the steps 1 to {self.facts['steps']}.")
         if row is not None and not 0 <= row < self.feed.batch_size:
@@ -98,38 +91,28 @@ class TrainingRows:
 
         Yields {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
-        from affinage.data.lineage import occurrences, rows_of_document, token_ranges
-        from affinage.data.tokenize import UNDETERMINED, group_name
-
         split = self._existing(made_from(self.folder, "split"))
         for part in ("train", "validation"):
             for document, places in occurrences(split / part, text):
                 facts = {name: document[name] for name in ("id", "source", "language", "url")}
                 rows = []
                 if part == "train":
-                    source = document["source"]
-                    folder = group_name(source, document["language"] or UNDETERMINED)
+                    folder = group_name(document["source"], document["language"] or UNDETERMINED)
                     ranges = token_ranges(document, places, len(text), self.tokenizer)
-                    for number in rows_of_document(
-                        self.feed.shards[folder], document["id"], document["source"], ranges
-                    ):
+                    shards = self.feed.shards[folder]
+                    for number in rows_of_document(shards, document["id"], document["source"], ranges):
                         steps = [step + 1 for step in self.feed.steps_of(folder, number, self.facts["steps"])]
                         rows.append({"folder": folder, "number": number, "steps": steps})
                 yield {**facts, "part": part, "occurrences": len(places), "rows": rows}
 
 
-def documents(
-    run: Path, step: str, *, part: str | None = None, source: str | None = None, language: str | None = None
-) -> Iterator[dict[str, Any]]:
+def documents(run: Path, step: str, part: str | None = None) -> Iterator[dict[str, Any]]:
     """The documents that a step passed on, in their order; of `split` also `part`, which is train or validation."""
-    from affinage.data.documents import read_documents
-
     _result_of(run, step)
     for name in ("train", "validation") if step == "split" else ("",):
         for batch in read_documents(run / step / name) if part in (None, name) else ():
             for document in batch.to_pylist():
-                if source in (None, document["source"]) and language in (None, document["language"]):
-                    yield ({"part": name} if name else {}) | document
+                yield ({"part": name} if name else {}) | document
 
 
 def removed(run: Path, step: str, reason: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, load_saved, packaged_recipes
+from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, packaged_recipes
 from affinage.config.recipe import SCRATCH_LICENSE
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import Store, read_manifest, read_request
@@ -27,6 +27,8 @@ RELEASE = "release"  # in model.json: what the import says of its license and sa
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 RECIPE, COMMAND = "recipe.json", "run.json"  # of a run: its settings, and the command that made it
 ITEMS = "items"  # of the results of an evaluation
+FEED = "feed.json"  # of a training: how to find the rows of a step again; the devices may have a part in the batch
+ROWS = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the step that makes a training's rows
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
 CHAT = ("dpo", "sft")  # those that make a chat model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
@@ -131,7 +133,8 @@ def recipe_of(
             raise UserError(f"`{target.name}` has no recipe", fix="Name a recipe or a run.")
         return load_recipe(target.path / "recipe.yaml", overrides)
     file = target.run / RECIPE
-    loaded, dropped = (load_recipe(file, overrides), []) if warn is None else load_saved(file, overrides)
+    dropped: list[str] = []
+    loaded = load_recipe(file, overrides, left_out=None if warn is None else dropped)
     if warn is not None and dropped:
         warn(f"{file} has settings of another version of affinage, which are left out: {', '.join(dropped)}")
     if loaded.recipe.name != target.run.name and not any(override.startswith("name=") for override in overrides):
@@ -163,10 +166,7 @@ def run_of(target: Target, runs: Path) -> Path:
 
 def recorded(run: Path) -> dict[str, Any]:
     """The settings that a run was last made with, as they were written; {} if it has none."""
-    settings = read_json(run / RECIPE)
-    if not settings and (run / RECIPE).is_file():
-        raise UserError("this file of the run is damaged", where=str(run / RECIPE), fix="Run its recipe again.")
-    return settings
+    return read_json(run / RECIPE)
 
 
 def trainings_of(run: Path) -> list[str]:
@@ -180,10 +180,18 @@ def untrained(run: Path) -> dict[str, str]:
     for name in reversed(TRAININGS):
         planned = recipe.get(name) is not None and (name != "pretrain" or recipe.get("data") is not None)
         if planned and read_manifest(run / name) is None:
-            steps = read_json(run / name / "feed.json").get("steps")
+            steps = read_json(run / name / FEED).get("steps")
             step = max((line.get("step", 0) for line in read_json_lines(run / name / "metrics.jsonl")), default=0)
             missing[name] = f"{name} (step {step:,} of {steps:,})" if steps and step else name
     return missing
+
+
+def is_evaluated(run: Path) -> bool:
+    """Whether all trainings of a run are complete and evaluated."""
+    recipe = recorded(run)
+    trained = [name for name in TRAININGS if recipe.get(name) is not None and read_manifest(run / name)]
+    evaluated = all(read_manifest(run / EVALUATIONS[name]) for name in trained)
+    return evaluated and not untrained(run) and recipe.get("evaluate") is not None
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
@@ -242,7 +250,7 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
     request = read_request(folder)
     if request is None or target.kind == "hub":
         return None
-    training, run = request[0].step, target.run
+    training, run = request.step, target.run
     name = target.name if target.step is None else target.name.rpartition("@")[0]
     if target.kind in ("run", "recipe"):
         run = run_of(target, runs)
@@ -252,7 +260,7 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
     return ModelState(
         model=f"{name}@{step}" if isinstance(step, str) else name,
         step=step if isinstance(step, int) else max(saved, default=0),
-        steps=(read_json(folder / "summary.json") or read_json(folder / "feed.json")).get("steps"),
+        steps=(read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps"),
         missing=() if run is None else tuple(each for each in untrained(run) if each in later),
     )
 
@@ -276,8 +284,7 @@ def averaged_steps(step: Checkpoint | None, complete: Sequence[int]) -> list[int
 
 def made_from(result: Path, step: str) -> Path | None:
     """The result of `step` that went into `result`, directly or through others; None if there was none."""
-    request = read_request(result)
-    for name, key in request[0].inputs.items() if request else ():
+    for name, key in request.inputs.items() if (request := read_request(result)) else ():
         read = Store(result.parent).find(name, key)
         source = read if name == step else made_from(read, step)
         if source is not None and source.is_dir():
@@ -292,8 +299,7 @@ def is_hub_folder(folder: Path) -> bool:
 
 def is_tuned(training: Path) -> bool:
     """Whether it is a fine-tuning to conversations, and not only a model with a chat template."""
-    request = read_request(training)
-    return request is not None and request[0].step in CHAT
+    return (request := read_request(training)) is not None and request.step in CHAT
 
 
 def is_chat(training: Path) -> bool:
@@ -328,25 +334,14 @@ def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, 
     return license or (release or {}).get("license"), (release or {}).get("sampling", {})
 
 
-def export_of(training: Path, run: Path) -> Path | None:
-    """The Hugging Face folder that the export step of `run` wrote of this training; None if it wrote none of it."""
-    export, trained = read_request(run / "export"), read_request(training)
-    if export is None or trained is None or read_manifest(run / "export") is None:
-        return None
-    last = next((name for name in TRAININGS if name in export[0].inputs), None)  # the one that is exported
-    same = last == trained[0].step and export[0].inputs.get(last) == trained[1]
-    return run / "export" / "model" if same else None
-
-
 def results_of(training: Path, run: Path) -> dict[str, Path]:
     """By step: what went into a training, the training itself, and how `run` has evaluated these trainings."""
     from affinage.report.facts import ORDER
 
-    request = read_request(training)
-    if request is None:
+    if (request := read_request(training)) is None:
         return {}
     results = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
-    results[request[0].step] = training
+    results[request.step] = training
     evaluated = {step for name, step in EVALUATIONS.items() if name in results and read_manifest(run / step)}
     return results | {step: run / step for step in evaluated}
 
@@ -360,10 +355,10 @@ def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
     """
     training, _ = locate(target, runs)
     request = read_request(training)
-    before = next((name for name in TRAININGS if request is not None and name in request[0].inputs), "")
+    before = next((name for name in TRAININGS if request is not None and name in request.inputs), "")
     base = made_from(training, before)
     if request is None or base is None:
         origin = str(read_json(training / MODEL).get(BEGUN_WITH, ""))
         return "", "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
-    step = request[0].settings.get(request[0].step, {}).get("from_step")
+    step = request.settings.get(request.step, {}).get("from_step")
     return str(base if target.run is None else target.run / before) + (f"@{step}" if step else ""), ""

@@ -7,22 +7,27 @@ item by item, by McNemar's exact test, corrected for the number of comparisons.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+from scipy.stats import binomtest
+
+from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
 from affinage.config.training import MonitorSettings, TrainSettings, TuningSettings
 from affinage.errors import UserError
+from affinage.generation.model import LoadedModel
+from affinage.hardware.chips import chip
+from affinage.model import Graph
+from affinage.parallel import MeshLayout, serving_table
 from affinage.pipeline.models import KEPT, made_from
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer
 from affinage.pipeline.store import write_json
 from affinage.results import read_json
-
-if TYPE_CHECKING:
-    from affinage.generation.model import LoadedModel
-    from affinage.model import Graph
-    from affinage.training.state import TrainState
+from affinage.training.state import TrainState, split_params
+from affinage.training.trainer import compute_dtype
 
 POINTS = "monitor.json"
 ANSWERS = "benchmarks.db"  # of the scores that are being computed
@@ -49,8 +54,8 @@ class BenchmarkMonitor:
         settings: MonitorSettings,
         folder: Path,
         steps: int,
-        score: "Callable[[TrainState, Stop], tuple[Metrics, Answers] | None]",
-        keep: "Callable[[int, TrainState], None]",
+        score: Callable[[TrainState, Stop], tuple[Metrics, Answers] | None],
+        keep: Callable[[int, TrainState], None],
     ) -> None:
         self.say: Callable[[str], None] = print
         self.settings, self.steps = settings, steps
@@ -62,7 +67,7 @@ class BenchmarkMonitor:
         """Whether benchmarks are scored after this step: regularly, and at the beginning and the end."""
         return step % self.settings.every_steps == 0 or step == self.steps
 
-    def look(self, step: int, state: "TrainState", stop: Stop) -> tuple[dict[str, Any] | None, str]:
+    def look(self, step: int, state: TrainState, stop: Stop) -> tuple[dict[str, Any] | None, str]:
         """The scores of a state, and why the training ends here; see `affinage.training.job.Monitor`."""
         point = next((point for point in self.points if point["step"] == step), None)
         if point is None:
@@ -120,8 +125,6 @@ def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
 
     McNemar's test, exact and one-sided: among the items whose answer changed, the new wrong ones are Binomial(n, 1/2).
     """
-    from scipy.stats import binomtest
-
     changes = [b - n for b, n in zip(before, now, strict=True) if b != n]
     return float(binomtest(changes.count(1), len(changes), alternative="greater").pvalue) if changes else 1.0
 
@@ -139,7 +142,7 @@ def right_items(lines: Sequence[Mapping[str, Any]]) -> list[int] | None:
 
 
 def monitor_of(
-    context: StepContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str = ""
+    context: StepContext, settings: TrainSettings, graph: Graph, length: int, system_prompt: str = ""
 ) -> BenchmarkMonitor | None:
     """The monitor of a training, which scores a model of `length` tokens of context; None if the settings have none."""
     monitor, key = settings.monitor, f"{context.step}.monitor.tasks"
@@ -148,18 +151,14 @@ def monitor_of(
     inputs = context.inputs
     world = inputs.get("synthesize") or (made_from(inputs["tokenize"], "synthesize") if "tokenize" in inputs else None)
 
-    def keep(step: int, state: "TrainState") -> None:
-        from affinage.checkpoint import CheckpointStore
-
+    def keep(step: int, state: TrainState) -> None:
         store = CheckpointStore(context.folder / KEPT, keep_last=1)
         store.save(step, {"params": state.params}, {"step": step})
         store.wait()
 
-    def score(state: "TrainState", stop: Stop) -> tuple[Metrics, Answers] | None:
+    def score(state: TrainState, stop: Stop) -> tuple[Metrics, Answers] | None:
         # Answers are stored as they come, under a fingerprint of the weights: a training that was stopped or killed
         # comes to the same weights again, bit for bit, and computes none twice.
-        import jax
-
         from affinage.evaluation.run import evaluate
         from affinage.evaluation.scoring import bytes_on_a_device, rows_that_fit
 
@@ -168,8 +167,23 @@ def monitor_of(
                 raise _Stopped
 
         lines: dict[str, list[dict[str, Any]]] = {}
-        model = _model_of(context, settings, graph, length, system_prompt, state)
-        weights = {id(leaf) for leaf in jax.tree.leaves(model.params)}
+        params = state.params  # they stay where they are; LoRA is merged into them
+        if isinstance(settings, TuningSettings) and settings.lora is not None:
+            like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
+            params = jax.jit(split_params(graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
+        sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
+        kind = next(iter(sharding.device_set)).device_kind
+        model = LoadedModel(
+            graph=graph,
+            params=params,
+            tokenizer=chat_tokenizer(context),
+            name=context.recipe.name,
+            context=length,
+            layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
+            system_prompt=system_prompt,
+            compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
+        )
+        weights = {id(leaf) for leaf in jax.tree.leaves(params)}
         beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in weights)
         try:
             results = evaluate(
@@ -197,38 +211,3 @@ def monitor_of(
         return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
 
     return BenchmarkMonitor(monitor, context.folder, settings.steps, score, keep)
-
-
-def _model_of(
-    context: StepContext,
-    settings: TrainSettings,
-    graph: "Graph",
-    length: int,
-    system_prompt: str,
-    state: "TrainState",
-) -> "LoadedModel":
-    """The model with the weights of a state, where they are; LoRA is merged into them."""
-    import jax
-
-    from affinage.generation.model import LoadedModel
-    from affinage.hardware.chips import chip
-    from affinage.parallel import MeshLayout, serving_table
-    from affinage.training.frozen import split_params
-    from affinage.training.trainer import compute_dtype
-
-    params = state.params
-    if isinstance(settings, TuningSettings) and settings.lora is not None:
-        like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
-        params = jax.jit(split_params(graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
-    sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
-    device = next(iter(sharding.device_set))
-    return LoadedModel(
-        graph=graph,
-        params=params,
-        tokenizer=chat_tokenizer(context),
-        name=context.recipe.name,
-        context=length,
-        layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
-        system_prompt=system_prompt,
-        compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
-    )

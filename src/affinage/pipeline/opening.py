@@ -3,52 +3,46 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from affinage.checkpoint import CheckpointStore
 from affinage.config.parallel import LogicalAxis, MeshAxis
+from affinage.config.training import LoraSettings, PrecisionSettings
+from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.pipeline.models import (
-    KEPT,
-    MODEL,
-    TOKENIZER,
-    Checkpoint,
-    Target,
-    averaged_steps,
-    chat_of_hub,
-    checkpoints_of,
-    is_hub_folder,
-    locate,
-    made_from,
-    resolve,
-)
+from affinage.generation.model import LoadedModel
+from affinage.hardware.chips import chip
+from affinage.hardware.devices import acquire
+from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
+from affinage.parallel import serving_layout
+from affinage.parallel.sharding import replicated
+from affinage.pipeline import models
+from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
 from affinage.pipeline.store import read_manifest
-from affinage.plugins import VARIABLE, load_named_plugins
+from affinage.registry import VARIABLE, load_named_plugins
 from affinage.results import read_json
+from affinage.training.state import kept_frozen
+from affinage.training.trainer import compute_dtype
 
-if TYPE_CHECKING:
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.generation.model import LoadedModel
-    from affinage.model import Adapters, Graph
-
-    Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
-    Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
-
+Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
+Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
 _ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"
 
 
-def open_model(name: str | Target, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
+def open_model(name: str | Target, runs: Path, *, mesh: Sizes | None = None) -> LoadedModel:
     """Load the model that a name stands for, split over devices along the axes of `mesh`; a copy on each without one.
 
     Raises:
         UserError: there is no such run, training or checkpoint, or the model cannot be split over the mesh.
     """
-    target = resolve(name, runs) if isinstance(name, str) else name
-    folder, step = locate(target, runs)
-    if is_hub_folder(folder):
+    target = models.resolve(name, runs) if isinstance(name, str) else name
+    folder, step = models.locate(target, runs)
+    if models.is_hub_folder(folder):
         return _open_hub_folder(folder, target.name, mesh)
-    places = [folder / TOKENIZER, made_from(folder, "train-tokenizer")]
-    places += [] if target.run is None else [target.run / "train-tokenizer"]  # of another version
-    tokenizer = next((place for place in places if place is not None and place.is_dir()), None)
+    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else models.made_from(folder, "train-tokenizer")
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
@@ -60,29 +54,25 @@ def load_trained(
     *,
     name: str,
     step: Checkpoint | None = None,
-    mesh: "Sizes | None" = None,
-    sharding: "Table | None" = None,
-) -> "LoadedModel":
+    mesh: Sizes | None = None,
+    sharding: Table | None = None,
+) -> LoadedModel:
     """Load a checkpoint of a training from its folder, the newest if `step` is None, with a tokenizer's folder.
 
     `name` is what messages and reports call the model, `mesh` and `sharding` are how the weights are split.
     """
-    from affinage.data.tokenizer import Tokenizer
-
     facts, graph = _facts_and_graph(folder)
     opened = Tokenizer(tokenizer)
     opened.use_template(facts.get("chat_template"))
     return _open(graph, partial(trained_params, folder, graph, step), facts, opened, name, mesh, sharding)
 
 
-def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedModel":
+def _open_hub_folder(folder: Path, name: str, mesh: Sizes | None) -> LoadedModel:
     """Read a Hugging Face folder as `affinage import` does, into the memory of the devices; nothing is written."""
-    import jax
-
     from affinage.hub.read import read_hub_folder
 
     model = read_hub_folder(folder)
-    system_prompt, template = chat_of_hub(folder)
+    system_prompt, template = models.chat_of_hub(folder)
     tokenizer = fitting_tokenizer(folder, model.graph.vocabulary)
     tokenizer.use_template(template)
 
@@ -93,10 +83,8 @@ def _open_hub_folder(folder: Path, name: str, mesh: "Sizes | None") -> "LoadedMo
     return _open(model.graph, params, facts, tokenizer, name, mesh)
 
 
-def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
+def fitting_tokenizer(source: Path, vocabulary: int) -> Tokenizer:
     """The tokenizer of a folder of the hub; UserError if it does not fit a model of `vocabulary` ids."""
-    from affinage.data.tokenizer import Tokenizer
-
     tokenizer = Tokenizer(source)
     is_stub = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2  # it only has unknown words
     if tokenizer.vocabulary > vocabulary or is_stub:
@@ -106,31 +94,22 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
 
 
 def _open(
-    graph: "Graph",
+    graph: Graph,
     params: Callable[[Any], Any],
     facts: Mapping[str, Any],
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     name: str,
-    mesh: "Sizes | None",
-    sharding: "Table | None" = None,
-) -> "LoadedModel":
+    mesh: Sizes | None,
+    sharding: Table | None = None,
+) -> LoadedModel:
     """A model with the `facts` of its model.json; `params` loads parameters, given abstract ones with shardings."""
-    import jax.numpy as jnp
-
-    from affinage.config.training import PrecisionSettings
-    from affinage.generation.model import LoadedModel
-    from affinage.hardware.chips import chip
-    from affinage.hardware.devices import acquire
-    from affinage.model import abstract_params, logical_axes
-    from affinage.parallel import serving_layout
-    from affinage.training.trainer import compute_dtype
-
-    precision = PrecisionSettings(**facts["precision"])
+    known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
+    precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
     return LoadedModel(
         graph=graph,
-        params=params(_sharded(abstract, shardings)),
+        params=params(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),
         layout=layout if layout.mesh.size > 1 else None,
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
         tokenizer=tokenizer,
@@ -140,16 +119,8 @@ def _open(
     )
 
 
-def _sharded(abstract: Any, shardings: Any) -> Any:
-    import jax
-
-    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)
-
-
-def _facts_and_graph(folder: Path) -> "tuple[dict[str, Any], Graph]":
+def _facts_and_graph(folder: Path) -> tuple[dict[str, Any], Graph]:
     """What the model.json of a training holds, and its graph."""
-    from affinage.model import parse
-
     load_named_plugins()
     facts = read_json(folder / MODEL)
     if not {"graph", "precision"} <= facts.keys():
@@ -164,17 +135,13 @@ def _facts_and_graph(folder: Path) -> "tuple[dict[str, Any], Graph]":
 # ---- weights ----
 
 
-def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
+def initial_params(folder: Path, graph: Graph) -> Callable[[Any], Any]:
     """A function that loads an imported model's weights as the parameters of `graph`, given with shardings.
 
     Raises UserError if the graph has other parameters than the model.
     """
-    import jax
 
-    from affinage.checkpoint import CheckpointStore
-    from affinage.model import abstract_params, parse
-
-    def shapes(of: "Graph") -> set[tuple[str, tuple[int, ...]]]:
+    def shapes(of: Graph) -> set[tuple[str, tuple[int, ...]]]:
         leaves = jax.tree.leaves_with_path(abstract_params(of))
         return {(jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape) for path, leaf in leaves}
 
@@ -186,17 +153,12 @@ def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
     return lambda abstract: store.restore_params(0, abstract)
 
 
-def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abstract: Any) -> Any:
+def trained_params(training: Path, graph: Graph, step: Checkpoint | None, abstract: Any) -> Any:
     """The weights of a training's model, with its adapters merged into them where it trained such.
 
     `step` is of the checkpoint, by default the one that stands for the training; `abstract` are the graph's parameters
     with shardings.
     """
-    import jax
-
-    from affinage.parallel.sharding import replicated
-    from affinage.training.frozen import kept_frozen
-
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     whole = replicated(jax.tree.leaves(shardings)[0].mesh)
     if (pair := _trained_adapters(training, graph, step, whole)) is None:
@@ -205,17 +167,16 @@ def trained_params(training: Path, graph: "Graph", step: Checkpoint | None, abst
     return jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)(kept_frozen(training, abstract), trained)
 
 
-def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Any]":
+def open_adapters(target: Target, runs: Path) -> tuple[Adapters, Any]:
     """The adapters that a training has trained, and their A and B.
 
     Raises:
         UserError: as `open_model`, and if it trained all weights.
     """
-    import jax
-
-    folder, step = locate(target, runs)
+    folder, step = models.locate(target, runs)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    pair = None if is_hub_folder(folder) else _trained_adapters(folder, _facts_and_graph(folder)[1], step, here)
+    is_hub = models.is_hub_folder(folder)
+    pair = None if is_hub else _trained_adapters(folder, _facts_and_graph(folder)[1], step, here)
     if pair is None:
         fix = "Adapters are trained with `sft.lora` or `dpo.lora`."
         raise UserError(f"`{target.name}` has no adapters: all its weights were trained", fix=fix)
@@ -223,21 +184,15 @@ def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Any]":
 
 
 def _trained_adapters(
-    training: Path, graph: "Graph", step: Checkpoint | None, sharding: Any
-) -> "tuple[Adapters, Any] | None":
+    training: Path, graph: Graph, step: Checkpoint | None, sharding: Any
+) -> tuple[Adapters, Any] | None:
     """The adapters that a training trained, and their A and B; None if it trained the weights themselves."""
-    import jax
-    import jax.numpy as jnp
-
-    from affinage.config.training import LoraSettings
-    from affinage.model import Adapters, abstract_params
-
     facts = read_json(training / MODEL)
     if facts.get("lora") is None:
         return None
     adapters = Adapters(graph, LoraSettings(**facts["lora"]))
     abstract = abstract_params(adapters, jnp.dtype(facts["precision"]["params"]))
-    return adapters, _restored(training, step, _sharded(abstract, jax.tree.map(lambda _: sharding, abstract)))
+    return adapters, _restored(training, step, jax.tree.map(lambda leaf: leaf.update(sharding=sharding), abstract))
 
 
 def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
@@ -245,12 +200,7 @@ def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
 
     Without a `step` they are those of the newest checkpoint; of a complete training, those of its last step.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from affinage.checkpoint import CheckpointStore
-
-    folder = checkpoints_of(training, step)
+    folder = models.checkpoints_of(training, step)
     store = CheckpointStore(folder)
     if step == "ema":
         return store.restore_params(None, abstract, "ema_params")
@@ -258,7 +208,7 @@ def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
         if step is None and folder.name != KEPT and read_manifest(training) is not None:
             step = read_json(training / "summary.json").get("steps")
         return store.restore_params(step, abstract)
-    steps, wanted = averaged_steps(step, store.steps()), int(step.partition(":")[2])
+    steps, wanted = models.averaged_steps(step, store.steps()), int(step.partition(":")[2])
     if len(steps) < wanted:
         fix = "Average fewer, or have a training keep more: runtime.checkpoint.keep_last."
         raise UserError(f"there are {len(steps)} checkpoints, not {wanted}", where=str(folder), fix=fix)

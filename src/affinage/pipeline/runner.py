@@ -20,7 +20,7 @@ from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, print_line
 from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
-from affinage.results import RESULTS, Result, read_result
+from affinage.results import RESULT, RESULTS, Result, read_json
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -105,7 +105,11 @@ class PipelineRunner:
         for step in self._steps:
             before = read_request(self.folder / step.name)
             if step.name not in self._sources:
-                self._sources[step.name] = _sources_of(step, before[0] if before else None)
+                remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
+                sources = step.sources | fingerprints(step.files) | remote
+                if not sources and before is not None and before.settings == step.config:
+                    sources = before.sources  # the user's files are gone, and what was made from them is still good
+                self._sources[step.name] = sources, unchecked
             sources, unchecked = self._sources[step.name]
             inputs = {name: planned[name].request.key for name in step.inputs}
             request = Request(step.name, step.version, step.config, inputs, sources)
@@ -117,7 +121,7 @@ class PipelineRunner:
                 complete, reason = True, "complete"
             elif self._remote is not None and self._remote.has(request):
                 complete, reason = True, _REMOTE
-            reason = reason or _reason_to_run(step, self.store, request, before[0] if before else None)
+            reason = reason or _reason_to_run(step, self.store, request, before)
             planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
         return list(planned.values())
 
@@ -235,10 +239,8 @@ class PipelineRunner:
                 Processes.current.broadcast(_NEXT, work)
                 together.enter_context(Processes.current.all_at_work())
             summary = step.fn(context)
-        manifest = store.finish(request, summary, started=started, clock=clock)
-        result = read_result(folder, RESULTS.get(step.name, Result))
-        assert result is not None
-        listener.on_end(planned, result, manifest["seconds"])
+        seconds = store.finish(request, summary, started=started, clock=clock)
+        listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
 
     # ---- other processes ----
 
@@ -316,18 +318,6 @@ def _select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
         if step.name in wanted:
             wanted.update(step.inputs)
     return [step for step in steps if step.name in wanted]
-
-
-def _sources_of(step: Step, before: Request | None) -> tuple[dict[str, str], dict[str, str]]:
-    """The fingerprints of what a step reads from outside, and the URLs that could not be checked.
-
-    Where the user's files are gone, the fingerprints of `before` stay, as its result is still good.
-    """
-    remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
-    sources = step.sources | fingerprints(step.files) | remote
-    if not sources and before is not None and before.settings == step.config:
-        sources = before.sources
-    return sources, unchecked
 
 
 def _reason_to_run(step: Step, store: Store, request: Request, before: Request | None) -> str:

@@ -34,10 +34,8 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     from affinage.data.downloads import cache_folder
 
     local = [path for path in paths if path != POCKET_WORLD and not is_url(path)]
-    files = [
-        file for path in local for file in _files(str(from_home(path.removeprefix("file://").removeprefix("local://"))))
-    ]
-    if not files:
+    places = [str(from_home(path.removeprefix("file://").removeprefix("local://"))) for path in local]
+    if not (files := [file for place in places for file in _files(place)]):
         return {}
     memory, result, learned = cache_folder() / "fingerprints.json", {}, {}
     known = read_json(memory)
@@ -91,8 +89,7 @@ def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tupl
     Returns:
         The fingerprints, and of each URL that could not be checked the reason.
     """
-    urls = list(filter(is_url, paths))
-    if not urls:
+    if not (urls := list(filter(is_url, paths))):
         return {}, {}
     from affinage.data.downloads import Unreachable, version_of, version_of_copy
 
@@ -106,7 +103,7 @@ def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tupl
         versions = dict(zip(urls, pool.map(check, urls), strict=True))
     unchecked = {url: reason for url, (version, reason) in versions.items() if not version}
     known = {url: former.get(url) or version_of_copy(url) or "not checked" for url in unchecked}
-    return {url: known.get(url, version) for url, (version, _) in versions.items()}, unchecked
+    return {url: version for url, (version, _) in versions.items()} | known, unchecked
 
 
 def forget_downloads(paths: Iterable[str]) -> None:

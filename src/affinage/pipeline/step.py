@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Step:
     """
 
     name: str
-    fn: Callable[[StepContext], Summary]  # imports what it needs in its body, so that a plan loads nothing heavy
+    fn: Callable[[StepContext], Summary]
     config: dict[str, Any]  # the settings that decide the result, under the recipe's own keys, as JSON
     inputs: tuple[str, ...] = ()  # names of the steps whose results it reads
     version: int = 1
@@ -60,6 +61,16 @@ class Step:
     distributed: bool = False  # all processes of a run compute it together; other steps run in the first one alone
     has_progress: bool = False  # shows its own progress on a terminal, as a training does
     resumable: bool = False  # resumes after a kill from what is in its folder; other steps begin with an empty folder
+
+
+def lazily(module: str, function: str, **settings: Any) -> Callable[..., Any]:
+    """A function of a module here, with some of its arguments, that imports it when it is called: plans do without."""
+    return lambda *args: getattr(import_module(f"affinage.pipeline.{module}"), function)(*args, **settings)
+
+
+def mesh_of(recipe: Recipe) -> dict[str, int | str]:
+    """The recipe's mesh."""
+    return {str(axis): size for axis, size in recipe.mesh.items()}
 
 
 @contextlib.contextmanager

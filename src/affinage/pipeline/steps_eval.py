@@ -1,25 +1,31 @@
-"""The steps that evaluate and export the models of trainings, and what they need."""
+"""The steps that evaluate and export the models of trainings, and their checks."""
 
 import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
+from affinage.data.chat import encode_prompt
+from affinage.data.documents import read_documents
 from affinage.errors import UserError
+from affinage.generation.engine import generate
+from affinage.generation.model import LoadedModel
+from affinage.generation.sampling import SamplingParams
+from affinage.hub.export import export as write_hub_folder
+from affinage.hub.families import family_of
+from affinage.hub.verify import verify
+from affinage.model import parse
 from affinage.pipeline.eval_results import contamination_search
 from affinage.pipeline.models import CHAT, TRAININGS, release_of
 from affinage.pipeline.opening import load_trained
-from affinage.pipeline.step import StepContext, Summary
-from affinage.pipeline.steps_data import check_benchmarks
-from affinage.pipeline.steps_train import mesh_of, with_vocabulary
+from affinage.pipeline.step import StepContext, Summary, mesh_of
 from affinage.pipeline.store import write_json
-
-if TYPE_CHECKING:
-    from affinage.generation.model import LoadedModel
+from affinage.report.card import card_facts
+from affinage.report.facts import collect_facts
 
 _ANSWERS = "answers.db"  # of an evaluation that is not complete yet
 _SAMPLE_TOKENS = 64  # of each answer to a prompt or question of the report
@@ -28,14 +34,14 @@ _VERIFIED = 10  # validation documents of each source and language that `verify`
 
 def evaluate(context: StepContext, training: str) -> Summary:
     """Evaluate the model of a training."""
-    from affinage.evaluation.run import evaluate, has_chat_template
+    from affinage.evaluation import run  # imports the harness, which takes seconds
 
     recipe, inputs, chat = context.recipe, context.inputs, training in CHAT
     settings, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
     assert settings is not None
     model = _trained(context, training, f"{recipe.name}/{training}")
-    unlearned = settings.apply_chat_template is True and not has_chat_template(model, chat)
-    results = evaluate(
+    unlearned = settings.apply_chat_template is True and not run.has_chat_template(model, chat)
+    results = run.evaluate(
         model,
         settings.tasks,
         folder=context.folder if Processes.current.first else None,
@@ -46,7 +52,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        batch_size=settings.batch_size,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
@@ -60,24 +65,14 @@ def evaluate(context: StepContext, training: str) -> Summary:
 
 def export(context: StepContext) -> Summary:
     """Write the Hugging Face folder of the last model into `model/`."""
-    from affinage.hub.export import export
-    from affinage.hub.verify import verify
-    from affinage.report.card import card_facts
-    from affinage.report.facts import collect_facts
-
     settings, inputs, folder = context.recipe.export, context.inputs, context.folder / "model"
     assert settings is not None
     training = next(name for name in TRAININGS if name in inputs)
     model = _trained(context, training, context.recipe.name)
     license, sampling = release_of(inputs[training], settings.license)
-    summary = export(
-        model,
-        folder,
-        facts=card_facts(collect_facts(context.run_folder, inputs), license),
-        dtype=settings.dtype,
-        chat=training in CHAT,
-        sampling=sampling,
-    )
+    facts = card_facts(collect_facts(context.run_folder, inputs), license)
+    is_chat = training in CHAT
+    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, chat=is_chat, sampling=sampling)
     if settings.verify:
         context.progress("comparing with transformers")
         texts = [text for group in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
@@ -85,18 +80,16 @@ def export(context: StepContext) -> Summary:
     return summary
 
 
-def _trained(context: StepContext, training: str, name: str) -> "LoadedModel":
+def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
     """The model of a training, split over the recipe's mesh by the recipe's table."""
     tokenizer, sharding = context.inputs["train-tokenizer"], context.recipe.parallel.sharding
     # The mesh is of the devices of all processes: one that works alone has copies on its own.
-    mesh = mesh_of(context) if Processes.current.together else None
+    mesh = mesh_of(context.recipe) if Processes.current.together else None
     return load_trained(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
     """Documents that were never trained on, per source and language, at most `most`; none without any text."""
-    from affinage.data.documents import read_documents
-
     texts: dict[str, list[str]] = defaultdict(list)
     for batch in read_documents(split / "validation") if split is not None else ():
         for document in batch.to_pylist():
@@ -106,12 +99,8 @@ def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, 
     return dict(texts)
 
 
-def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str, Any]:
+def _samples(model: LoadedModel, texts: Sequence[str], chat: bool) -> dict[str, Any]:
     """What the model answers to prompts, or to questions: {"prompts": [{"prompt", "text"}]}."""
-    from affinage.data.chat import encode_prompt
-    from affinage.generation.engine import generate
-    from affinage.generation.sampling import SamplingParams
-
     tokenizer = model.tokenizer
     if chat:
         turns = [[{"role": "user", "content": text}] for text in texts]
@@ -127,24 +116,15 @@ def _samples(model: "LoadedModel", texts: Sequence[str], chat: bool) -> dict[str
     return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}
 
 
-def check_evaluate(loaded: LoadedRecipe) -> None:
-    """The benchmarks exist."""
-    assert loaded.recipe.evaluate is not None
-    check_benchmarks(loaded, loaded.recipe.evaluate, "evaluate")
-
-
 def check_export(loaded: LoadedRecipe) -> None:
     """transformers has such a model, and is installed if the export is to be compared with it."""
-    from affinage.hub.families import family_of
-    from affinage.model import parse
-
     recipe = loaded.recipe
     assert recipe.export is not None
     if recipe.export.verify and not importlib.util.find_spec("torch"):
         fix = "Install it: pip install 'affinage[verify]'"
         raise UserError("the package `torch` is not installed", where=loaded.locate(("export", "verify")), fix=fix)
     try:
-        family_of(parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate))
+        family_of(parse(recipe.model, loaded.locate, vocabulary=recipe.tokenizer.vocab_size))
     except UserError as error:
         fix = "Set `export: null`: everything else works with it, as a MODEL too."
         raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error

@@ -1,44 +1,58 @@
-"""The training steps: pretraining, fine-tuning, and direct preference optimization, and what they need."""
+"""The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import jax
+import numpy as np
+
+from affinage.checkpoint import remote
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
+from affinage.data.atomic import write_array
+from affinage.data.dataloader import DataLoader, ValidationRows, read_reference, validation_sets
+from affinage.data.lineage import spans_of_row
+from affinage.data.token_shards import find_shard_folders
+from affinage.data.tokenizer import Tokenizer
+from affinage.data.tuning_data import documents_in_a_row
 from affinage.errors import UserError
+from affinage.hardware.devices import acquire
+from affinage.model import Graph, abstract_params, logical_axes, parse
+from affinage.model.graph import ANSWERS, preference_graph
+from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
+from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder
-from affinage.pipeline.models import BEGUN_WITH, MODEL, RELEASE, TOKENIZER
+from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, TOKENIZER
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.opening import initial_params, trained_params
-from affinage.pipeline.step import StepContext, Summary, at
+from affinage.pipeline.step import StepContext, Summary, at, mesh_of
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
-from affinage.plugins import plugin_sources
+from affinage.planning.auto_remat import remat_for_devices
+from affinage.registry import plugin_sources
 from affinage.results import read_json
+from affinage.tracking import TrackedRun, trackers_of
+from affinage.training import TrainJob, rows_per_step
+from affinage.training import train as run_training
+from affinage.training.job import Extension
+from affinage.training.layerwise import check_update
+from affinage.training.optimizer import check_choices
+from affinage.training.state import split_params
+from affinage.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    from affinage.data.dataloader import DataLoader, ValidationRows
-    from affinage.model import Graph
-    from affinage.training import TrainJob
-
-FEED = "feed.json"  # how to find the rows of a step again; the number of devices may have a part in the batch
-ROWS = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the step that makes a training's rows
 _BEFORE = {"pretrain": (), "sft": ("pretrain",), "dpo": ("sft", "pretrain")}  # what a training begins with, if it ran
 Tuning = TypeVar("Tuning", bound=TuningSettings)
 
 
 def train(context: StepContext) -> Summary:
     """Train the model, from random weights or those of the training or import before, on the rows of its data step."""
-    from affinage.data.dataloader import read_reference
-    from affinage.training import train
-
     recipe, name, inputs = context.recipe, context.step, context.inputs
     requested = getattr(recipe, name)
     rows, reference = inputs[ROWS[name]], inputs.get("ref-logprobs")
-    feed, validation = token_rows(context, requested, rows)
+    feed, validation = _token_rows(context, requested, rows)
     settings = within_epochs(requested, feed, name) if isinstance(requested, TuningSettings) else requested
     prompt = "" if name == "pretrain" else recipe.chat_system_prompt if name == "dpo" else requested.system_prompt
     data = {"rows": content_hash(rows, "train")}
@@ -50,7 +64,7 @@ def train(context: StepContext) -> Summary:
         for title, held_out in validation.items():
             held_out.reference = of_validation.get(title)
         data["reference"] = content_hash(reference, "train")
-    graph = graph_of(context)
+    graph = _graph_of(context)
     job = _job(
         context,
         graph,
@@ -62,8 +76,20 @@ def train(context: StepContext) -> Summary:
         monitor=monitor_of(context, settings, graph, feed.context, prompt),
     )
     if Processes.current.first:
-        write_json(context.folder / MODEL, _model_facts(context, graph, settings, feed.context, prompt))
-    summary = train(job)
+        # What one must know, beside the checkpoints, to use the model.
+        facts = {"graph": graph.to_dict(), "context": feed.context, "system_prompt": prompt}
+        facts["precision"] = settings.precision.model_dump(mode="json")
+        if isinstance(settings, TuningSettings):
+            template = chat_template_of(context.loaded, inputs["train-tokenizer"])
+            facts |= {} if template is None else {"chat_template": template}
+            facts |= {} if settings.lora is None else {"lora": settings.lora.model_dump(mode="json")}
+        if (folder := initial_folder(context.loaded)) is not None:
+            imported = read_json(folder / MODEL)["imported"]
+            facts[RELEASE] = imported.get(RELEASE, {})
+            if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
+                facts[BEGUN_WITH] = imported["from"]
+        write_json(context.folder / MODEL, facts)
+    summary = run_training(job)
     if name == "pretrain":
         return summary | {"epochs": feed.epochs(settings.steps)}
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
@@ -71,21 +97,11 @@ def train(context: StepContext) -> Summary:
 
 def ref_logprobs(context: StepContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
-    import jax
-    import numpy as np
-
-    from affinage.data.atomic import write_array
-    from affinage.data.dataloader import ValidationRows
-    from affinage.data.token_shards import find_shard_folders
-    from affinage.model.graph import ANSWERS
-    from affinage.parallel import make_mesh
-    from affinage.training.trainer import Trainer
-
     rows = context.inputs["preference-data"]
     assert context.recipe.dpo is not None
     settings = context.recipe.dpo.model_copy(update={"lora": None})
-    feed, _ = token_rows(context, settings, rows)
-    job = _job(context, graph_of(context), settings, feed)
+    feed, _ = _token_rows(context, settings, rows)
+    job = _job(context, _graph_of(context), settings, feed)
     counts: dict[str, dict[str, int]] = {"train": {}, "validation": {}}
     compiled = None
     assert job.initial_params is not None
@@ -109,135 +125,82 @@ def ref_logprobs(context: StepContext) -> Summary:
     return {"rows": counts, "documents": job.graph[ANSWERS].layer.model_dump()["documents"]}
 
 
-def _job(context: StepContext, base: "Graph", settings: TrainSettings, feed: "DataLoader", **fields: Any) -> "TrainJob":
+def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataLoader, **fields: Any) -> TrainJob:
     """The job of a step that trains the model `base`, with more of its `fields`."""
-    from affinage.checkpoint.remote import Uploader
-    from affinage.data.tuning_data import documents_in_a_row
-    from affinage.hardware.devices import acquire
-    from affinage.model.graph import preference_graph
-    from affinage.parallel import MeshLayout, make_mesh, table_with
-    from affinage.planning.auto_remat import remat_for_devices
-    from affinage.tracking import trackers_of
-    from affinage.training import TrainJob, rows_per_step
-    from affinage.training.job import Extension
-
     recipe, runtime, parallel, name = context.recipe, context.recipe.runtime, context.recipe.parallel, context.step
-    graph = base
+    graph, inputs = base, context.inputs
     if isinstance(settings, DpoSettings):
-        graph = preference_graph(base, settings, documents_in_a_row(context.inputs["preference-data"]))
+        graph = preference_graph(base, settings, documents_in_a_row(inputs["preference-data"]))
     if parallel.remat == "auto":
-        mesh = make_mesh(mesh_of(context), acquire())
+        mesh = make_mesh(mesh_of(recipe), acquire())
         layout, rows = MeshLayout(mesh, table_with(parallel.sharding)), rows_per_step(settings, mesh.size)
         seq_len = getattr(settings, "seq_len", None) or recipe.packing.seq_len
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
         print(f"{name}: {choice}", flush=True)
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    url, keep = remote_of(context), runtime.checkpoint
-    if url is not None:
-        fields["uploader"] = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    if (url := _remote_of(context)) is not None:
+        keep = runtime.checkpoint
+        fields["uploader"] = remote.Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    # The weights of the training before, or those that the recipe begins with; None for random ones.
+    trainings = _BEFORE["dpo" if name == "ref-logprobs" else name]
+    before = next((inputs[each] for each in trainings if each in inputs), None)
+    folder = initial_folder(context.loaded)
+    initial: Callable[[Any], Any] | None = None
+    if before is not None:
+        initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
+    elif folder is not None:
+        initial = initial_params(folder, base)
     extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
         graph=graph,
         settings=settings,
-        mesh=mesh_of(context),
+        mesh=mesh_of(recipe),
         parallel=parallel,
         seed=recipe.seed,
         feed=feed,
-        initial_params=_initial_params(context, base, settings),
+        initial_params=initial,
         code=plugin_sources(context.loaded, [recipe.model, settings.deciding()]),
         folder=context.folder,
         name=name,
         runtime=runtime,
-        trackers=trackers_of(runtime.trackers, recipe=recipe.name, training=name, runs=context.run_folder.parent),
+        trackers=trackers_of(runtime.trackers),
+        tracked=TrackedRun(f"{recipe.name}/{name}", recipe.name, context.run_folder.parent.absolute()),
         extends=None if extension is None else Extension(*extension),
         measured=context.on_metrics,
         **fields,
     )
 
 
-def _initial_params(context: StepContext, graph: "Graph", settings: TrainSettings) -> Callable[[Any], Any] | None:
-    """The weights of the training before, or those that the recipe begins with; None for random ones."""
-    trainings = _BEFORE["dpo" if context.step == "ref-logprobs" else context.step]
-    before = next((context.inputs[name] for name in trainings if name in context.inputs), None)
-    if before is not None:
-        return partial(trained_params, before, graph, getattr(settings, "from_step", None))
-    folder = initial_folder(context.loaded)
-    return None if folder is None else initial_params(folder, graph)
-
-
-def _model_facts(
-    context: StepContext, graph: "Graph", settings: TrainSettings, seq_len: int, system_prompt: str
-) -> dict[str, Any]:
-    """What one must know, beside the checkpoints, to use the model."""
-    facts = {"graph": graph.to_dict(), "context": seq_len, "system_prompt": system_prompt}
-    facts["precision"] = settings.precision.model_dump(mode="json")
-    if isinstance(settings, TuningSettings):
-        template = chat_template_of(context.loaded, context.inputs["train-tokenizer"])
-        facts |= {} if template is None else {"chat_template": template}
-        facts |= {} if settings.lora is None else {"lora": settings.lora.model_dump(mode="json")}
-    if (folder := initial_folder(context.loaded)) is not None:
-        imported = read_json(folder / MODEL)["imported"]
-        facts[RELEASE] = imported.get(RELEASE, {})
-        if not {"pretrain", "sft"} & context.inputs.keys() and "from" in imported:
-            facts[BEGUN_WITH] = imported["from"]
-    return facts
-
-
-def graph_of(context: StepContext) -> "Graph":
-    """The recipe's model, with the tokenizer's vocabulary for `vocab: auto`.
-
-    Raises:
-        UserError: also if the tokenizer has ids that the model does not know.
-    """
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.model import parse
-
+def _graph_of(context: StepContext) -> Graph:
+    """The recipe's model, with the tokenizer's vocabulary for `vocab: auto`."""
     vocabulary, locate = Tokenizer(context.inputs["train-tokenizer"]).vocabulary, context.loaded.locate
-    graph = parse(with_vocabulary(context.recipe.model, vocabulary), locate)
+    graph = parse(context.recipe.model, locate, vocabulary=vocabulary)
     _check_vocabulary(vocabulary, graph, locate(("model", "nodes")))
     return graph
 
 
-def _check_vocabulary(vocabulary: int, graph: "Graph", where: str) -> None:
+def _check_vocabulary(vocabulary: int, graph: Graph, where: str) -> None:
     if vocabulary > graph.vocabulary:
         what = f"the tokenizer has {vocabulary} pieces, the model's vocabulary is {graph.vocabulary}"
         raise UserError(what, where=where, fix=f"Set `vocab: auto`, or at least {vocabulary}, in the model.")
 
 
-def with_vocabulary(model: Any, vocabulary: int) -> Any:
-    """A copy of a `model:` mapping with every `vocab: auto` replaced."""
-    if isinstance(model, dict):
-        return {
-            key: vocabulary if (key, value) == ("vocab", "auto") else with_vocabulary(value, vocabulary)
-            for key, value in model.items()
-        }
-    return [with_vocabulary(entry, vocabulary) for entry in model] if isinstance(model, list) else model
-
-
-def token_rows(
+def _token_rows(
     context: StepContext, settings: PretrainSettings | TuningSettings, rows: Path
-) -> "tuple[DataLoader, dict[str, ValidationRows]]":
+) -> tuple[DataLoader, dict[str, ValidationRows]]:
     """The batches of a training and its held-out rows; what finds a step's rows again is written down."""
-    from affinage.data.dataloader import DataLoader, validation_sets
-    from affinage.hardware.devices import acquire
-    from affinage.parallel import make_mesh
-    from affinage.training import rows_per_step
-
-    batch, seed = rows_per_step(settings, make_mesh(mesh_of(context), acquire()).size), context.recipe.seed
+    batch, seed = rows_per_step(settings, make_mesh(mesh_of(context.recipe), acquire()).size), context.recipe.seed
     mixture = None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
     feed = DataLoader(rows / "train", seed=seed, batch=batch, mixture=mixture)
     if Processes.current.first:
         facts = {"rows": rows.name, "seed": seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
         write_json(context.folder / FEED, facts)
-    # A micro-batch is what fits in memory.
-    rows_at_once = batch // settings.gradient_accumulation_steps
+    rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
 
 
-def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
+def documents_of(feed: DataLoader, step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
-    from affinage.data.lineage import spans_of_row
-
     rows = []
     for row, (folder, number) in enumerate(feed.where(step - 1)):
         documents = [f"{span['source']}/{span['id']}" for span in spans_of_row(feed.shards[folder], number)]
@@ -245,15 +208,10 @@ def documents_of(feed: "DataLoader", step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def mesh_of(context: StepContext) -> dict[str, int | str]:
-    """The recipe's mesh."""
-    return {str(axis): size for axis, size in context.recipe.mesh.items()}
-
-
-def remote_of(context: StepContext) -> str | None:
+def _remote_of(context: StepContext) -> str | None:
     """Where a training is copied to; None if nowhere."""
-    remote = context.recipe.runtime.remote
-    return None if remote is None else f"{remote.rstrip('/')}/{context.folder.name}"
+    url = context.recipe.runtime.remote
+    return None if url is None else f"{url.rstrip('/')}/{context.folder.name}"
 
 
 def bring_from_remote(context: StepContext, forced: bool) -> None:
@@ -261,23 +219,17 @@ def bring_from_remote(context: StepContext, forced: bool) -> None:
 
     If the training is `forced`, what is there is removed instead. Raises UserError if the server does not answer.
     """
-    if (url := remote_of(context)) is None:
-        return
-    from affinage.checkpoint.remote import download_newest, forget
-
-    if forced:
-        forget(url)
-    else:
-        download_newest(url, context.folder, lambda line: print(f"{context.step}: {line}", flush=True))
+    url = _remote_of(context)
+    if url is not None and forced:
+        remote.forget(url)
+    elif url is not None:
+        remote.download_newest(url, context.folder, lambda line: print(f"{context.step}: {line}", flush=True))
 
 
-# ---- the end by epochs ----
-
-
-def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
+def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
-    A warm-up that is longer becomes a tenth of the steps. Raises UserError if the schedule begins after them.
+    A warm-up that is longer becomes a tenth of the steps.
     """
     if settings.num_epochs is None:
         return settings
@@ -289,39 +241,22 @@ def within_epochs(settings: Tuning, feed: "DataLoader", where: str) -> Tuning:
     schedule = settings.schedule
     if steps == settings.steps:
         return settings
-    if schedule.from_step >= steps:
-        what = f"{settings.num_epochs:g} epochs end at step {steps:,}, before the schedule begins"
-        raise UserError(what, where=f"{where}.num_epochs", fix="Allow more epochs (null: any number).")
-    if schedule.warmup_steps > steps - schedule.from_step:
-        schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
+    if schedule.warmup_steps > steps:
+        schedule = schedule.model_copy(update={"warmup_steps": steps // 10})
     if Processes.current.first:
         print(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
 
 
-# ---- what can be known to fail before the first step runs ----
-
-
 def check_training(loaded: LoadedRecipe, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.hardware.devices import acquire
-    from affinage.model import abstract_params, logical_axes, parse
-    from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
-    from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
-    from affinage.tracking import trackers_of
-    from affinage.training import rows_per_step
-    from affinage.training.frozen import split_params
-    from affinage.training.layerwise import check_remat, check_update
-    from affinage.training.optimizer import check_choices
-
     recipe, settings, line = loaded.recipe, getattr(loaded.recipe, name), partial(at, loaded)
     with line("runtime", "trackers"):
-        trackers_of(recipe.runtime.trackers, recipe=recipe.name, training=name, runs=Path())
+        trackers_of(recipe.runtime.trackers)
     if settings.monitor is not None:
-        check_benchmarks(loaded, settings.monitor, name, "monitor")
+        check_benchmarks(loaded, (name, "monitor"))
     wanted, folder = recipe.tokenizer.vocab_size, initial_folder(loaded)
-    graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
+    graph = parse(recipe.model, loaded.locate, vocabulary=wanted)
     if folder is not None:
         with line("init_from"):
             initial_params(folder, graph)
@@ -333,13 +268,11 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
         _check_vocabulary(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with line("mesh"):
-        mesh = make_mesh(dict(recipe.mesh.items()), acquire())
+        mesh = make_mesh(mesh_of(recipe), acquire())
     with line(name, "lora"):
         split = split_params(graph, settings)
     with line(name, "optimizer_in_backward"):
         check_update(split, settings, in_stages=mesh.shape["pipeline"] > 1)
-    with line("parallel", "remat"):
-        check_remat(settings, recipe.parallel.remat)
     with line("parallel", "sharding"):
         table = table_with(recipe.parallel.sharding)
     with line(name, "batch_size"):

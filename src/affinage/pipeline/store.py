@@ -56,13 +56,13 @@ class Store:
 
     folder: Path
 
-    def path(self, request: Request) -> Path:
-        """Where the result of `request` is, or will be."""
-        return self.find(request.step, request.key)
-
     def find(self, step: str, key: str) -> Path:
         """Where the result of `step` with this key is, or will be."""
         return self.folder / f"{step}-{key[:12]}"
+
+    def path(self, request: Request) -> Path:
+        """Where the result of `request` is, or will be."""
+        return self.find(request.step, request.key)
 
     def damage(self, request: Request) -> str:
         """What is wrong with the files of a result that has a manifest; "" if they have their sizes."""
@@ -105,30 +105,24 @@ class Store:
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
-    def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> dict[str, Any]:
+    def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> float:
         """Write `result.json` with the summary, and then the manifest, which makes the folder a result.
 
         `started` is when the work began, in seconds since 1970, and `clock` what `time.monotonic()` was then. Returns
-        the manifest. Raises UserError if the folder was deleted or moved while the result was made.
+        the seconds that it took. Raises UserError if the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
         self.check_begun(request)
         write_json(folder / RESULT, summary)
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
-        manifest = {
-            "format": FORMAT,
-            **asdict(request),
-            "key": request.key,
-            "files": files,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-            "seconds": round(time.monotonic() - clock, 3),
-            "versions": versions(),
-        }
         for path in (folder, *filter(Path.is_dir, inside)):
             _sync_folder(path)
-        write_json(folder / MANIFEST, manifest)
-        return manifest
+        seconds = round(time.monotonic() - clock, 3)
+        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
+        made = {"files": files, "started": begun, "seconds": seconds, "versions": versions()}
+        write_json(folder / MANIFEST, {"format": FORMAT, **asdict(request), "key": request.key, **made})
+        return seconds
 
     def sweep(self) -> None:
         """Remove what killed processes have left of discarded results."""
@@ -171,17 +165,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / MANIFEST) or None
 
 
-def read_request(folder: Path) -> tuple[Request, str] | None:
-    """Returns what a result, complete or not, is made from, and its key; None if the folder does not hold it.
+def read_request(folder: Path) -> Request | None:
+    """Returns what a result, complete or not, is made from; None if the folder does not hold it.
 
     Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
     """
     value = read_json(folder / REQUEST)
     try:
-        names = [value["step"], value["key"], *value["inputs"].keys(), *value["inputs"].values()]
-        if not all(map(_NAME.fullmatch, names)):
-            return None
-        return Request(**{name: value[name] for name in _FIELDS}), value["key"]
+        names = [value["step"], *value["inputs"].keys(), *value["inputs"].values()]
+        return Request(**{name: value[name] for name in _FIELDS}) if all(map(_NAME.fullmatch, names)) else None
     except (KeyError, TypeError, AttributeError):
         return None  # of another version
 

@@ -9,7 +9,7 @@ from affinage.config.training import TrainSettings
 from affinage.hardware.slices import find_slice
 from affinage.model import Graph
 from affinage.model.analysis import parameters
-from affinage.training.frozen import split_params
+from affinage.training.state import split_params
 
 COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
 _CLOSE = 0.015  # relative difference that rounding explains

@@ -21,7 +21,7 @@ from affinage.model.layers.embedding import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
 from affinage.parallel.sharding import REPLICAS, STAGES, across_slices
 from affinage.planning.per_device import PerDevice, sent_per_token
-from affinage.training.frozen import split_params
+from affinage.training.state import split_params
 from affinage.training.step import replicas_of
 
 HOP_SECONDS = 1e-6  # latency of one hop between chips ("How to Scale Your Model", ch. 2)
@@ -156,36 +156,33 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     # The node's numbers as the fsdp axis sees them: what tensor, expert and pipeline leave of them to a device.
     trees = device.local_graph.parameters, _trained(device)
     weights, trained = (sum(p.size for p in parameters_in(tree.get(node.name, {}))) for tree in trees)
-    # A reference model goes through all but the loss once more, forward.
-    forward_again = device.split.reference and node.name != device.graph.loss
     hidden = _sums_of_gradients(device, node, links)
     exposed: Seconds = {}
     if sizes["fsdp"] > 1:
         # Gathered forward and again backward; the gradients are summed and scattered. In a pipeline in every tick.
         times = parts * (device.ticks / parallel.pipeline_rounds if node.repeat else 1)
-        gathered = (2 + forward_again) * links["fsdp"].all_gather(weights * width)
+        gathered = 2 * links["fsdp"].all_gather(weights * width)
         hidden["fsdp"] = times * (gathered + links["fsdp"].all_gather(trained * width))
     if node.repeat is None:
         return hidden, exposed
     residual = device.local_rows * device.local_seq_len * device.graph.shapes[node.name].width * width
     layers = node.layers / device.stages
-    passes = 1.5 if forward_again else 1.0
     # To compute a layer again takes its first sum, unless `dots` keeps it, and both ways of an exchange.
     if sizes["tensor"] > 1:
         times = _TENSOR_SUMS + (parallel.remat not in ("none", "dots"))
-        exposed["tensor"] = passes * parts * layers * times * links["tensor"].all_reduce(residual)
+        exposed["tensor"] = parts * layers * times * links["tensor"].all_reduce(residual)
     experts = getattr(node.layer, "ffn", None)
     if sizes["expert"] > 1 and isinstance(experts, MoeSettings):
         whole = residual * sent_per_token(experts, device.seq_len, sizes["expert"]) * sizes["expert"]
         times = _EXCHANGES + 2 * (parallel.remat != "none")
-        exposed["expert"] = passes * parts * layers * times * links["expert"].all_to_all(whole)
+        exposed["expert"] = parts * layers * times * links["expert"].all_to_all(whole)
     attention = getattr(device.local_graph[node.name].layer, "attention", None)
     if sizes["context"] > 1:
         whole = 0.0
         if attention is not None:  # keys and values
             numbers = attention.groups_of * attention.head_width(device.graph.shapes[node.name].width)
             whole = 2.0 * device.local_rows * device.local_seq_len * numbers * width * sizes["context"]
-        exposed["context"] = passes * parts * layers * 3 * links["context"].all_gather(whole)
+        exposed["context"] = parts * layers * 3 * links["context"].all_gather(whole)
     if sizes[STAGES] > 1:
         # Once round for every part and round, forward and backward; the bubble has the ticks without work. Beside the
         # stages rows are split over them: they are gathered for the first stage, and the last one's go to all.

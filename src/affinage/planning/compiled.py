@@ -22,7 +22,7 @@ from affinage.errors import UserError
 from affinage.hardware.described import NO_AUTOTUNING, DescribedDevices, check_compiler
 from affinage.hardware.slices import Slice, find_slice
 from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
-from affinage.plugins import load_plugins
+from affinage.registry import load_plugins
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"|%(splash_\w+)\S* = [^\n]* custom-call\(')

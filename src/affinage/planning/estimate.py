@@ -27,7 +27,7 @@ class Memory:
 
     Attributes:
         weights: the parameters that are trained.
-        frozen: those that are not, under adapters or of a reference model.
+        frozen: those that are not, under adapters.
         optimizer: what the optimizer stores for them, such as two moments.
         ema: the moving average of the parameters.
         batch: the arrays of the rows.

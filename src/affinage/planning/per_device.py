@@ -40,10 +40,9 @@ from affinage.parallel.sharding import (
     table_with,
 )
 from affinage.planning.trace import Traced, Weights, padding, walk
-from affinage.training.frozen import ParamSplit, split_params
 from affinage.training.job import rows_per_step
-from affinage.training.layerwise import as_it_is_done, check_remat, check_update
-from affinage.training.state import TrainState, abstract_state
+from affinage.training.layerwise import as_it_is_done, check_update
+from affinage.training.state import ParamSplit, TrainState, abstract_state, split_params
 from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
 # Named axes of the collectives of a traced step.
@@ -284,7 +283,6 @@ def per_device(
         )
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
-    check_remat(settings, requested.remat)
     done = as_it_is_done(settings, requested)
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)

@@ -24,9 +24,9 @@ from affinage.planning.comms import links_of
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
-from affinage.training.frozen import split_params
 from affinage.training.job import rows_per_step
-from affinage.training.layerwise import LAYERWISE_REMAT, check_remat, check_update
+from affinage.training.layerwise import LAYERWISE_REMAT, check_update
+from affinage.training.state import split_params
 
 REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
 MOMENTS = ("float32", "bfloat16")
@@ -274,7 +274,6 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
         fix = "Name the first of them, such as --on v4-32 or --on h100x8."
         raise UserError("a curve goes over ever larger slices, and a processor has none", where="--curve", fix=fix)
     name, settings, length = training_settings(recipe)
-    check_remat(settings, recipe.parallel.remat)
     check_update(split_params(graph, settings), settings, in_stages=False)
     least = "none" if recipe.parallel.remat == "auto" else recipe.parallel.remat
     parallel = recipe.parallel.model_copy(update={"remat": least})

@@ -1,7 +1,10 @@
 """From the loop to the trackers: each has a thread and a bounded queue, and fails or hangs by itself."""
 
+import contextlib
 import importlib.util
 import inspect
+import json
+import os
 import queue
 import threading
 import time
@@ -9,24 +12,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
+from uuid import uuid4
 
 from affinage.errors import Preempted, UserError, did_you_mean, first_line
+from affinage.registry import Registry
 from affinage.secrets import masked
 
-_WHEN_PREEMPTED = 5.0  # seconds at the end
+WAITING = 1000  # the most lines that wait for a tracker; it loses those beyond
+TO_CLOSE = 30.0  # seconds at the end, for all trackers together ...
+_WHEN_PREEMPTED = 5.0  # ... and after a signal
 
 Ending = Literal["finished", "stopped", "failed"]  # done; preempted, and to be resumed; by an error
-Row = Mapping[str, Any]  # a line of metrics.jsonl
-T = TypeVar("T", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class TrackedRun:
     """A training, as trackers see it."""
 
-    name: str  # of the training, e.g. pretrain
+    name: str  # recipe/training
+    recipe: str = ""
+    runs: Path = Path()  # the folder of all runs, for what is written on this machine
     id: str = ""  # what `start` returned at the training's first start; "" at the first
     start: int = 0  # the step that it resumes from
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: settings, mesh, versions
@@ -46,45 +52,34 @@ class Tracker(Protocol):
     def finish(self, ending: Ending) -> None: ...  # noqa: D102
 
 
-_plugins: dict[str, Callable[..., Tracker]] = {}
+_TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
+# Decorator of a class with the methods of `Tracker`; its options in a recipe are its keyword arguments.
+tracker = _TRACKERS.register
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 
 
-def tracker(name: str) -> Callable[[T], T]:
-    """Register a class with the methods of `Tracker`; its options in a recipe are its keyword arguments."""
+def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Tracker]]:
+    """Return what makes each tracker, by name, from its options.
 
-    def add(maker: T) -> T:
-        _plugins[name] = maker
-        return maker
-
-    return add
-
-
-def trackers_of(
-    trackers: Mapping[str, Mapping[str, Any]], *, recipe: str, training: str, runs: Path
-) -> dict[str, Callable[[], Tracker]]:
-    """Return what makes each tracker, by name; UserError for one that is unknown, not installed or has no such option.
-
-    `runs` is the folder of all runs.
+    Raises:
+        UserError: for a tracker that is unknown, not installed, or has no such option.
     """
-    from affinage.tracking.libraries import LIBRARIES, PACKAGES
-
     makers: dict[str, Callable[[], Tracker]] = {}
     for name, options in trackers.items():
-        where = f"runtime.trackers.{name}"
-        maker = LIBRARIES.get(name) or _plugins.get(name)
+        where, maker = f"runtime.trackers.{name}", _TRACKERS.get(name)
         if maker is None:
-            fix = did_you_mean(name, [*LIBRARIES, *_plugins]) or "Name the file that registers it in `plugins`."
+            fix = did_you_mean(name, _TRACKERS) or "Name the file that registers it in `plugins`."
             raise UserError(f"there is no tracker `{name}`", where=where, fix=fix)
-        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-            what = f"the tracker {name} needs the package `{PACKAGES[name]}`"
-            raise UserError(what, where=where, fix=f"Install it: pip install 'affinage[{name}]'")
-        own = {"name": f"{recipe}/{training}", "recipe": recipe, "runs": runs.absolute()} if name in LIBRARIES else {}
+        if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
+            what, fix = f"it needs the package `{_PACKAGES[name]}`", f"Install it: pip install 'affinage[{name}]'"
+            raise UserError(what, where=where, fix=fix)
+        signature = inspect.signature(maker)
         try:
-            inspect.signature(maker).bind(**own, **options)
+            signature.bind(**options)
         except TypeError as error:
-            fix = f"Its options: {', '.join(each for each in inspect.signature(maker).parameters if each not in own)}."
+            fix = f"Its options: {', '.join(signature.parameters)}."
             raise UserError(f"the tracker {name} {error}", where=where, fix=fix) from None
-        makers[name] = partial(maker, **own, **options)
+        makers[name] = partial(maker, **options)
     return makers
 
 
@@ -96,94 +91,176 @@ class Trackers:
         run: as trackers see it.
         folder: of the training; the ids are kept there, in `tracker-NAME.id`.
         say: takes lines for the user: a tracker that fails, hangs or is too slow is reported once.
-        waiting: the most lines that wait for a tracker; it loses those beyond.
-        close_seconds: the time at the end, for all trackers together.
     """
 
     def __init__(
-        self,
-        makers: Mapping[str, Callable[[], Tracker]],
-        run: TrackedRun,
-        folder: Path,
-        *,
-        say: Callable[[str], None],
-        waiting: int = 1000,
-        close_seconds: float = 30.0,
+        self, makers: Mapping[str, Callable[[], Tracker]], run: TrackedRun, folder: Path, say: Callable[[str], None]
     ) -> None:
-        self.run, self.folder, self.say, self._waiting, self._close_seconds = run, folder, say, waiting, close_seconds
-        self._threads = [_Delivery(name, maker, self) for name, maker in makers.items()]
+        self._makers, self._run, self._folder, self._say, self._reported = makers, run, folder, say, set[str]()
+        self._lines: dict[str, queue.SimpleQueue[Any]] = {name: queue.SimpleQueue() for name in makers}
+        self._threads = {name: threading.Thread(target=self._deliver, args=[name], daemon=True) for name in makers}
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Hand over a line of metrics.jsonl."""
+        for name, lines in self._lines.items():
+            if lines.qsize() >= WAITING:
+                self._report(name, f"is slower than the training: it loses lines, {WAITING:,} wait for it")
+            elif self._threads[name].is_alive():
+                lines.put(row)
 
     def __enter__(self) -> "Trackers":
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         ending: Ending = "finished" if kind is None else "stopped" if issubclass(kind, Preempted) else "failed"
-        seconds = min(self._close_seconds, _WHEN_PREEMPTED) if ending == "stopped" else self._close_seconds
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.lines.put(ending)
-        for thread in self._threads:
+        until = time.monotonic() + (_WHEN_PREEMPTED if ending == "stopped" else TO_CLOSE)
+        for lines in self._lines.values():
+            lines.put(ending)
+        for name, thread in self._threads.items():
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                thread.report("does not finish; it is left behind")
+                self._report(name, "does not finish; it is left behind")
 
-    def log(self, row: Row) -> None:
-        """Hand over a line of metrics.jsonl."""
-        for thread in self._threads:
-            if thread.lines.qsize() >= self._waiting:
-                thread.report(f"is slower than the training: it loses lines, {self._waiting:,} wait for it")
-            elif thread.is_alive():
-                thread.lines.put(row)
+    def _deliver(self, name: str) -> None:
+        """What the thread of a tracker does."""
+        id_file = self._folder / f"tracker-{name}.id"
+        with self._errors_reported(name):
+            tracker = self._makers[name]()
+            known = id_file.read_text(encoding="utf-8") if id_file.exists() else ""
+            id_file.write_text(tracker.start(replace(self._run, id=known)), encoding="utf-8")
+            while not isinstance(line := self._lines[name].get(), str):
+                with self._errors_reported(name):
+                    tracker.log(line["step"], metrics_of(line))
+            tracker.finish(line)  # type: ignore[arg-type]
 
-
-class _Delivery(threading.Thread):
-    """The thread of one tracker."""
-
-    def __init__(self, name: str, maker: Callable[[], Tracker], trackers: Trackers) -> None:
-        super().__init__(name=f"tracker {name}", daemon=True)
-        self._maker, self._trackers, self._id_file = maker, trackers, trackers.folder / f"tracker-{name}.id"
-        self.lines: queue.SimpleQueue[Row | Ending] = queue.SimpleQueue()
-        self._reported = False
-
-    def run(self) -> None:
-        if (tracker := self._guarded(self._start)) is None:
-            return
-        while not isinstance(line := self.lines.get(), str):
-            self._guarded(tracker.log, line["step"], metrics_of(line))
-        self._guarded(tracker.finish, line)
-
-    def _start(self) -> Tracker:
-        tracker = self._maker()
-        known = self._id_file.read_text(encoding="utf-8") if self._id_file.exists() else ""
-        self._id_file.write_text(tracker.start(replace(self._trackers.run, id=known)), encoding="utf-8")
-        return tracker
-
-    def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+    @contextlib.contextmanager
+    def _errors_reported(self, name: str) -> Iterator[None]:
         try:
-            return work(*args)
+            yield
         except BaseException as error:  # SystemExit, too: some libraries exit where there is no key
-            self.report(f"fails: {type(error).__name__}: {first_line(error)}")
+            self._report(name, f"fails: {type(error).__name__}: {first_line(error)}")
 
-    def report(self, what: str) -> None:
-        if not self._reported:
-            self._reported = True
-            self._trackers.say(masked(f"the {self.name} {what}. The training continues; metrics.jsonl has every line."))
+    def _report(self, name: str, what: str) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            self._say(masked(f"the tracker {name} {what}. The training continues; metrics.jsonl has every line."))
 
 
-def metrics_of(row: Row) -> dict[str, float]:
+def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: train/loss, validation/NAME/loss."""
-    part = next((part for part in ("validation", "evaluation") if part in row), "")
-    numbers = _numbers(row[part], part) if part else _numbers(row, "train")
-    return {name: value for name, value in numbers if name != "train/step"}
+    named = {name if isinstance(value, Mapping) else f"train/{name}": value for name, value in row.items()}
+    del named["train/step"]
+    return {name: float(value) for name, value in flat(named) if isinstance(value, int | float)}
 
 
-def _numbers(values: Row, path: str) -> Iterator[tuple[str, float]]:
+def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values inside of nested mappings, each by its keys, separated by slashes."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{path}/{name}")
-        elif isinstance(value, int | float):
-            yield f"{path}/{name}", float(value)
+            yield from flat(value, f"{path}{name}/")
+        else:
+            yield f"{path}{name}", value
+
+
+# ---- the trackers that come with affinage; each imports its library in `start` ----
+
+
+@tracker("tensorboard")
+class _TensorBoard:
+    """Event files by tensorboardX, in a folder for each training, which is the id."""
+
+    def start(self, run: TrackedRun) -> str:
+        from tensorboardX import SummaryWriter
+
+        folder = str(run.runs / "tensorboard" / run.name)
+        hide_from = run.start + 1 if run.id else None  # what an earlier start wrote of later steps
+        # Files are read in the order of their names, which by themselves have whole seconds.
+        self._writer = SummaryWriter(folder, purge_step=hide_from, filename_suffix=f".{time.time_ns()}")
+        self._writer.add_text("settings", f"```\n{json.dumps(run.facts, indent=1)}\n```", run.start)
+        return folder
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, ending: Ending) -> None:
+        self._writer.close()
+
+
+@tracker("wandb")
+class _WeightsAndBiases:
+    """A run with the same id at every start; offline, a folder for each start, for `wandb sync`."""
+
+    def __init__(self, project: str = "", mode: str = "offline") -> None:
+        self._project, self._mode = project, mode
+
+    def start(self, run: TrackedRun) -> str:
+        import wandb
+
+        run.runs.mkdir(parents=True, exist_ok=True)
+        # Neither the command line, nor the environment, nor the code is sent.
+        off = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
+        settings: dict[str, Any] = {"console": "off", **dict.fromkeys(off, True)}
+        how: dict[str, Any] = {"project": self._project or run.recipe, "name": run.name, "mode": self._mode}
+        how |= {"id": run.id or uuid4().hex, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
+        self._run = wandb.init(settings=wandb.Settings(**settings), **how)
+        self._run.define_metric("*", step_metric="step")  # W&B's own step must never go back; a training's may
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def finish(self, ending: Ending) -> None:
+        self._run.finish(exit_code=0 if ending == "finished" else 1)
+
+
+@tracker("trackio")
+class _Trackio:
+    """Trackio's database on this machine. The id is the run's name."""
+
+    def __init__(self, project: str = "") -> None:
+        self._project = project
+
+    def start(self, run: TrackedRun) -> str:
+        os.environ["TRACKIO_DIR"] = str(run.runs / "trackio")
+        import trackio
+
+        name, project = run.id or f"{run.name}-{uuid4().hex[:8]}", self._project or run.recipe
+        quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        self._run = trackio.init(project=project, name=name, config=dict(run.facts), resume="allow", **quiet)
+        return name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, ending: Ending) -> None:
+        self._run.finish()
+
+
+@tracker("mlflow")
+class _Mlflow:
+    """An MLflow run on a server, or in a database on this machine."""
+
+    def __init__(self, uri: str = "", experiment: str = "") -> None:
+        self._uri, self._experiment = uri, experiment
+
+    def start(self, run: TrackedRun) -> str:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        mlflow.set_tracking_uri(self._uri or f"sqlite:///{run.runs / 'mlflow.db'}")
+        mlflow.set_experiment(self._experiment or run.recipe)
+        info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
+        if not run.id:
+            mlflow.log_params({name: str(value)[:500] for name, value in flat(run.facts)})
+        return str(info.run_id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def finish(self, ending: Ending) -> None:
+        self._mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])

@@ -6,88 +6,87 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.metadata import IDENTITY, check_compatible, checksums
 from affinage.checkpoint.store import CHECKPOINTS, IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.training.frozen import FROZEN, kept_frozen
 from affinage.training.goodput import GoodputTimer
-from affinage.training.health import HealthMonitor
 from affinage.training.job import Extension
-from affinage.training.metrics import METRICS
-from affinage.training.state import TrainState
+from affinage.training.metrics import METRICS, ConsoleWriter
+from affinage.training.state import FROZEN, TrainState, kept_frozen
 from affinage.training.summary import versions
 from affinage.training.trainer import Trainer
+from affinage.training.watchdog import PreemptionGuard, Watchdog
 
 _BY_CLOCK = 10  # steps: several processes must agree on what the clock says, which costs a message
-# What an extension may change. Of `mixture`, only what holds from its first step on.
-_OPEN = ("steps", "schedule", "mixture")
+_TO_UPLOAD = 24 * 3600.0  # seconds; a copy that fails ends by itself
 _NO_MIXTURE: list[dict[str, Any]] = [{"from_step": 0, "weights": {"all": 1.0}}]
 
 
-class Restored(NamedTuple):
-    """A state, the steps that it has made, and the facts that were saved with it."""
-
-    step: int
-    state: TrainState
-    meta: dict[str, Any]
+Restored = tuple[int, TrainState, dict[str, Any]]  # steps made, the state, and the facts that were saved with it
 
 
 class Checkpointer:
-    """Saves and restores the state of a training, in all processes alike."""
+    """Saves and restores the state of a training, in all processes alike. While entered, the uploader runs."""
 
-    def __init__(self, trainer: Trainer, goodput: GoodputTimer) -> None:
-        self._trainer, self._job, self._goodput = trainer, trainer.job, goodput
+    def __init__(self, trainer: Trainer, goodput: GoodputTimer, watchdog: Watchdog) -> None:
+        self._trainer, self._job, self._goodput, self._watchdog = trainer, trainer.job, goodput, watchdog
         self._settings = self._job.runtime.checkpoint
+        self._uploader = self._job.uploader if Processes.current.first else None
         self._store = self._job.store or CheckpointStore(
             self._job.folder / CHECKPOINTS,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
-            uploader=self._job.uploader if Processes.current.first else None,
+            uploader=self._uploader,
         )
         self.resumed_at: list[int] = []  # the steps at which the starts of this run began, except the first
         self._saved_at = time.monotonic()
 
-    @property
-    def seconds_to_restore(self) -> float:
-        """Seconds in which all checkpoints are tried, one after another."""
-        return (2 + len(self._store.steps())) * IO_TIMEOUT
+    def __enter__(self) -> "Checkpointer":
+        if self._uploader is not None:
+            self._uploader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.wait()  # for the save in flight, which an error in the loop must not take with it
 
     def restore(self, at_most: int | None = None) -> Restored:
         """The newest checkpoint that is intact; without any, the one that the job extends, or the first weights.
 
         With `at_most` the newest up to this step; if there is none, the first one after it.
         """
-        job, abstract = self._job, self._trainer.abstract
-        resumes = bool(self._store.steps()) or job.extends is not None
-        with self._goodput.account("restore" if resumes else "compile"):  # random weights are a program, too
+        job, abstract, steps = self._job, self._trainer.abstract, self._store.steps()
+        self._watchdog.beat("the restore", at_most=(2 + len(steps)) * IO_TIMEOUT)
+        # Random weights are a program, too.
+        with self._goodput.account("restore" if steps or job.extends is not None else "compile"):
             newest = self._store.restore_newest(abstract.named(), self._accept, at_most)
             if newest is not None:
-                step, state, meta = newest
-                restored = Restored(step, TrainState(**state, frozen=kept_frozen(job.folder, abstract.frozen)), meta)
+                step, trees, meta = newest
+                state = TrainState(**trees, frozen=kept_frozen(job.folder, abstract.frozen))
             else:
-                restored = self._extended(job.extends) if job.extends else Restored(0, self._trainer.begin(), {})
-                if restored.state.frozen is not None:
+                step, state, meta = self._extended(job.extends) if job.extends else (0, self._trainer.begin(), {})
+                if state.frozen is not None:
                     frozen = CheckpointStore(job.folder / FROZEN)
-                    frozen.save(0, {"params": restored.state.frozen}, {})
+                    frozen.save(0, {"params": state.frozen}, {})
                     frozen.wait()
-                checksums(restored.state.named())  # compiled now: the first save may come within a grace period
+                checksums(state.named())  # compiled now: the first save may come within a grace period
         if at_most is None:
-            self.resumed_at = [*restored.meta.get("resumed_at", []), *([restored.step] if restored.step else [])]
+            self.resumed_at = [*meta.get("resumed_at", []), *([step] if step else [])]
         self._saved_at = time.monotonic()
-        return restored
+        return step, state, meta
 
-    def rollback(self, at_most: int) -> Restored:
-        """Go back to the newest checkpoint up to a step; later ones are removed."""
+    def rollback(self, before: int) -> Restored:
+        """Go back to the newest checkpoint from before a step; later ones are removed."""
+        self._watchdog.beat("the rollback", at_most=IO_TIMEOUT)
         with self._goodput.account("restore"):
             self._store.wait()
-            restored = self.restore(at_most)
-            self._store.forget_after(restored.step)
-        self._goodput.lose_since(restored.meta)
-        return restored
+            step, state, meta = self.restore(max(0, before - 1))
+            self._store.forget_after(step)
+        self._goodput.lose_since(meta)
+        return step, state, meta
 
     def should_save(self, step: int) -> bool:
         """Whether the state after a step is to be saved; the same in all processes. Raises OSError if a save failed."""
@@ -100,8 +99,9 @@ class Checkpointer:
         is_old = time.monotonic() - self._saved_at >= 60 * settings.every_minutes
         return bool(Processes.current.broadcast("a save by the clock", is_old))
 
-    def save(self, step: int, state: TrainState, monitor: HealthMonitor) -> None:
-        """Start to save the state after a step; waits for the save before."""
+    def save(self, step: int, state: TrainState, health: Mapping[str, Any]) -> None:
+        """Start to save the state after a step; waits for the save before. `health`: the facts of `HealthMonitor`."""
+        self._watchdog.beat("the save", at_most=IO_TIMEOUT)
         with self._goodput.account("save"):
             facts = {
                 "name": self._job.name,
@@ -109,7 +109,7 @@ class Checkpointer:
                 "mesh": dict(self._trainer.mesh.shape),
                 "seconds": self._goodput.seconds(),
                 "clock": time.time(),
-                "health": monitor.facts(),
+                "health": dict(health),
                 "resumed_at": self.resumed_at,
                 "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "versions": versions(),
@@ -119,13 +119,20 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Until the last save is complete."""
+        self._watchdog.beat("the last save", at_most=IO_TIMEOUT)
         with self._goodput.account("save"):
             self._store.wait()
             Processes.current.barrier("the last save", seconds=IO_TIMEOUT)
 
-    def close(self) -> None:
-        """Wait for the save in flight, which an error in the loop must not take with it."""
-        self._store.wait()
+    def finish_upload(self, preemption: PreemptionGuard, console: ConsoleWriter) -> None:
+        """Wait until the last save is copied, and print what became of it. The first process copies for all."""
+        if self._job.uploader is None:
+            return
+        self._watchdog.beat("the copy of the last save", at_most=_TO_UPLOAD)
+        line = "the last save is copied"
+        if self._uploader is not None and (missing := self._uploader.settle(preemption.seconds_left)):
+            line = f"NOT everything was copied to {self._uploader.url}: {missing}"
+        console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))
 
     def _accept(self, meta: Mapping[str, Any]) -> None:
         allowed, where = self._settings.allow_changes, str(self._store.folder)
@@ -136,9 +143,10 @@ class Checkpointer:
         """The checkpoint of another training; its metrics are copied, so that the curve is complete.
 
         Raises:
-            UserError: there is no such checkpoint, it is corrupted, or more differs than an extension may change.
+            UserError: there is no such checkpoint, it is corrupted, or more differs than an extension may change: the
+                steps, the schedule, and the mixture from its first step on.
         """
-        job, step, allowed = self._job, extension.step, self._settings.allow_changes
+        job, step = self._job, extension.step
         store, where = CheckpointStore(extension.training / CHECKPOINTS), f"{job.name}.resume_from"
         if step not in store.steps():
             raise UserError(f"there is no checkpoint of step {step}; kept are {store.steps()}", where=where)
@@ -146,14 +154,13 @@ class Checkpointer:
             fix = f"Set {job.name}.steps to more than {step}."
             raise UserError(f"it has made {step} of the {job.settings.steps} steps", where=where, fix=fix)
         meta, now = store.metadata(step).facts, identity(self._trainer)
-        if IDENTITY in meta and "mixture" not in allowed:
-            # Rows are drawn by counting from step 0: what was drawn before must be what was trained on.
-            mixtures = ([dict(part) for part in facts.get("mixture") or _NO_MIXTURE] for facts in (meta[IDENTITY], now))
-            before, after = ([part for part in mixture if part["from_step"] < step] for mixture in mixtures)
-            if before != after:
-                fix = f"Write what was trained on, too: {json.dumps(before)}, and then what follows from step {step}."
-                raise UserError(f"the mixture before step {step} is another one", where=f"{job.name}.mixture", fix=fix)
-        check_compatible(meta, now, (*allowed, *_OPEN), where=str(store.folder))
+        # Rows are drawn by counting from step 0: the mixture before this step must be what was trained on.
+        before, after = (
+            facts | {"mixture": [part for part in facts.get("mixture") or _NO_MIXTURE if part["from_step"] < step]}
+            for facts in (meta.get(IDENTITY, now), now)
+        )
+        allowed = (*self._settings.allow_changes, "steps", "schedule")
+        check_compatible({IDENTITY: before}, after, allowed, where=str(store.folder))
         frozen = kept_frozen(extension.training, self._trainer.abstract.frozen)
         state = TrainState(**store.restore(step, self._trainer.abstract.named()), frozen=frozen)
         lines, own = extension.training / METRICS, job.folder / METRICS
@@ -162,7 +169,7 @@ class Checkpointer:
             shutil.copyfile(lines, part)
             part.replace(own)
         # The time between the two belongs to neither.
-        return Restored(step, state, {name: fact for name, fact in meta.items() if name != "clock"})
+        return step, state, {name: fact for name, fact in meta.items() if name != "clock"}
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:

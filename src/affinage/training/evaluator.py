@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,11 +10,10 @@ import jax
 from affinage.cluster.processes import Processes
 from affinage.training.goodput import GoodputTimer
 from affinage.training.job import ValidationSet
-from affinage.training.metrics import MetricLogger, read_rows
-from affinage.training.preemption import PreemptionGuard
+from affinage.training.metrics import METRICS, MetricLogger, read_lines
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
-from affinage.training.watchdog import Watchdog
+from affinage.training.watchdog import PreemptionGuard, Watchdog
 
 _IN_FLIGHT = 2  # batches, so that the devices never wait for the host
 _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, or a long answer
@@ -29,7 +28,7 @@ class Evaluator:
         self._job, self._trainer = trainer.job, trainer
         self._preemption, self._watchdog, self._goodput = preemption, watchdog, goodput
         sets = self._job.validation
-        self._step = trainer.compile_validation(next(iter(next(iter(sets.values()))))) if sets else None
+        self._step: Any = trainer.compile_validation(next(iter(next(iter(sets.values()))))) if sets else None
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is evaluated."""
@@ -43,10 +42,11 @@ class Evaluator:
         """
         written: list[str] = []
         if resumed:
-            written = [name for row in read_rows(self._job.folder) if row["step"] == step for name in row]
+            written = [name for row in read_lines(self._job.folder / METRICS) if row["step"] == step for name in row]
             written = Processes.current.broadcast("scores that were written", written)
         with self._goodput.account("validation"):
             monitor, evaluation, why = self._job.monitor, None, ""
+            self._watchdog.beat("the evaluation", at_most=_BENCHMARKS)
             if monitor is not None and monitor.due(step):
                 evaluation, why = monitor.look(step, state, self._stops)
             logger.restart_clock()
@@ -69,34 +69,26 @@ class Evaluator:
         Bits per byte = total nats / ln 2 / bytes of the text in UTF-8, which does not depend on the tokenizer. For rows
         that are no text it is what the graph reports in its place.
         """
-        scores: dict[str, dict[str, float]] = {}
+        weights, scores = (state.params, state.ema_params, state.frozen), dict[str, dict[str, float]]()
         for name, rows in self._job.validation.items():
-            sums = self._sums(state, rows)
-            if sums is None:
-                return None
-            nats, count = (_total([each[key] for each in sums]) for key in ("sum", "count"))
-            scores[name] = {"loss": nats / max(count, 1.0)}
+            sums, running = [], deque[Any]()
+            for batch in rows:
+                self._watchdog.beat("a batch of the validation")
+                if self._preemption.reached():
+                    return None
+                sums.append(self._step(weights, self._trainer.put(batch)))
+                running.append(sums[-1])
+                if len(running) > (0 if self._trainer.is_simulated else _IN_FLIGHT):
+                    jax.block_until_ready(running.popleft())
+            batches = jax.device_get(sums)
+            nats, mean = _total_and_mean([(each["sum"], each["count"]) for each in batches])
+            scores[name] = {"loss": mean}
             if rows.bytes:
                 scores[name]["bits_per_byte"] = nats / math.log(2) / rows.bytes
             else:
-                for metric in sums[0]["metrics"]:
-                    total, count = (_total([each["metrics"][metric][part] for each in sums]) for part in (0, 1))
-                    scores[name][metric] = total / max(count, 1.0)
+                for metric in batches[0]["metrics"]:
+                    scores[name][metric] = _total_and_mean([each["metrics"][metric] for each in batches])[1]
         return scores
-
-    def _sums(self, state: TrainState, rows: ValidationSet) -> list[Mapping[str, Any]] | None:
-        assert self._step is not None
-        weights, running = (state.params, state.ema_params, state.frozen), deque[Any]()
-        sums: list[Mapping[str, Any]] = []
-        for batch in rows:
-            self._watchdog.beat("a batch of the validation")
-            if self._preemption.reached():
-                return None
-            sums.append(self._step(weights, self._trainer.put(batch)))
-            running.append(sums[-1])
-            if len(running) > (0 if self._trainer.is_simulated else _IN_FLIGHT):
-                jax.block_until_ready(running.popleft())
-        return sums
 
     def _stops(self) -> bool:
         """What benchmarks call between their batches, which is a sign of progress."""
@@ -118,5 +110,7 @@ def bits_by_language(scores: Mapping[str, Mapping[str, float]], sets: Mapping[st
     return {language: bits / size for language, (bits, size) in totals.items()}
 
 
-def _total(values: Sequence[jax.Array]) -> float:
-    return math.fsum(map(float, values))  # float32 would lose the last digits of a sum over many batches
+def _total_and_mean(sums: list[tuple[Any, Any]]) -> tuple[float, float]:
+    """The sum of (sum, count) of many batches, in float64, and the sum over the count."""
+    total, count = (math.fsum(map(float, values)) for values in zip(*sums, strict=True))
+    return total, total / max(count, 1.0)

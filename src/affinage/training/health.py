@@ -55,7 +55,6 @@ class HealthMonitor:
         self.skipped: list[int] = list(facts.get("skipped", ()))  # steps within the window
         self.rollbacks: list[list[int]] = [list(pair) for pair in facts.get("rollbacks", ())]  # [seen at, back to]
         self.data_offset: int = facts.get("data_offset", 0)  # step N is trained on batch N + data_offset
-        self.spikes: int = facts.get("spikes", 0)
         self.rollback_from: int | None = None  # the run must roll back; until then later steps are ignored
         self._event: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
@@ -66,13 +65,7 @@ class HealthMonitor:
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must know, JSON-able."""
-        return {name: getattr(self, name) for name in ("skipped", "rollbacks", "data_offset", "spikes")}
-
-    @property
-    def last_healthy(self) -> int:
-        """The newest step to roll back to."""
-        assert self.rollback_from is not None
-        return max(0, self.rollback_from - 1)
+        return {name: getattr(self, name) for name in ("skipped", "rollbacks", "data_offset")}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Decide about a step whose update was skipped, or whose loss is a spike.
@@ -80,16 +73,15 @@ class HealthMonitor:
         Raises:
             TrainingDiverged: too many updates were skipped.
         """
-        spike, skipped, torn = (bool(metrics.get(name)) for name in ("spike", "skipped", "torn"))
-        self.spikes += spike
-        if self.rollback_from is not None or not (spike or skipped):
+        if self.rollback_from is not None:
             return
         # A loss that stands out is often one whose gradient overflows: that is no mere spike.
         is_finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
-        cause = "spike" if spike and is_finite else "nonfinite"
+        cause = "spike" if metrics.get("spike") and is_finite else "nonfinite"
         policy = self._settings.on_spike if cause == "spike" else self._settings.on_nonfinite
         shown = {name: metrics.get(name) for name in ("loss", "spike_score", "grad_norm", "learning_rate")}
         self._event = {"step": step, "cause": cause, **shown}
+        torn = bool(metrics.get("torn"))
         if policy == "log" and not torn:
             self._write("logged")
             return
@@ -106,9 +98,8 @@ class HealthMonitor:
         """The run is back at a checkpoint, and continues with the batch after the unhealthy one."""
         seen_at = self.rollback_from
         assert seen_at is not None
-        documents = {step: self._batch(step) for step in range(max(to, seen_at - 99) + 1, seen_at + 1)}
         self._say(f"step {seen_at:,} was unhealthy: back to step {to:,}, without the batches since")
-        self._write("rolled back", back_to=to, left_out=seen_at - to, documents=documents)
+        self._write("rolled back", back_to=to, left_out=seen_at - to, documents=self._batch(seen_at))
         self.data_offset += seen_at - to
         self.rollbacks.append([seen_at, to])
         self.skipped = [step for step in self.skipped if step <= to]
@@ -151,13 +142,12 @@ def data_offset_at(training: Path, step: int) -> int:
 
 def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_offset: int) -> UserError:
     """The error for the user, with a diagnosis of the step at which the training diverged, also in diagnosis.json."""
-    job, split, config, batch_number = trainer.job, trainer.split, trainer.apply_config, error.step + data_offset
-    batch = trainer.put_share(next(trainer.batches(batch_number - 1)))
-    if split.reference:
-        batch = jax.jit(lambda frozen, batch: split.with_reference(frozen, batch, config))(state.frozen, batch)
+    job, batch_number = trainer.job, error.step + data_offset
+    batch = trainer.put(next(trainer.batches(batch_number - 1)), trainer.rows)
+    params = trainer.split.full_params(state.params, state.frozen)
     facts = {
         "step": error.step,
-        **diagnose(job.graph, config, split.full_params(state.params, state.frozen), state.ema_params, batch),
+        **diagnose(job.graph, trainer.apply_config, params, state.ema_params, batch),
         "documents": None if job.documents is None else job.documents(batch_number),
     }
     path = job.folder / "diagnosis.json"
@@ -203,9 +193,7 @@ def diagnose(
 def _all_finite(trees: Mapping[str, PyTree]) -> dict[str, Bool[Array, ""]]:
     """Whether all floating-point numbers of each tree are finite, by its name."""
 
-    def all_finite(tree: PyTree) -> Bool[Array, ""]:
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-        floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
-
-    return {name: all_finite(tree) for name, tree in trees.items()}
+    leaves = {
+        name: [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)] for name, tree in trees.items()
+    }
+    return {name: jnp.array([jnp.isfinite(leaf).all() for leaf in each]).all() for name, each in leaves.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from affinage.config.training import TrainSettings
 from affinage.hardware.devices import Hardware, LocalDevices
 from affinage.model import Graph
 from affinage.parallel import Strategy
-from affinage.tracking import Tracker
+from affinage.tracking import TrackedRun, Tracker
 from affinage.training.state import TrainState
 
 PyTree = Any
@@ -24,22 +24,17 @@ Hook = Callable[[int, TrainState], None]  # steps made, state; called after ever
 
 
 class Feed(Protocol):
-    """Training batches as a pure function of the step: there is nothing to save and nothing to lose."""
+    """Training batches as a pure function of the step: there is nothing to save and nothing to lose.
+
+    A feed may also have `iterate_part(start_step, part, parts)`, which yields of every batch only the rows from
+    part / parts to (part + 1) / parts: then each of several processes reads its own rows alone.
+    """
 
     def iterate(self, start_step: int) -> Iterator[HostBatch]:
         """Batches of steps start_step, start_step + 1, ..., without end.
 
         Keys and shapes are the same every time: `tokens` [B, S] and whatever else the graph's loss reads.
         """
-        ...
-
-
-@runtime_checkable
-class DivisibleFeed(Feed, Protocol):
-    """A feed that can read a part of the rows alone, so that each of several processes reads its own."""
-
-    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[HostBatch]:
-        """See `Feed.iterate`; of every batch only its rows from part / parts to (part + 1) / parts."""
         ...
 
 
@@ -104,7 +99,7 @@ class TrainJob:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)  # how a step is split over the mesh
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)  # none of it changes the result
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)  # see `affinage.tracking`
-    close_trackers_within: float = 30.0  # seconds at the end for what trackers are still sending
+    tracked: TrackedRun = field(default_factory=lambda: TrackedRun("train"))  # what trackers know of this training
     extends: Extension | None = None  # the steps continue from the step of this checkpoint
     uploader: Uploader | None = None  # copies what the first process saves elsewhere
     store: CheckpointStore | None = None  # of the checkpoints; None: one in the folder

@@ -4,7 +4,6 @@ The forward pass keeps the input of every layer. A loop from the last layer to t
 gradient, and its new weights and moments in place of the old ones.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,41 +12,28 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from affinage.config.parallel import ParallelSettings, RematChoice, RematPreset
+from affinage.config.parallel import ParallelSettings, RematPreset
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes, matrices
+from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes
 from affinage.model.forward import context_of
 from affinage.model.graph import Node
 from affinage.model.layer import Result
-from affinage.training.frozen import ParamSplit
-from affinage.training.optimizer import Weights, learning_rate, make_optimizer
-from affinage.training.state import Purpose, TrainState, random_key
-from affinage.training.step import (
-    Batch,
-    Metrics,
-    Step,
-    apply_gradient,
-    detect_spike,
-    means_of,
-    moved_ema,
-    rounding_key,
-    where,
-)  # fmt: skip
+from affinage.training.optimizer import learning_rate, make_optimizer
+from affinage.training.state import ParamSplit, Purpose, TrainState, random_key
+from affinage.training.step import Batch, Metrics, Step, apply_gradient, detect_spike, means_of, moved_ema, where
 
 PyTree = Any
 LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.remat` is
-_ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
 
 def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: ApplyConfig, seed: int) -> Step:
     """Build the step, with the arguments and metrics of `make_train_step`, and torn: 1 if only some weights moved.
 
-    It is the same step but for what would need the gradient of all layers: the norm that gradients are clipped to,
-    `optimizer.max_grad_norm`, holds for each layer, and for everything outside the layers together; and a gradient that
-    is not finite leaves the weights of its layer as they were, and so of the layers below it, not of those above it,
-    from which `HealthMonitor` rolls back. A loss that is not finite leaves all. The draws of stochastic rounding are
-    others, too.
+    It is the same step but for what would need the gradient of all layers: `optimizer.max_grad_norm` holds for each
+    layer, and for everything outside the layers together; and a gradient that is not finite leaves the weights of its
+    layer and of those below as they were, not of those above, from which `HealthMonitor` rolls back. A loss that is not
+    finite leaves all. The draws of stochastic rounding are others, too.
 
     Raises:
         UserError: for models and settings that it does not go with.
@@ -58,38 +44,45 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
     name, last_layer = node.name, node.layers - 1
     layer_axes = jax.tree.map(lambda axes: axes[1:], logical_axes(graph)[name], is_leaf=_is_axes)
 
-    def first_input(rest: PyTree, batch: Batch, config: ApplyConfig) -> Array:
-        """The input of the first layer."""
-        (before,) = node.inputs
-        value: Array = apply(graph, rest, batch, replace(config, until=before)).values[before]
-        return config.layout.constrain(value, ("batch", "residual", "width"))
-
-    def loss_after(rest: PyTree, y: Array, batch: Batch, config: ApplyConfig) -> tuple[Float[Array, ""], Any]:
-        """The loss of what comes out of the last layer."""
-        outputs = apply(graph, rest, batch, replace(config, layers=lambda *_: Result(y)))
-        loss = outputs.values[graph.loss]
-        return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
-
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with_key = replace(config, key=random_key(seed, Purpose.DROPOUT, state.step))
         rest = {key: tree for key, tree in state.params.items() if key != name}
-        first, first_pullback = jax.vjp(lambda rest: first_input(rest, batch, with_key), rest)
-        layer = _layer_function(node, batch, with_key, first)
+
+        def first_input(rest: PyTree) -> Array:
+            (before,) = node.inputs
+            value: Array = apply(graph, rest, batch, replace(with_key, until=before)).values[before]
+            return config.layout.constrain(value, ("batch", "residual", "width"))
+
+        def loss_after(rest: PyTree, last: Array) -> tuple[Float[Array, ""], Any]:
+            outputs = apply(graph, rest, batch, replace(with_key, layers=lambda *_: Result(last)))
+            loss = outputs.values[graph.loss]
+            return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
+
+        first, first_pullback = jax.vjp(first_input, rest)
+        context = context_of(node, {}, batch, with_key)
+        context = replace(context, prepared=node.layer.prepare((first,), context))
+
+        def layer(weights: PyTree, x: Array, index: Any) -> Array:
+            key = None if context.key is None else jax.random.fold_in(context.key, index)
+            result = node.layer.apply(weights, (x,), replace(context, key=key, layer=index))
+            return result.value if isinstance(result, Result) else result
+
         last, inputs = jax.lax.scan(
             lambda x, xs: (layer(xs[0], x, xs[1]), x), first, (state.params[name], jnp.arange(node.layers))
         )
         differentiated = jax.value_and_grad(loss_after, argnums=(0, 1), has_aux=True)
-        (_, sums), (rest_grads, grad) = differentiated(rest, last, batch, with_key)
+        (_, sums), (rest_grads, grad) = differentiated(rest, last)
         loss_tokens, means = sums["loss"][1], means_of(sums)
         window, may_update, spike = detect_spike(state.window, means["loss"], settings.health)
-        rate, key = jnp.asarray(schedule(state.step), jnp.float32), rounding_key(settings, seed, state)
+        rate = jnp.asarray(schedule(state.step), jnp.float32)
+        key = random_key(seed, Purpose.ROUNDING, state.step)
 
         def update(params: PyTree, opt_state: PyTree, grads: PyTree, number: Any) -> tuple[PyTree, PyTree, Array]:
             """New weights, optimizer state, and [squared norm of their gradient, 1 if they were updated]."""
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(loss_tokens, 1.0), grads)
-            norm, own_key = optax.tree.norm(grads), None if key is None else jax.random.fold_in(key, number)
-            optimizer, healthy = _optimizer(graph, settings, params), may_update & jnp.isfinite(norm)
-            old = params, opt_state
+            norm, old = optax.tree.norm(grads), (params, opt_state)
+            healthy = may_update & jnp.isfinite(norm)
+            optimizer, own_key = _optimizer(graph, settings, params), jax.random.fold_in(key, number)
             new = apply_gradient(optimizer, settings, old, grads, norm, rate, own_key)
             return *where(healthy, new, old), jnp.stack([norm**2, healthy.astype(jnp.float32)])
 
@@ -110,17 +103,11 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
         rest, opt_rest, facts = update(rest, state.opt_state["rest"], rest_grads, 0)
 
         square, updated = total + facts
-        norm = jnp.sqrt(square)
+        norm, params = jnp.sqrt(square), {**rest, name: layers}
         healthy = may_update & jnp.isfinite(norm)
-        params = {**rest, name: layers}
-        new = state._replace(
-            step=state.step + 1,
-            params=params,
-            opt_state={"layers": opt_layers, "rest": opt_rest},
-            ema_params=where(healthy, moved_ema(state.ema_params, params, settings), state.ema_params),
-            window=window,
-        )
-        return new, {
+        ema_params = where(healthy, moved_ema(state.ema_params, params, settings), state.ema_params)
+        opt_state = {"layers": opt_layers, "rest": opt_rest}
+        return TrainState(state.step + 1, params, opt_state, ema_params, window, state.frozen), {
             **means,
             "grad_norm": norm,
             "learning_rate": rate,
@@ -140,10 +127,8 @@ def make_layerwise_optimizer(graph: Graph, settings: TrainSettings) -> optax.Gra
     def init(params: PyTree) -> dict[str, PyTree]:
         name = _repeated(graph).name
         layers, rest = {name: params[name]}, {key: tree for key, tree in params.items() if key != name}
-        return {
-            "layers": jax.vmap(_optimizer(graph, settings, layers).init)(layers),
-            "rest": _optimizer(graph, settings, rest).init(rest),
-        }
+        of_layers = jax.vmap(_optimizer(graph, settings, layers).init)(layers)
+        return {"layers": of_layers, "rest": _optimizer(graph, settings, rest).init(rest)}
 
     return optax.GradientTransformation(init, optax.identity().update)
 
@@ -155,26 +140,15 @@ def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool)
     reasons = {
         "the model has not one repeated node": sum(node.repeat is not None for node in split.graph.nodes) != 1,
         "the model has a mixture of experts": "experts" in str(split.graph.parameters),
-        f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
+        # Another one's state may have arrays that layers share.
+        f"the optimizer is {settings.optimizer.name}, not adamw": settings.optimizer.name != "adamw",
         "gradient_accumulation_steps is not 1": settings.gradient_accumulation_steps > 1,
         "the mesh has a pipeline": in_stages,
         "the training has `lora`": split.adapters is not None,
-        "the training has a reference model": split.reference,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise UserError(
-            f"layers cannot be updated one by one: {reason}",
-            where="optimizer_in_backward",
-            fix="Leave out `optimizer_in_backward: true`; it takes one repeated node without experts, "
-            f"{' or '.join(_ELEMENTWISE)}, gradient_accumulation_steps 1 and no pipeline.",
-        )
-
-
-def check_remat(settings: TrainSettings, remat: RematChoice) -> None:
-    """Refuse all but `block`, which is what `optimizer_in_backward: true` does, `none`, the default, and `auto`."""
-    if settings.optimizer_in_backward and remat not in ("none", "block", "auto"):
-        what = f"layers that are updated one by one keep their input and nothing else, so not `{remat}`"
-        raise UserError(what, where="parallel.remat", fix="Leave `remat` out, or `optimizer_in_backward: true`.")
+        what, fix = f"layers cannot be updated one by one: {reason}", "Leave out `optimizer_in_backward: true`."
+        raise UserError(what, where="optimizer_in_backward", fix=fix)
 
 
 def as_it_is_done(settings: TrainSettings, parallel: ParallelSettings) -> ParallelSettings:
@@ -187,23 +161,7 @@ def _repeated(graph: Graph) -> Node:
 
 
 def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.GradientTransformation:
-    weights = Weights(*({name: tree[name] for name in params} for tree in (decayed(graph), matrices(graph))))
-    return make_optimizer(settings.optimizer, weights)
-
-
-def _layer_function(
-    node: Node, batch: Batch, config: ApplyConfig, first: Array
-) -> Callable[[PyTree, Array, Any], Array]:
-    """(weights of a layer, its input, its number) -> its output."""
-    context = context_of(node, {}, batch, config)
-    context = replace(context, prepared=node.layer.prepare((first,), context))
-
-    def layer(weights: PyTree, x: Array, index: Array) -> Array:
-        key = None if context.key is None else jax.random.fold_in(context.key, index)
-        result = node.layer.apply(weights, (x,), replace(context, key=key, layer=index))
-        return result.value if isinstance(result, Result) else result
-
-    return layer
+    return make_optimizer(settings.optimizer, {name: decayed(graph)[name] for name in params})
 
 
 def _is_axes(tree: Any) -> bool:

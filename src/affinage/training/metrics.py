@@ -6,33 +6,30 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import jax
-import numpy as np
 import rich
 from rich.progress import BarColumn, Progress
 
 from affinage.cluster.processes import Processes
 from affinage.durations import duration
 from affinage.errors import UserError
-from affinage.hardware.devices import peak_bytes
 from affinage.tracking import Trackers
 from affinage.training.goodput import GoodputTimer
 from affinage.training.trainer import Trainer
 
 METRICS = "metrics.jsonl"
-# What the clock and the machine decide: different in every run of the same job.
-MEASURED = frozenset("tokens_per_second mfu data_time step_time goodput seconds memory_gigabytes".split())
 _IN_FLIGHT = 2  # steps, so that the devices never wait for the host
 _IN_FLIGHT_AT_MOST = 16  # of short steps ...
 _SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking up for each costs a tenth of 5 ms
 # Without a terminal a line comes after this many seconds, or this share of the steps; metrics.jsonl has all of them.
 _SECONDS_BETWEEN_LINES = 10.0
 _SHARE_BETWEEN_LINES = 0.2
+
+Unhealthy = list[tuple[int, dict[str, float]]]  # (step, metrics) of those that skipped an update or are a spike
 
 
 class MetricLogger:
@@ -43,9 +40,8 @@ class MetricLogger:
     - `tokens` since the beginning, and `tokens_per_second`;
     - `mfu`: FLOPs of the model (`affinage.model.analysis`: 6 per weight and token and 12 per pair of attention, nothing
       for recomputation) over the datasheet's dense bfloat16 peak of all devices; null where that is unknown;
-    - `step_time`, and `data_time`, for which the loop waited for the next batch: seconds, means since the line before;
-    - `goodput`: see `GoodputTimer`; `seconds` of the steps since the beginning;
-    - `memory_gigabytes`: the most that a device has held; of a CPU, this process.
+    - `step_time`, and `data_time`, for which the loop waited for its batch: seconds, means since the line before;
+    - `goodput`: see `GoodputTimer`.
 
     Other lines have `step` and `validation: {name: {loss, bits_per_byte}}`, or `evaluation` with scores of benchmarks.
     No step appears twice: lines after the step `start` that a run resumes from are dropped. What is not finite is null.
@@ -64,27 +60,29 @@ class MetricLogger:
         self._adapts = not trainer.is_simulated and Processes.current.count == 1
         self.cut(start)
 
-    def close(self) -> None:
-        """Close the file."""
+    def __enter__(self) -> "MetricLogger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 
-    def log(
-        self, step: int, metrics: Mapping[str, jax.Array], data_time: float
-    ) -> Iterator[tuple[int, dict[str, float]]]:
-        """Take the metrics of a step that was just dispatched; since then the loop has waited for the next batch.
+    def log(self, step: int, metrics: Mapping[str, jax.Array], data_time: float) -> Unhealthy:
+        """Take the metrics of a step that was just dispatched, before which the loop has waited for its batch.
 
-        Yields (step, metrics) of earlier steps that skipped an update, or whose loss is a spike.
+        Returns the unhealthy ones of the earlier steps that are done.
         """
-        if data_time > 0 and next(iter(metrics.values())).is_ready():  # type: ignore[attr-defined]
+        last = next(iter(self._pending[-1][1].values())) if self._pending else None
+        if last is None or last.is_ready():  # type: ignore[attr-defined]
             self._goodput.move(data_time, "compute", "data")  # the devices had nothing left to do
         self._pending.append((step, metrics, data_time))
-        if len(self._pending) > self._ahead:
-            yield from self._finish(len(self._pending) - max(self._ahead // 2, min(self._ahead, _IN_FLIGHT)))
+        if len(self._pending) <= self._ahead:
+            return []
+        return self._finish(len(self._pending) - max(self._ahead // 2, min(self._ahead, _IN_FLIGHT)))
 
-    def drain(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Wait for all steps in flight and write their lines; yields as `log`."""
-        yield from self._finish(len(self._pending))
+    def drain(self) -> Unhealthy:
+        """Wait for all steps in flight and write their lines; returns the unhealthy ones."""
+        return self._finish(len(self._pending))
 
     def write(self, step: int, **values: Any) -> None:
         """Write a line that is not of a training step."""
@@ -102,7 +100,7 @@ class MetricLogger:
         self._pending.clear()
         self._done = step
         if self._path is not None:
-            self.close()
+            self.__exit__()
             write_lines(self._path, (row for row in read_lines(self._path) if row["step"] <= step))
             self._file = self._path.open("a", buffering=1, encoding="utf-8")  # a kill keeps what was written
         self.restart_clock()
@@ -119,11 +117,11 @@ class MetricLogger:
                 fix="Run the same command again: it resumes from the newest checkpoint that is there.",
             )
 
-    def _finish(self, count: int) -> Iterator[tuple[int, dict[str, float]]]:
+    def _finish(self, count: int) -> Unhealthy:
         """Wait for the oldest steps in flight, and write the lines that are due; they share one step time."""
         group = [self._pending.popleft() for _ in range(count)]
         if not group:
-            return
+            return []
         jax.block_until_ready(group[-1][1])
         self._done, now, settings = group[-1][0], time.perf_counter(), self._trainer.job.settings
         self._waited += sum(data_time for _, _, data_time in group)
@@ -131,19 +129,22 @@ class MetricLogger:
         step_time, data_time = (now - self._clock) / steps, self._waited / steps
         if self._adapts:
             self._ahead = min(max(int(_SECONDS_IN_FLIGHT / max(step_time, 1e-9)), _IN_FLIGHT), _IN_FLIGHT_AT_MOST)
-        logged = False
+        logged, unhealthy = False, Unhealthy()
         for step, metrics, _ in group:
-            unhealthy = any(_number(metrics[name]) for name in ("skipped", "spike") if name in metrics)
-            if step % settings.log_every == 0 or step in (1, settings.steps) or unhealthy:
-                self._log_step(step, _numbers(metrics), step_time, data_time)
+            bad = any(bool(metrics[name]) for name in ("skipped", "spike") if name in metrics)
+            due = step % settings.log_every == 0 or step in (1, settings.steps)
+            if due or bad:
+                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                self._log_step(step, values, step_time, data_time)
                 logged = True
-            if unhealthy:
-                yield step, _numbers(metrics)
+                if bad:
+                    unhealthy.append((step, values))
         if logged:
             self._clock_step, self._clock, self._waited = self._done, now, 0.0
+        return unhealthy
 
     def _log_step(self, step: int, metrics: Mapping[str, float], step_time: float, data_time: float) -> None:
-        trainer, seconds = self._trainer, self._goodput.seconds()
+        trainer = self._trainer
         row = {
             "step": step,
             **metrics,
@@ -153,29 +154,25 @@ class MetricLogger:
             "step_time": round(step_time, 6),
             "data_time": round(data_time, 6),
             "goodput": round(self._goodput.goodput, 4),
-            "seconds": round(seconds["compute"] + seconds["data"], 3),
-            "memory_gigabytes": round(peak_bytes(trainer.mesh.local_devices) / 1e9, 4),
         }
         self._console.training(self._write(row))
 
     def _write(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        clean = finite(row)
+        clean: dict[str, Any] = finite(row)
         if self._file is not None:
             self.check_folder()
             self._file.write(json.dumps(clean) + "\n")
         self._trackers.log(clean)
         self._trainer.job.measured(clean)
-        return dict(clean)
+        return clean
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file, up to the first that cannot be read: a kill cut it in two."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    with contextlib.suppress(json.JSONDecodeError):
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            rows.append(json.loads(line))  # those before the one that fails stay
     return rows
 
 
@@ -186,31 +183,11 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     part.replace(path)
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a training's metrics.jsonl."""
-    return read_lines(folder / METRICS)
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a training without what was measured: equal if two runs computed the same."""
-    return [{key: value for key, value in row.items() if key not in MEASURED} for row in read_rows(folder)]
-
-
 def finite(value: Any) -> Any:
     """A value, or those of a mapping, as JSON has it: what is not finite is None."""
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    for value in metrics.values():
-        value.copy_to_host_async()  # all of them before the first is waited for
-    return {name: _number(value) for name, value in metrics.items()}
-
-
-def _number(value: jax.Array) -> float:
-    return float(np.asarray(value))  # takes a third of what float(value) does
 
 
 class ConsoleWriter:
@@ -228,21 +205,16 @@ class ConsoleWriter:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def training(self, row: Mapping[str, Any]) -> None:
         """Show a training line."""
         now, step, line = time.monotonic(), row["step"], step_line(row, self._steps)
+        is_late = now - self._last_line >= _SECONDS_BETWEEN_LINES
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, line=line)
-        elif (
-            step == self._steps
-            or now - self._last_line >= _SECONDS_BETWEEN_LINES
-            or step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps
-        ):
+        elif is_late or step == self._steps or step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps:
             self._last_line, self._last_step = now, step
             self.say(f"step {step:,}/{self._steps:,}  {line}")
 
@@ -262,17 +234,14 @@ class ConsoleWriter:
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
     """Loss, tokens/s, MFU if the peak is known, gradient norm, learning rate, time left, for people."""
+    loss, grad_norm = ("not finite" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "grad_norm"))
     speed = row["tokens_per_second"]
-    parts = [f"loss {_shown(row['loss'], '.4f')}", f"{_shown(speed, ',.0f')} tok/s"]
+    parts = [f"loss {loss}", f"{speed:,.0f} tok/s"]
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
-    parts += [f"grad {_shown(row['grad_norm'], '.2f')}", f"lr {row['learning_rate']:.2e}"]
+    parts += [f"grad {grad_norm}", f"lr {row['learning_rate']:.2e}"]
     if row.get("skipped"):
         parts.append("UPDATE SKIPPED")
     if speed and row["step"] < steps:
         parts.append(f"ETA {duration((steps - row['step']) * row['tokens'] / row['step'] / speed)}")
     return "  ".join(parts)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)

@@ -1,15 +1,15 @@
 """Optimizers and learning rates, by the names that recipes give them; the mathematics is Optax's."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
-from optax.contrib import MuonDimensionNumbers
 from pydantic import Field
+from typing_extensions import override
 
 from affinage.config.settings import Settings
 from affinage.config.training import OptimizerSettings, ScheduleSettings, TrainSettings
@@ -19,18 +19,10 @@ PyTree = Any
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
-class Weights(NamedTuple):
-    """What an optimizer may know of the parameters, besides their shapes, as trees like theirs."""
-
-    decayed: PyTree  # True where weight decay applies; see `affinage.model.decayed`
-    # (input dimensions, output dimensions) of the matrices of hidden layers, None elsewhere
-    matrices: PyTree
-
-
 class Optimizer(Settings):
     """Base of all optimizers: the fields are what a recipe may put into `optimizer.settings`."""
 
-    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+    def direction(self, settings: OptimizerSettings) -> optax.GradientTransformation:
         """Clipped float32 gradient -> direction; the weights then move by minus the learning rate times it."""
         raise NotImplementedError
 
@@ -43,66 +35,29 @@ optimizer = OPTIMIZERS.register  # decorator of an Optimizer, with the name that
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
-    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
-        """See `Optimizer.direction`."""
+    @override
+    def direction(self, settings: OptimizerSettings) -> optax.GradientTransformation:
         return optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
 
 
-@optimizer("lion")
-class Lion(Optimizer):
-    """The sign of an interpolated momentum (Chen et al., 2023): one moment only. Learning rates are 3 to 10 times
-    smaller than AdamW's, and decay as much larger."""
-
-    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
-        """See `Optimizer.direction`."""
-        return optax.scale_by_lion(b1=settings.b1, b2=settings.b2)
-
-
-@optimizer("muon")
-class Muon(Optimizer):
-    """Orthogonalized momentum for the matrices of hidden layers (Jordan et al., 2024), Adam for everything else.
-
-    The orthogonal updates are scaled to a root mean square of `rms`, about AdamW's, so that one learning rate and one
-    decay serve both (Liu et al., 2025, arXiv:2502.16982). Layers and experts are orthogonalized each on their own.
-    """
-
-    beta: float = 0.95
-    """Of the momentum; b1 and b2 are Adam's."""
-    newton_schulz_steps: int = 5
-    rms: float = 0.2
-
-    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
-        """See `Optimizer.direction`."""
-
-        def of_matrices(function: Callable[[Any], Any]) -> PyTree:
-            is_leaf = lambda leaf: leaf is None or isinstance(leaf, tuple)  # noqa: E731
-            return jax.tree.map(function, weights.matrices, is_leaf=is_leaf)
-
-        muon = optax.contrib.muon(
-            learning_rate=-1.0,  # Optax moves by minus this: what comes out is the direction
-            beta=self.beta,
-            ns_steps=self.newton_schulz_steps,
-            muon_weight_dimension_numbers=of_matrices(lambda pair: pair and MuonDimensionNumbers(*pair)),
-            consistent_rms=self.rms,
-        )
-        adam = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
-        return optax.partition({"muon": muon, "adam": adam}, of_matrices(lambda pair: "muon" if pair else "adam"))
-
-
-def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+def make_optimizer(settings: OptimizerSettings, decayed: PyTree) -> optax.GradientTransformation:
     """Clipped gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
 
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
     applied. Moments and decay are computed in float32, whatever dtype weights and moments are stored in.
+
+    Args:
+        settings: the optimizer and what all optimizers share.
+        decayed: a tree like the parameters, True where weight decay applies; see `affinage.model.decayed`.
 
     Raises:
         UserError: an unknown optimizer, or an unknown setting of it.
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
-        _stored_in(jnp.dtype(settings.state_dtype), chosen.direction(settings, weights)),
+        _stored_in(jnp.dtype(settings.state_dtype), chosen.direction(settings)),
         # A Python number would be multiplied in the weights' own dtype.
-        optax.add_decayed_weights(np.float32(settings.weight_decay), weights.decayed),
+        optax.add_decayed_weights(np.float32(settings.weight_decay), decayed),
     )
 
 
@@ -180,8 +135,8 @@ schedule = SCHEDULES.register  # decorator of a Shape, with the name that recipe
 class Constant(Shape):
     """The peak for good."""
 
+    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
-        """See `Shape.after_warmup`."""
         return optax.constant_schedule(settings.peak_lr)
 
 
@@ -189,8 +144,8 @@ class Constant(Shape):
 class Cosine(Shape):
     """A cosine down to the floor (SGDR without restarts, Loshchilov and Hutter, 2017)."""
 
+    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
-        """See `Shape.after_warmup`."""
         return optax.cosine_decay_schedule(settings.peak_lr, steps, alpha=settings.min_lr / settings.peak_lr)
 
 
@@ -198,8 +153,8 @@ class Cosine(Shape):
 class Linear(Shape):
     """A straight line down to the floor."""
 
+    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
-        """See `Shape.after_warmup`."""
         return optax.linear_schedule(settings.peak_lr, settings.min_lr, steps)
 
 
@@ -207,20 +162,18 @@ class Linear(Shape):
 class WarmupStableDecay(Shape):
     """The peak until the last `decay_ratio` of the run, then down to the floor (Hu et al., 2024, arXiv:2404.06395).
 
-    The 1 - sqrt form is that of Hägele et al. (2024, arXiv:2405.18392), who found it the better one.
+    The way down is 1 - sqrt, which Hägele et al. (2024, arXiv:2405.18392) found better than a straight line.
     """
 
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """Of the steps after the warm-up."""
-    linear: bool = False
-    """A straight line in place of 1 - sqrt."""
 
+    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
-        """See `Shape.after_warmup`."""
-        decay, power = max(round(steps * self.decay_ratio), 1), 1.0 if self.linear else 0.5
+        decay = max(round(steps * self.decay_ratio), 1)
 
         def down(step: Int[Array, ""]) -> Float[Array, ""]:
-            return settings.peak_lr + (settings.min_lr - settings.peak_lr) * (step / decay).clip(0, 1) ** power
+            return settings.peak_lr + (settings.min_lr - settings.peak_lr) * (step / decay).clip(0, 1) ** 0.5
 
         return optax.join_schedules([optax.constant_schedule(settings.peak_lr), down], [steps - decay])
 
@@ -229,14 +182,11 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     """The learning rate of the update that is number `step`, counted from 0.
 
     Linear from peak / w at step 0 up to the peak at step w - 1 of a warm-up of w steps, then the schedule
-    `settings.name`. With `from_step` all of that applies to the steps from there on.
+    `settings.name`.
 
     Raises:
         UserError: an unknown schedule, or an unknown setting of it.
     """
-    if settings.from_step:
-        tail = learning_rate(settings.model_copy(update={"from_step": 0}), steps - settings.from_step)
-        return lambda step: tail(jnp.maximum(step - settings.from_step, 0))
     warmup_steps = settings.warmup(steps)
     shape = build(SCHEDULES, settings.name, settings.settings)
     # One update is at the peak (the last of the warm-up, or step 0), and the last one is at the floor.

@@ -1,6 +1,8 @@
-"""What a training run knows between two steps, and how it begins."""
+"""What a training knows between two steps, which of its parameters it changes, and how it begins."""
 
 import enum
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +11,17 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from affinage.config.training import TrainSettings
-from affinage.model import abstract_params, logical_axes
+from affinage.checkpoint import CheckpointStore
+from affinage.config.training import TrainSettings, TuningSettings
+from affinage.model import Adapters, Declared, Graph, Node, abstract_params, logical_axes
+from affinage.model.analysis import analyze
+from affinage.model.layer import BATCH, SEQUENCE, parameters_in
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
-from affinage.training.frozen import ParamSplit
 from affinage.training.optimizer import map_like_params
 
 PyTree = Any
+FROZEN = "frozen"  # the folder of the frozen weights' one checkpoint, beside those of a training
 _NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
 _LEAST = 16  # losses without which nothing stands out: of 16 the deviation is known to a third, of 64 to a sixth
 _SMALLEST_SPREAD = 0.002  # of the median: below it a loss is as good as constant, and rounding would stand out
@@ -60,7 +65,7 @@ class TrainState(NamedTuple):
     opt_state: PyTree  # a tree of Optax
     ema_params: PyTree = None  # float32 moving average of `params`, see the setting `ema`
     window: LossWindow | None = None  # None if nobody looks for spikes
-    frozen: PyTree = None  # weights that no step changes, see `affinage.training.frozen`
+    frozen: PyTree = None  # weights under adapters, which no step changes
 
     def named(self) -> dict[str, PyTree]:
         """The trees by name, as checkpoints hold them: those that a step changes and that are not None."""
@@ -80,6 +85,58 @@ def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> j
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
 
 
+# ---- trainable and frozen parameters ----
+
+
+@dataclass(frozen=True)
+class ParamSplit:
+    """The trainable and the frozen parameters of a training."""
+
+    graph: Graph  # with the loss
+    adapters: Adapters | None = None  # trained in place of the weights, which are frozen
+
+    @property
+    def trainable(self) -> Declared:
+        """What declares the trained parameters."""
+        return self.adapters or self.graph
+
+    def full_params(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The tree that the graph is applied to."""
+        return params if self.adapters is None else self.adapters.beside(frozen, params)
+
+    def merge_lora(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The weights of the model that the trained parameters make, as any other model has them."""
+        return params if self.adapters is None else self.adapters.merged(frozen, params)
+
+    def step_flops(self, rows: int, context: int) -> int:
+        """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
+        total = sum(cost.training_flops for cost in analyze(self.graph, rows, context))
+        return total + sum(self.adapted_flops(node, rows, context) for node in self.graph.nodes)
+
+    def adapted_flops(self, node: Node, rows: int, context: int) -> int:
+        """What adapters add to the operations of a node's training step, less the gradient of its frozen matrices."""
+        if self.adapters is None:
+            return 0
+        sizes = {BATCH: rows, SEQUENCE: context}
+        products = node.layer.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
+        declared = parameters_in(self.adapters.parameters.get(node.name, {}))
+        return 6 * rows * context * sum(p.active for p in declared) - products
+
+
+def split_params(graph: Graph, settings: TrainSettings) -> ParamSplit:
+    """Split the parameters of a graph as the settings require. Raises UserError for matrices that it does not have."""
+    lora = settings.lora if isinstance(settings, TuningSettings) else None
+    return ParamSplit(graph, None if lora is None else Adapters(graph, lora))
+
+
+def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
+    """The frozen weights of a training, on the devices and shardings of `abstract`; None if that is None."""
+    return None if abstract is None else CheckpointStore(training / FROZEN).restore_params(0, abstract)
+
+
+# ---- the beginning ----
+
+
 def abstract_state(
     split: ParamSplit,
     settings: TrainSettings,
@@ -93,30 +150,30 @@ def abstract_state(
     The optimizer's arrays and the average are split like the parameter they belong to. `with_window`: with the losses
     that a spike stands out from.
     """
-    mesh, graph, dtype, whole = layout.mesh, split.graph, jnp.dtype(settings.precision.params), replicated(layout.mesh)
+    mesh, dtype, whole = layout.mesh, jnp.dtype(settings.precision.params), replicated(layout.mesh)
 
-    def on(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def on(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def placed(tree: PyTree, axes: PyTree) -> PyTree:
-        return jax.tree.map(on, param_shardings(mesh, axes, tree, layout.table), tree)
+    def placed(declared: Declared) -> PyTree:
+        tree = abstract_params(declared, dtype)
+        return jax.tree.map(on, param_shardings(mesh, logical_axes(declared), tree, layout.table), tree)
 
-    bare = abstract_params(split.trainable, dtype)
-    params = placed(bare, logical_axes(split.trainable))
+    params = placed(split.trainable)
     opt_state = map_like_params(
         lambda leaf, param: on(param.sharding, leaf),
-        jax.eval_shape(optimizer.init, bare),
+        jax.eval_shape(optimizer.init, abstract_params(split.trainable, dtype)),
         params,
         others=lambda leaf: on(whole, leaf),
     )
     empty = jax.eval_shape(lambda: LossWindow.empty(settings.health.spike_window)) if with_window else None
     return TrainState(
-        on(whole, jax.ShapeDtypeStruct((), jnp.int32)),  # type: ignore[arg-type]
+        on(whole, jax.ShapeDtypeStruct((), jnp.int32)),
         params,
         opt_state,
         None if settings.ema is None else jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params),
         jax.tree.map(lambda leaf: on(whole, leaf), empty),
-        placed(abstract_params(graph, dtype), logical_axes(graph)) if split.has_frozen else None,
+        None if split.adapters is None else placed(split.graph),
     )
 
 

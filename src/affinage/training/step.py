@@ -10,12 +10,11 @@ import optax
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, PRNGKeyArray
 
 from affinage.config.training import HealthSettings, TrainSettings
-from affinage.model import ApplyConfig, Graph, apply, decayed, matrices
+from affinage.model import ApplyConfig, Graph, apply, decayed
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import REPLICAS, STAGES
-from affinage.training.frozen import ParamSplit
-from affinage.training.optimizer import Weights, clipped, learning_rate, make_optimizer
-from affinage.training.state import LossWindow, Purpose, TrainState, random_key
+from affinage.training.optimizer import clipped, learning_rate, make_optimizer
+from affinage.training.state import LossWindow, ParamSplit, Purpose, TrainState, random_key
 
 PyTree = Any
 Batch = Mapping[str, Array]
@@ -38,15 +37,10 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
 
     Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per example), grad_norm
     (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0 or 1), with a window in
-    the state spike_score and spike (0 or 1), and what the graph itself reports.
-
-    Args:
-        split: the graph with its loss, and what of it is trained.
-        settings: of the training.
-        config: compute dtype and how the graph is applied; its key is set here.
-        seed: of the run, for dropout, augmentation and rounding.
+    the state spike_score and spike (0 or 1), and what the graph itself reports. The key of `config` is set here; `seed`
+    is for dropout, augmentation and rounding.
     """
-    graph, config, parts = split.graph, config, settings.gradient_accumulation_steps
+    graph, parts = split.graph, settings.gradient_accumulation_steps
     replicas = replicas_of(graph, config) if parts > 1 else 1
     if replicas > 1:
         config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).without(REPLICAS))
@@ -58,11 +52,10 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
     def gradient(state: TrainState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
-        batch = split.with_reference(state.frozen, batch, config)
         grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
-    update = make_update(make_full_optimizer(split, settings), settings, seed=seed)
+    update = make_update(make_optimizer(settings.optimizer, decayed(split.trainable)), settings, seed=seed)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
@@ -75,11 +68,6 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
         return new, {**means, **report, "loss_tokens": loss_tokens}
 
     return step
-
-
-def make_full_optimizer(split: ParamSplit, settings: TrainSettings) -> optax.GradientTransformation:
-    """The optimizer of all trainable weights together."""
-    return make_optimizer(settings.optimizer, Weights(decayed(split.trainable), matrices(split.trainable)))
 
 
 def means_of(sums: Sums) -> Metrics:
@@ -142,7 +130,7 @@ def make_update(optimizer: optax.GradientTransformation, settings: TrainSettings
     ) -> tuple[TrainState, Metrics]:
         window, may_update, spike = detect_spike(state.window, loss, settings.health)
         healthy, rate = may_update & jnp.isfinite(grad_norm), jnp.asarray(schedule(state.step), jnp.float32)
-        old, key = (state.params, state.opt_state, state.ema_params), rounding_key(settings, seed, state)
+        old, key = (state.params, state.opt_state, state.ema_params), random_key(seed, Purpose.ROUNDING, state.step)
         params, opt_state = apply_gradient(optimizer, settings, old[:2], grads, grad_norm, rate, key)
         new = (params, opt_state, moved_ema(state.ema_params, params, settings))
         metrics = {"grad_norm": grad_norm, "learning_rate": rate, "skipped": 1.0 - healthy.astype(jnp.float32), **spike}
@@ -159,7 +147,7 @@ def apply_gradient(
     grads: PyTree,
     norm: Float[Array, ""],
     rate: Float[Array, ""],
-    key: PRNGKeyArray | None,
+    key: PRNGKeyArray,
 ) -> tuple[PyTree, PyTree]:
     """(weights, optimizer state) after an update by a gradient of this norm; `old` are those before, `key` rounds."""
     params, opt_state = old
@@ -175,7 +163,7 @@ def where(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> Any:
 
 
 def moved_ema(ema_params: PyTree, params: PyTree, settings: TrainSettings) -> PyTree:
-    """The moving average of the weights one step on: decay * average + (1 - decay) * weight; None without `ema`."""
+    """The moving average of the weights one step on; None without `ema`."""
     if settings.ema is None:
         return None
     decay = settings.ema.decay
@@ -204,10 +192,9 @@ def make_validation_step(split: ParamSplit, *, config: ApplyConfig) -> Callable[
 
     def step(weights: EvalWeights, batch: Batch) -> dict[str, Any]:
         params, ema_params, frozen = weights
-        batch, graph = split.with_reference(frozen, batch, config), split.graph
         full = split.full_params(params, frozen)
-        outputs = apply(graph, full, batch, dataclasses.replace(config, key=None, ema_params=ema_params))
-        loss = outputs.values[graph.loss]
+        outputs = apply(split.graph, full, batch, dataclasses.replace(config, key=None, ema_params=ema_params))
+        loss = outputs.values[split.graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))
         return {"sum": nats, "count": count, "metrics": outputs.metrics}
@@ -215,17 +202,12 @@ def make_validation_step(split: ParamSplit, *, config: ApplyConfig) -> Callable[
     return step
 
 
-def rounding_key(settings: TrainSettings, seed: int, state: TrainState) -> PRNGKeyArray | None:
-    """The key for the stochastic rounding of a step; None if weights are rounded to the nearest."""
-    return random_key(seed, Purpose.ROUNDING, state.step) if settings.precision.rounding == "stochastic" else None
-
-
-def stored_like(old: PyTree, new: PyTree, key: PRNGKeyArray | None) -> PyTree:
-    """`new`, a tree in float32, in the dtypes of `old`; with a key, bfloat16 is rounded stochastically."""
+def stored_like(old: PyTree, new: PyTree, key: PRNGKeyArray) -> PyTree:
+    """`new`, a tree in float32, in the dtypes of `old`; bfloat16 is rounded stochastically."""
     leaves, structure = jax.tree.flatten(old)
     rounded = []
     for index, (before, after) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True)):
-        if key is not None and before.dtype == jnp.bfloat16:
+        if before.dtype == jnp.bfloat16:
             rounded.append(stochastic_bfloat16(after, jax.random.fold_in(key, index)))
         else:
             rounded.append(after.astype(before.dtype))

@@ -2,39 +2,42 @@
 
 import importlib.metadata
 import json
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
 import affinage
+from affinage.cluster.processes import Processes
 from affinage.hardware.devices import peak_bytes
 from affinage.model.analysis import parameters
 from affinage.model.layer import parameters_in
 from affinage.secrets import masked
 from affinage.training.goodput import GoodputTimer
-from affinage.training.health import HealthMonitor
-from affinage.training.metrics import read_rows
+from affinage.training.metrics import METRICS, read_lines
 from affinage.training.trainer import Trainer
 
-Ended = Literal["", "monitor"]  # at the last step; before it, by the job's monitor
 
-
-def summarize(
-    trainer: Trainer, goodput: GoodputTimer, monitor: HealthMonitor, resumed_at: Sequence[int], steps: int, ended: Ended
+def write_summary(
+    trainer: Trainer,
+    goodput: GoodputTimer,
+    health: Mapping[str, Any],
+    resumed_at: Sequence[int],
+    steps: int,
+    *,
+    ended: str,
 ) -> dict[str, Any]:
-    """The JSON-able summary of a run that ended after a number of steps.
+    """Return the JSON-able summary of a run that ended after a number of steps; the first process writes summary.json.
 
     `seconds` splits the time since the first start into the accounts of `affinage.training.goodput`. The speed and
-    `mfu` are over the whole run, from the seconds of its steps alone.
+    `mfu` are over the whole run, from the seconds of its steps alone. `ended`: why before its last step.
     """
-    rows = read_rows(trainer.job.folder)
+    rows = read_lines(trainer.job.folder / METRICS)
     lines = [row for row in rows if "loss" in row]
     seconds, tokens = goodput.seconds(), steps * trainer.tokens
     training, peak, flops = seconds["compute"] + seconds["data"], trainer.peak_flops, trainer.flops_per_step * steps
     count = parameters(trainer.job.graph)
-    return {
-        "name": trainer.job.name,
+    summary = {
         "parameters": {
             "total": count.total,
             "embedding": count.embedding,
@@ -50,15 +53,19 @@ def summarize(
         "first_loss": lines[0]["loss"] if lines else None,
         "final_loss": lines[-1]["loss"] if lines else None,
         "skipped_updates": sum(bool(line["skipped"]) for line in lines),
-        "health": monitor.facts(),
+        "health": dict(health),
         "validation": next((row["validation"] for row in reversed(rows) if "validation" in row), {}),
         "predicted": {"parameters": count.total, "flops": flops},
         "memory": {"peak_bytes": peak_bytes(trainer.mesh.local_devices)},
         "devices": _devices(trainer),
         "resumed_at": list(resumed_at),
-        "versions": versions(),
-        "ended": ended,
+        "ended": "monitor" if ended else "",
     }
+    if Processes.current.first:
+        part = trainer.job.folder / "summary.json.part"
+        part.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        part.replace(part.with_suffix(""))
+    return summary
 
 
 def facts_for_trackers(trainer: Trainer) -> dict[str, Any]:

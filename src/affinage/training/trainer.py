@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,16 +12,16 @@ from jax.sharding import Mesh
 
 from affinage.config.training import PrecisionSettings, TrainSettings
 from affinage.hardware.chips import Chip, chip
-from affinage.model import ApplyConfig, Declared, apply, init_params
+from affinage.model import ApplyConfig, Declared, apply, decayed, init_params
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, apply_config_on, batch_sharding, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
-from affinage.training.frozen import ParamSplit, split_params
-from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
-from affinage.training.layerwise import check_remat, make_layerwise_optimizer, make_layerwise_step
-from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
-from affinage.training.step import Step, make_full_optimizer, make_train_step, make_validation_step
+from affinage.training.job import HostBatch, TrainJob, rows_per_step
+from affinage.training.layerwise import make_layerwise_optimizer, make_layerwise_step
+from affinage.training.optimizer import make_optimizer
+from affinage.training.state import ParamSplit, Purpose, TrainState, abstract_state, begin, random_key, split_params
+from affinage.training.step import Step, make_train_step, make_validation_step
 
 PyTree = Any
 DeviceBatch = Mapping[str, Any]  # of jax.Array, or of numpy's where a CPU takes these
@@ -53,7 +52,6 @@ class Trainer:
         check_rows_divide(self.rows, settings.gradient_accumulation_steps, mesh, self.layout.table)
         if SEQUENCE in sizes:
             check_positions_divide(sizes[SEQUENCE], mesh, self.layout.table)
-        check_remat(settings, job.parallel.remat)
         self.strategy.check(job.graph, self.rows // settings.gradient_accumulation_steps, self.apply_config)
         # Shapes, dtypes and shardings of the state.
         self.abstract = abstract_state(self.split, settings, self.optimizer, self.layout, with_window=True)
@@ -68,13 +66,9 @@ class Trainer:
             return drawn(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
 
         initial = self.job.initial_params or (lambda abstract: draw(self.job.graph, abstract))
-        frozen = initial(self.abstract.frozen) if self.split.has_frozen else None
-        if self.split.adapters is not None:
-            params = draw(self.split.adapters, self.abstract.params)
-        elif frozen is not None:
-            params = jax.tree.map(jnp.copy, frozen)
-        else:
-            params = initial(self.abstract.params)
+        if self.split.adapters is None:
+            return begin(self.abstract, initial(self.abstract.params), self.optimizer)
+        params, frozen = draw(self.split.adapters, self.abstract.params), initial(self.abstract.frozen)
         return begin(self.abstract, params, self.optimizer, frozen)
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
@@ -116,19 +110,19 @@ class Trainer:
 
     def batches(self, start_step: int) -> Iterator[HostBatch]:
         """What this process needs of the batches from `start_step` on: its rows alone, if the feed can read these."""
-        part, parts = self._share
-        if isinstance(self.job.feed, DivisibleFeed) and parts > 1:
-            return self.job.feed.iterate_part(start_step, part, parts)
-        return self.job.feed.iterate(start_step)
-
-    def put_share(self, batch: HostBatch) -> DeviceBatch:
-        """A batch of `batches` on the devices, its rows split over the mesh."""
-        return self.put(batch, self.rows)
+        placed = self._batch_sharding.addressable_devices_indices_map((self.rows,))
+        bounds = [index[0].indices(self.rows) for index in placed.values() if index is not None]
+        first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+        size, feed = last - first, self.job.feed
+        if size < self.rows and hasattr(feed, "iterate_part") and not (self.rows % size or first % size):
+            own: Iterator[HostBatch] = feed.iterate_part(start_step, first // size, self.rows // size)
+            return own
+        return feed.iterate(start_step)
 
     def put(self, batch: HostBatch, rows: int | None = None) -> DeviceBatch:
         """A batch on the devices, its rows split over the mesh; of `rows` in all, this process may have its own alone.
 
-        A single CPU has nothing to wait for: compiled programs take the host's arrays in a fifth of the time.
+        A single CPU takes the host's arrays in a fifth of the time.
         """
         if self.mesh.size == 1 and self.platform == "cpu":
             return batch
@@ -140,15 +134,6 @@ class Trainer:
             for name, array in batch.items()
         }
 
-    @cached_property
-    def _share(self) -> tuple[int, int]:
-        """Which of how many equal parts of a batch's rows the devices of this process need; (0, 1): others, or all."""
-        placed = self._batch_sharding.addressable_devices_indices_map((self.rows,))
-        bounds = [index[0].indices(self.rows) for index in placed.values() if index is not None]
-        first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
-        size = last - first
-        return (0, 1) if self.rows % size or first % size else (first // size, self.rows // size)
-
     def _like(self, batch: HostBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
         sharding = self._batch_sharding
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
@@ -158,7 +143,7 @@ def optimizer_of(split: ParamSplit, settings: TrainSettings) -> optax.GradientTr
     """The optimizer whose state a training with these settings holds."""
     if settings.optimizer_in_backward:
         return make_layerwise_optimizer(split.graph, settings)
-    return make_full_optimizer(split, settings)
+    return make_optimizer(settings.optimizer, decayed(split.trainable))
 
 
 def step_of(split: ParamSplit, settings: TrainSettings, config: ApplyConfig, seed: int) -> Step:

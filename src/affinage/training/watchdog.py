@@ -1,23 +1,126 @@
-"""Ends a training that hangs, with the stacks of all threads, so that whoever started it starts it again."""
+"""What may end a training between two lines of its loop: a signal to stop, and a step that hangs."""
 
 import contextlib
 import faulthandler
+import itertools
 import os
+import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from affinage.cluster.processes import COORDINATOR, Processes
 from affinage.config.runtime import RuntimeSettings
-from affinage.stopping import PARENT, StopSignals, leave
+from affinage.errors import EXIT_INTERRUPTED
+from affinage.stopping import ONE_PRESS, PARENT, SIGNALS, StopSignals, heeded, leave
 
 _EVERY = 1.0  # seconds between two looks
+_TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
 _TIMES_SLOWEST = 5.0  # of the slowest step so far, that a step may take
 _STOPPED = 5.0  # seconds beyond `_EVERY`: the whole process was stopped (Ctrl-Z), or its machine slept
 _NO_THREAD = 60.0  # seconds, at least, in which no thread of Python runs on a machine that is only busy
+_NO_STREAM = OSError, ValueError, AttributeError  # there is no standard error, or no folder any more
+_points = itertools.count(1)  # moments at which a training could stop; the same in all processes
+
+
+class PreemptionGuard:
+    """While entered, SIGTERM, SIGHUP and SIGINT set `signal_name`: the loop saves between two steps and ends.
+
+    Inside of `affinage.stopping.StopSignals` the process is left with status 75
+
+    - at once, as long as there is nothing to save: in the start, the compilation, the restore;
+    - `grace` seconds after SIGTERM or SIGHUP if the save has not ended by then, with all stacks on standard error;
+
+    and with status 130 by a second SIGINT; after the first one the save has no limit. In other processes, such as a
+    notebook, a second SIGINT raises KeyboardInterrupt. With several processes one signal to one of them is enough: JAX
+    has all of them stop between the same two steps.
+    """
+
+    def __init__(self, name: str, *, grace: float) -> None:
+        self.signal_name = ""
+        self._name, self._grace = name, grace
+        self._steps_to_lose = self._reached = False
+        self._since: float | None = None
+        self._pressed = float("inf")  # when the watchdog saw the first signal
+        self._wakeup: socket.socket | None = None  # gets the number of every signal, also during native code
+        self._cleanup = contextlib.ExitStack()
+
+    def reached(self) -> bool:
+        """Whether to stop here. All processes call it at the same moments of the training, and get the same answer."""
+        if Processes.current.count == 1:
+            return bool(self.signal_name)
+        from jax.experimental import multihost_utils
+
+        if multihost_utils.reached_preemption_sync_point(next(_points)):
+            self._reached = True
+            self._first(signal.SIGTERM, "a signal to another process")
+        return self._reached
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until what is not saved or copied should be given up; None: there is no limit."""
+        if self._since is None or StopSignals.current is None or self.signal_name == signal.SIGINT.name:
+            return None
+        return self._since + self._grace - _TO_LEAVE - time.monotonic()
+
+    def steps_to_lose(self) -> None:
+        """From here on there are steps that no checkpoint has."""
+        self._steps_to_lose = True
+
+    def look(self) -> None:
+        """Leave the process where a signal requires it; the watchdog's thread calls this every second.
+
+        A signal handler alone could not: Python runs it in the main thread between two bytecodes, which a compilation
+        keeps it from for minutes.
+        """
+        numbers = b""
+        if self._wakeup is not None:
+            with contextlib.suppress(OSError):  # there was none
+                numbers = self._wakeup.recv(16)
+        for number in SIGNALS:
+            if number in numbers:
+                if not self._steps_to_lose:
+                    leave(f"{self._name} received {number.name} before a new step; there is nothing to save")
+                if number == signal.SIGINT and time.monotonic() - self._pressed > ONE_PRESS:
+                    leave(f"{self._name} received a second {number.name}; the last checkpoint stays", EXIT_INTERRUPTED)
+                self._pressed = min(self._pressed, time.monotonic())
+                self._first(number)
+        left = self.seconds_left()
+        if left is not None and left < -_TO_LEAVE:
+            with contextlib.suppress(*_NO_STREAM):
+                faulthandler.dump_traceback(sys.stderr.fileno())
+            leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")
+
+    def __enter__(self) -> "PreemptionGuard":
+        if threading.current_thread() is threading.main_thread():
+            for number in heeded():
+                self._cleanup.callback(signal.signal, number, signal.signal(number, self._in_main_thread))
+            if StopSignals.current is not None:
+                self._wakeup, writer = map(self._cleanup.enter_context, socket.socketpair())
+                self._wakeup.setblocking(False)
+                writer.setblocking(False)
+                before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+                self._cleanup.callback(signal.set_wakeup_fd, before)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+        if kind is None and self.signal_name and StopSignals.current is not None:
+            StopSignals.current.note(self.signal_name)  # the training is done, and what would follow it is not
+
+    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name and number == signal.SIGINT and self._wakeup is None:
+            raise KeyboardInterrupt
+        self._first(signal.Signals(number))
+
+    def _first(self, number: signal.Signals, name: str = "") -> None:
+        if not self.signal_name:
+            self._since, self.signal_name = time.monotonic(), name or number.name
+            Processes.current.notify_preemption()
 
 
 class Watchdog:
@@ -25,17 +128,16 @@ class Watchdog:
 
     What takes longer than `hang_timeout`, and longer than its own limit, is reported once, with the stacks of all
     threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
-    somebody starts it again: `affinage launch`, or whoever starts several processes. `exit_on_hang` overrides that.
-    If native code keeps every thread of Python from running, or the disk keeps this one, `faulthandler` writes the
-    stacks to standard error and leaves with status 1. `each_second` is called in the thread.
+    somebody starts it again: `affinage launch`, or whoever starts several processes. If native code keeps every thread
+    of Python from running, or the disk keeps this one, `faulthandler` writes the stacks to standard error and leaves
+    with status 1. The thread also looks at `preemption`.
     """
 
-    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, each_second: Callable[[], None]) -> None:
-        self._name, self._timeout, self._each_second = name, settings.hang_timeout, each_second
+    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, preemption: PreemptionGuard) -> None:
+        self._name, self._timeout, self._preemption = name, settings.hang_timeout, preemption
         index = Processes.current.index
         self._file = folder / ("hang.txt" if index == 0 else f"hang-{index}.txt")
-        started_again = Processes.current.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
-        self._leaves = started_again if settings.exit_on_hang is None else settings.exit_on_hang
+        self._leaves = Processes.current.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
         self._slowest = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -56,9 +158,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(2 * _EVERY)
         if StopSignals.current is not None:
@@ -72,16 +172,15 @@ class Watchdog:
                 self._since += now - looked
             looked, waited = now, now - self._since
             leaves = self._leaves and StopSignals.current is not None
-            # There may be no standard error, and no folder any more.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(*_NO_STREAM):
                 if leaves:  # unless this thread comes here again in time
                     seconds = max(_NO_THREAD, self._timeout, self._limit - waited)
                     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
-            self._each_second()
+            self._preemption.look()
             if waited > self._limit and not self._reported:
                 self._reported = True
                 message = f"{self._name}: {self._phase} has not ended for {waited:.0f} s"
-                with contextlib.suppress(OSError, ValueError, AttributeError):
+                with contextlib.suppress(*_NO_STREAM):
                     print(f"{message}; all stacks are in {self._file}", file=sys.stderr, flush=True)
                     with self._file.open("a", encoding="utf-8") as file:
                         print(message, end="\n\n", file=file, flush=True)
