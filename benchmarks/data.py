@@ -189,7 +189,7 @@ WEIGHTS = {"a": 0.4, "b": 0.3, "c": 0.1, "d": 0.1, "e": 0.1}
 def write_sources(folder: Path, rows: int) -> None:
     """Write rows of random tokens with a document boundary every 700 or so, in four shards a source."""
     from affinage.data.special_tokens import BOS
-    from affinage.data.token_shards import write_tokens
+    from token_rows import write_tokens
 
     rng = np.random.default_rng(0)
     for name, weight in WEIGHTS.items():
@@ -209,9 +209,7 @@ class GrainSource:
         return self._shards.rows
 
     def __getitem__(self, index: int) -> np.ndarray:
-        tokens = np.empty((1, SEQ_LEN), np.int32)
-        self._shards.read(np.array([index]), tokens, tokens)
-        return tokens[0]
+        return self._shards.read(np.array([index]))[0][0]
 
 
 def by_grain(sources: list[Any]) -> Callable[[int], dict[str, np.ndarray]]:

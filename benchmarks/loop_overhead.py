@@ -30,9 +30,9 @@ from affinage.config.runtime import CheckpointSettings, RuntimeSettings
 from affinage.config.training import PretrainSettings
 from affinage.data.dataloader import DataLoader
 from affinage.data.special_tokens import BOS
-from affinage.data.token_shards import write_tokens
 from affinage.model import parse
 from affinage.training import TrainJob, train
+from token_rows import write_tokens
 
 SIZE = Size(width=64, ffn=256, heads=4, layers=1, vocabulary=512, context=64, batch=4)
 STEP = 5e-3  # seconds

@@ -61,8 +61,6 @@ class Size(Result):
     too_short: int | None = None
     found: int | None = None
     common: int | None = None
-    in_items: int | None = None  # runs of words that are in too many items or documents to count as a match
-    in_documents: int | None = None
 
 
 class Excerpt(Result):
@@ -101,7 +99,6 @@ class DecontaminateResult(DocumentsResult):
 
     benchmarks: dict[str, Size] = {}
     matches: list[Excerpt] = []
-    boilerplate: Size = Size()
 
 
 class SplitResult(DocumentsResult):
@@ -125,7 +122,6 @@ class Fertility(Result):
 class TokenizerResult(Result):
     """A tokenizer: the size of its vocabulary and its fertility."""
 
-    name: str = ""  # the file of a published one
     vocabulary: int | None = None
     measured_on: str = ""  # "validation" or "train"
     languages: dict[str, Fertility] = {}
@@ -253,7 +249,6 @@ class ContaminationResult(Result):
     """How the training text was searched for items of benchmarks."""
 
     texts: int | None = None
-    boilerplate: int | None = None
     ngram: int | None = None
     tasks: dict[str, TaskContamination] = {}
 
@@ -273,16 +268,12 @@ class Verified(Result):
     """What was compared with transformers, and how well it agreed."""
 
     tokens: int = 0
-    texts: int = 0
     largest_logit_difference: float = 0.0
-    token_sequences: int = 0
-    conversations: int = 0
 
 
 class ExportResult(Result):
     """A Hugging Face folder."""
 
-    files: dict[str, int] = {}  # name -> bytes
     verified: Verified | None = None
 
 

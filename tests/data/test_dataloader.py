@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from affinage.data.dataloader import DataLoader, make_batch, prefetch, segments, validation_sets
-from affinage.data.mixture import SLOTS, Group, Mixture, components_of
+from affinage.data.mixture import SLOTS, Group, components_of, stages_of
 from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
+from token_rows import write_tokens
 
 CONTEXT, BATCH, STEPS = 8, 8, 1100
 GROUPS = {
@@ -163,8 +163,8 @@ def test_permutations_of_any_size_have_every_index_once_and_are_inverted(size: i
 
 def test_more_weights_than_slots_all_have_their_share():
     weights = {f"s{n}.en": 1.0 + (n % 7) for n in range(1500)}
-    mixture = Mixture({name: Group(name, "en", 10) for name in weights}, [(0, weights)], 8)
-    drawn = {name: len(lines) / 60_000 for (name,), lines, _ in mixture.draws(0, 60_000)}
+    [stage] = stages_of({name: Group(name, "en", 10) for name in weights}, [(0, weights)], 8)
+    drawn = {name: len(lines) / 60_000 for (name,), lines, _ in stage.draws(0, 60_000)}
     assert drawn == pytest.approx({name: weight / sum(weights.values()) for name, weight in weights.items()}, rel=0.6)
 
 

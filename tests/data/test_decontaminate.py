@@ -15,15 +15,20 @@ from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.benchmark_items import BenchmarkItem, read_items
-from affinage.data.contamination import contamination, count_occurrences, texts_of_rows
-from affinage.data.decontaminate import contaminated, decontaminate, write_items
-from affinage.data.overlap import KEY, TEXT, ItemIndex
+from affinage.data.decontaminate import (
+    contaminated,
+    contamination,
+    count_occurrences,
+    decontaminate,
+    texts_of_rows,
+    write_items,
+)
+from affinage.data.overlap import KEY, TEXT, BenchmarkItem, ItemIndex, read_items
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
+from token_rows import write_tokens
 
 SETTINGS = DecontaminateSettings()
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"
@@ -65,7 +70,7 @@ def test_the_scan_is_the_obvious_search(texts, items, ngram):
     texts = [" ".join(words) for words in texts]
     items = [BenchmarkItem("b", str(k), (" ".join(words),)) for k, words in enumerate(items)]
     for least in (1, 3):
-        index = ItemIndex(items, DecontaminateSettings(n_grams=ngram, min_words=least, boilerplate=10**6))
+        index = ItemIndex(items, ngram, min_words=least, boilerplate=10**6)
         hits = index.scan(pa.array(texts, pa.string()))
         found = {(t, items[i].id) for t, k in hits[:, [TEXT, KEY]].tolist() for i in index.of(k)}
         assert found == {(k, item.id) for item in items for some in holders(texts, item, ngram, least) for k in some}
@@ -118,9 +123,7 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     texts = [f"{filler(100)} {template}", *(f"{filler(200 + k)} {famous}" for k in range(12)), filler(3, 20)]
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == [f"d{k}" for k in range(13)]  # only the item's own words count
-    assert summary["boilerplate"]["in_items"] > 0 and summary["boilerplate"]["in_documents"] > 0
     assert summary["benchmarks"]["b"]["common"] == 1, "the famous one is named"
-    assert run(tmp_path / "all", texts, items, boilerplate=100)[1] == []
 
 
 def test_items_from_files(tmp_path):
@@ -142,21 +145,20 @@ PLACES = "the capital of France is Paris and its river the Seine runs through ni
 
 
 def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
-    settings = DecontaminateSettings(n_grams=6, min_words=4, boilerplate=2)
     draw = np.random.default_rng(0)
     texts = [" ".join(draw.choice(PLACES, 30)) for _ in range(40)]
     told = [(" ".join(draw.choice(PLACES, 9)), "too short") for _ in range(20)]
     told += [(text.upper().replace(" ", ", ", 3)[5:60],) for text in texts[:6]]
     items = [BenchmarkItem("quiz", str(n), one) for n, one in enumerate([*told, ("a run of words in many texts",)])]
     texts += ["Here is A Run of words: in many texts."] * 3  # more than `boilerplate`: it tells nothing
-    index = ItemIndex(items, settings)
+    index = ItemIndex(items, 6, min_words=4, boilerplate=2)
     parts = [[pa.array(texts[:7])], [pa.array(texts[7:20]), pa.array(texts[20:])]]
-    found = contamination(index, [count_occurrences(part, index) for part in parts], settings)
+    found = contamination(index, [count_occurrences(part, index) for part in parts])
     numbers = {item.id: [len(having) for having in holders(texts, item, 6, 4)] for item in items}
     assert found.found == {("quiz", id) for id, many in numbers.items() if {1, 2} & set(many)} and len(found.found) >= 6
     assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found
-    assert ("quiz", "26") in found.common and found.boilerplate > 0 and found.too_short == {}
-    assert (found.texts, found.benchmarks, found.items) == (43, {"quiz"}, {"quiz": 27})
+    assert ("quiz", "26") in found.common and found.too_short == {}
+    assert (found.texts, found.items) == (43, {"quiz": 27})
 
 
 @pytest.mark.parametrize("context", [8, 64])
@@ -210,5 +212,4 @@ def test_items_are_found_as_they_are_published(tmp_path):
 
 def test_texts_that_hold_an_item_are_named(tmp_path):
     searched = write_items(tmp_path / "items.json", [BenchmarkItem("quiz", "7", (HARBOUR,))], SETTINGS)
-    found = contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], searched)
-    assert list(found) == [1] and found[1].startswith("quiz 7: The committee decided")
+    assert contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], searched) == {1}

@@ -13,12 +13,12 @@ from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
 from affinage.data import executor as executors
-from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.decontaminate import decontaminate
 from affinage.data.dedup import dedup
 from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
+from affinage.data.overlap import BenchmarkItem
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
 from source_forms import write_lines
@@ -47,10 +47,11 @@ def executor(request):
 
 def test_results_come_in_order_and_mistakes_as_they_are(executor):
     assert executor.workers == 2
+    shown = []
+    assert Executor(1, shown.append).map(squared, range(4), label="squaring") == [0, 1, 4, 9]
+    assert shown == ["squaring 25%", "squaring 50%", "squaring 75%", "squaring 100%"]
     for each in (executor, Executor(1)):
-        told = []
-        assert each.map(squared, range(7), progress=told.append) == [0, 1, 4, 9, 16, 25, 36]
-        assert told == [pytest.approx(k / 7) for k in range(1, 8)]
+        assert each.map(squared, range(7)) == [0, 1, 4, 9, 16, 25, 36]
         shift = np.arange(3)  # a closure, as some tasks are
         moved = each.map(lambda k, by=shift: by + k, [1, 2], threads=True)
         assert [result.tolist() for result in moved] == [[1, 2, 3], [2, 3, 4]]
@@ -89,23 +90,22 @@ def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkey
         Executor(1).map(lambda k: 1 // k, [0])
 
 
-def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor, progress=None) -> tuple:
+def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor) -> tuple:
     """The summaries of all steps, and the bytes of all that they write. A step that is interrupted is called again."""
     source = {"path": str(lines), "language": "en", "trust_language": True, "name": "s"}
     steps = ("collected", "clean", "unique", "clear", "split")
     collected, cleaned, unique, clear, out = (folder / step for step in steps)
-    how = {"executor": executor, "progress": progress}
     summaries = []
     for step in (
-        partial(ingest, DataSettings(sources=[source]), collected, **how),
-        partial(filter_documents, collected, cleaned, FilterSettings(), ("en",), **how),
-        partial(dedup, cleaned, unique, DedupSettings(threshold=0.9), **how),
-        partial(decontaminate, unique, clear, DecontaminateSettings(), items, **how),
-        partial(split, clear, out, SplitSettings(validation_fraction=0.1), 0, **how),
+        partial(ingest, DataSettings(sources=[source]), collected, executor=executor),
+        partial(filter_documents, collected, cleaned, FilterSettings(), ("en",), executor=executor),
+        partial(dedup, cleaned, unique, DedupSettings(threshold=0.9), executor=executor),
+        partial(decontaminate, unique, clear, DecontaminateSettings(), items, executor=executor),
+        partial(split, clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),
     ):
         while len(summaries) < 5:
             try:
-                summaries.append(step() | {"seconds": 0})
+                summaries.append(step())
                 break
             except KeyboardInterrupt:
                 assert list(folder.rglob("completions/*.json"))
@@ -144,12 +144,12 @@ def test_interruptions_change_nothing_and_finished_work_is_kept(by_one, tmp_path
     lines, items, expected = by_one
     shares = []
 
-    def dying(share: float) -> None:
+    def dying(share: str) -> None:
         shares.append(share)
         if len(shares) % 9 == 0:
             raise KeyboardInterrupt
 
-    assert chain(lines, tmp_path / "out", items, Executor(1), dying) == expected
+    assert chain(lines, tmp_path / "out", items, Executor(1, dying)) == expected
     whole = []
-    chain(lines, tmp_path / "whole", items, Executor(1), whole.append)
+    chain(lines, tmp_path / "whole", items, Executor(1, whole.append))
     assert len(whole) <= len(shares) < 1.5 * len(whole), "what was complete is not done again"

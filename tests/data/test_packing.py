@@ -18,10 +18,10 @@ def documents_of(lengths: np.ndarray) -> list[np.ndarray]:
     return [np.array([BOS, *range(end - length + 1, end - 1), EOS]) for length, end in zip(lengths, ends)]
 
 
-@given(lengths_of_documents, st.sampled_from([1, 3, 20, 1000]))
-def test_best_fit_keeps_documents_whole_and_loses_none(lengths: np.ndarray, window: int):
+@given(lengths_of_documents)
+def test_best_fit_keeps_documents_whole_and_loses_none(lengths: np.ndarray):
     documents = documents_of(lengths)
-    layout = best_fit(lengths, SEQ_LEN, window)
+    layout = best_fit(lengths, SEQ_LEN)
     rows = layout.fill(documents, SEQ_LEN)
     assert sorted(rows[rows >= 1000]) == sorted(token for document in documents for token in document[1:-1])
     assert np.count_nonzero(rows != PAD) == lengths.sum()

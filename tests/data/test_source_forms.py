@@ -7,20 +7,19 @@ import zlib
 from dataclasses import replace
 
 import pytest
-import zstandard
 
 from affinage.config.data import SourceSettings
 from affinage.data import wikipedia
 from affinage.data.files import DamagedFile, SourceFile
-from affinage.data.gutenberg import split_chapters, strip_license
-from affinage.data.readers import BadRecord, read_records
-from affinage.data.wikitext import wikitext_to_text
+from affinage.data.ingest import records_of
+from affinage.data.readers import BadRecord
+from affinage.data.wikipedia import wikitext_to_text
 from source_forms import book, collected, dump_streams, html, page, prose, web_archive, write_lines
 
 
 def records(path, **settings):
     file = SourceFile(str(path), path.name, path.stat().st_size)
-    return list(read_records(file, SourceSettings(path=str(path), **settings)))
+    return list(records_of(file, SourceSettings(path=str(path), **settings)))
 
 
 def run(tmp_path, source):
@@ -82,12 +81,11 @@ def archived(tmp_path, body: bytes, *headers: str, kind: str = "text/html"):
         (gzip.compress(PAGE), ["Content-Encoding: gzip"]),
         (zlib.compress(PAGE), ["Content-Encoding: Deflate"]),
         (zlib.compress(PAGE)[2:-4], ["Content-Encoding: deflate"]),  # without its frame
-        (zstandard.compress(PAGE), ["Content-Encoding: zstd"]),
         (chunked(gzip.compress(PAGE)), ["Transfer-Encoding: chunked", "Content-Encoding: x-gzip"]),
         (PAGE, ["Content-Encoding: gzip"]),  # the archive has undone the coding, and kept the header
         (PAGE, ["Transfer-Encoding: chunked"]),
     ],
-    ids="gzip deflate raw-deflate zstd chunked plain-gzip plain-chunked".split(),
+    ids="gzip deflate raw-deflate chunked plain-gzip plain-chunked".split(),
 )
 def test_a_page_is_read_as_it_was_before_it_was_sent(tmp_path, body, headers):
     found = archived(tmp_path, body, *headers).text
@@ -190,7 +188,7 @@ def test_a_dump_read_in_parts_gives_every_article_once(tmp_path, monkeypatch, si
     found = []
     for start in range(0, whole.bytes, size):
         part = replace(whole, start=start, stop=min(start + size, whole.bytes))
-        found += [record.id for record in read_records(part, SourceSettings(path=str(path)))]
+        found += [record.id for record in records_of(part, SourceSettings(path=str(path)))]
     assert found == ["1", "4", "5"]
 
 
@@ -214,25 +212,13 @@ def test_dumps_of_other_compressions_and_damaged_ones(tmp_path):
             records(tmp_path / name)
 
 
-def test_a_huge_page_is_skipped_without_being_held(tmp_path, monkeypatch):
-    monkeypatch.setattr("affinage.data.readers.MAX_RECORD_BYTES", 20_000)
-    monkeypatch.setattr(wikipedia, "CHUNK_BYTES", 64)
-    path = tmp_path / "a.xml.bz2"
-    large = "".join(f"{i * 7919} " for i in range(200_000))
-    pages = [[page(1, "A", prose("en", 1)), page(2, "B", large), page(3, "C", prose("en", 2))]]
-    path.write_bytes(b"".join(dump_streams("en", pages)))
-    found = records(path)
-    assert [record.id for record in found] == ["1", "a.xml.bz2#2", "3"]
-    assert isinstance(found[1], BadRecord) and found[1].reason == "too large"
-
-
-def test_a_book_is_cut_into_chapters(tmp_path):
+def test_a_book_is_cut_into_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("affinage.data.gutenberg.PART_CHARACTERS", 500)
     (tmp_path / "pg12.txt").write_text(book(12, "French"))
     _, rows = run(tmp_path, {"path": str(tmp_path / "pg12.txt"), "kind": "gutenberg"})
-    assert [row["id"] for row in rows] == ["12#0", "12#1", "12#2", "12#3"]
-    assert rows[0]["text"].startswith("A TALE\n\nby Nobody\n\nContents") and rows[0]["text"].endswith("CHAPITRE II")
-    assert rows[1]["text"] == f"CHAPITRE I\n\n{prose('fr', 600)}"
-    assert rows[3]["text"] == f"CHAPITRE III\n\n{prose('fr', 602)}"
+    assert [row["id"] for row in rows] == ["12#0", "12#1", "12#2"]
+    assert rows[0]["text"].startswith("A TALE\n\nby Nobody\n\nContents") and rows[0]["text"].endswith(prose("fr", 600))
+    assert rows[2]["text"] == f"CHAPITRE III\n\n{prose('fr', 602)}"
     facts = {(row["url"], row["language"], row["license"]) for row in rows}
     assert facts == {("https://www.gutenberg.org/ebooks/12", "fr?", "public domain in the USA (Project Gutenberg)")}
 
@@ -249,19 +235,6 @@ def test_old_books_of_any_charset_and_books_under_copyright(tmp_path):
     (tmp_path / "5.txt").write_text(text)
     (found,) = records(tmp_path / "5.txt", kind="gutenberg")
     assert isinstance(found, BadRecord) and found.reason == "under copyright"
-
-
-def test_where_a_book_is_cut():
-    long = prose("en", 2, 8)
-    headings = ["CHAPTER I.", "Chapitre premier", "LIVRE II", "PREMIÈRE PARTIE", "IV", "Épilogue", "ACT 3"]
-    body = "".join(f"\n\n{heading}\n\n{long}" for heading in headings)
-    assert [part.split("\n")[0] for part in split_chapters(body)] == headings
-    assert "".join(split_chapters(body)).replace("\n", "") == body.replace("\n", ""), "nothing is lost"
-    books = f"BOOK I\n\nCHAPTER I\n\n{long}\n\nBOOK II\n\nCHAPTER I\n\n{long}"
-    assert split_chapters(books)[-1].split("\n\n")[:2] == ["BOOK II", "CHAPTER I"]
-    sentence = f"He said: part one of the plan is done.\n\n{prose('en', 3)}\n\nI\nwent home.\n\n{prose('en', 4)}"
-    assert split_chapters(sentence) == [sentence], "a sentence that begins like a heading is none"
-    assert strip_license(f"{prose('en', 1)}\n") == prose("en", 1)
 
 
 def test_code_is_what_a_source_says_is_code(tmp_path):

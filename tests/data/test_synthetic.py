@@ -12,8 +12,7 @@ from affinage.config.data import POCKET_WORLD
 from affinage.data.language import identify_language
 from affinage.data.synthetic import write_world
 from affinage.data.synthetic.documents import jaccard
-from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations
-from affinage.data.synthetic.scenes import scenes
+from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations, scenes
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import POCKET_TASKS
 from affinage.evaluation.harness import load_tasks, quiet

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from affinage.data.synthetic.facts import LANGUAGES, build_facts, calculations, table
-from affinage.data.synthetic.scenes import Scene
+from affinage.data.synthetic.facts import LANGUAGES, Scene, build_facts, calculations, table
 
 FACTS = {fact.id: fact for fact in build_facts(0)}
 SUBJECTS = {fact.id.split(":")[1]: fact for fact in FACTS.values() if "poss" in fact.forms["en"]}

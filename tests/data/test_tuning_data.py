@@ -12,10 +12,10 @@ from unpacked import documents_in
 from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
-from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.chat import encode_documents, encode_prompt
 from affinage.data.dataloader import DataLoader, validation_sets
 from affinage.data.decontaminate import write_items
+from affinage.data.overlap import BenchmarkItem
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
 from affinage.errors import UserError, UserWarned

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from affinage.data.dataloader import make_batch, read_rows
+from affinage.data.dataloader import make_batch
 from affinage.data.token_shards import find_shard_folders, open_shards
 
 
@@ -13,7 +13,7 @@ def documents_in(folder: Path) -> list[tuple[list[int], list[bool]]]:
     found = []
     for path in find_shard_folders(folder).values():
         files = open_shards(path)
-        batch = make_batch(*read_rows(files, np.arange(files.rows)), np.arange(files.rows), files.marks)
+        batch = make_batch(*files.read(np.arange(files.rows)), np.arange(files.rows), files.marks)
         for row, mask, ids in zip(batch["tokens"], batch["loss_mask"].astype(bool), batch["segment_ids"], strict=True):
             for number in np.unique(ids):
                 here = (ids == number) & ((row != files.marks.pad) | (files.marks.pad == files.marks.end))

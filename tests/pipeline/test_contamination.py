@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import document_files, read_documents
+from affinage.data.overlap import BenchmarkItem
 from affinage.pipeline.eval_results import contamination_search
 
-SETTINGS = DecontaminateSettings(n_grams=6, min_words=4)
+SETTINGS = DecontaminateSettings(n_grams=6)
 UNSEEN = BenchmarkItem("quiz", "1", ("Who counted forty two grey gulls today?",))
 
 
@@ -28,7 +28,7 @@ def test_a_text_is_looked_through_once_for_the_same_items(own_runs: Path):
     pretrain, tuned = ((run / training).resolve() for training in ("pretrain", "sft"))
     assert found(pretrain, items) == {"0"}
     assert len(list((own_runs / "store").glob("contamination-*"))) == 1
-    assert found(pretrain, items, DecontaminateSettings(n_grams=8, min_words=8)) == set()  # runs of other lengths
+    assert found(pretrain, items, DecontaminateSettings(n_grams=8)) == set()  # runs of other lengths
     assert len(list((own_runs / "store").glob("contamination-*"))) == 2
     for path in document_files(run / "split/train"):
         path.unlink()

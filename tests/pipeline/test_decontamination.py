@@ -29,7 +29,7 @@ def load(tmp_path, monkeypatch):
     texts = [
         f"I was asked: {QUESTION.lower()} I did not know.",
         "Something else entirely.",
-        "The answer is in the book.",
+        "The answer is in the book over there.",
     ]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     write_task(tmp_path, "harbours", [ITEM])
@@ -62,9 +62,9 @@ def test_the_stage_is_there_if_there_is_something_to_look_for(load):
 
 def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     (tmp_path / "mine.txt").write_text(
-        "The answer is in the book, and the book is on the table.\nThe answer is in the book."
+        "The answer is in the book over there, and the book is on the table.\nThe answer is in the book over there."
     )
-    asked = "pocket-world, harbours.yaml", "data.decontaminate={benchmark_files: [mine.txt], min_words: 6}"
+    asked = "pocket-world, harbours.yaml", "data.decontaminate.benchmark_files=[mine.txt]"
     stage = stage_of(load(*asked))
     assert stage.files[0] == "harbours.yaml" and len(stage.files) == 3
 
@@ -78,7 +78,10 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     assert kept == ["Something else entirely."]
     matches = pq.read_table(folder / "matches.parquet").to_pylist()
     found = [(match["benchmark"], match["item"], match["text"]) for match in matches]
-    assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", "The answer is in the book")]
+    assert found == [
+        ("harbours", "0", QUESTION.lower()[:-1]),
+        ("mine.txt", "2", "The answer is in the book over there"),
+    ]
     assert all(step.complete for step in runner().plan())
     write_items(tmp_path, [ITEM | {"question": "Another question"}])
     reasons = {step.name: step.reason for step in runner().plan()}

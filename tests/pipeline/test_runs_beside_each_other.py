@@ -101,7 +101,7 @@ def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(lambda: go_on(first))) as said:
         assert [step.name for step in runner("b").run(Quiet())] == ["own"]
-    assert said.getvalue().count("\n") == 1 and f"recipe a` (process {first.pid} on" in said.getvalue()
+    assert said.getvalue().count("\n") == 1 and "shared: waiting" in said.getvalue()
     assert first.stdout.readline() == "done\n"
     assert sorted(made()) == ["own of a", "own of b", "shared of a"]
     assert os.path.samefile("runs/a/shared", "runs/b/shared")
@@ -112,7 +112,7 @@ def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refuse
     assert [step.name for step in runner("b").run(Quiet())] == ["own"]
     with pytest.raises(UserError) as refused:
         runner("a").run(Quiet())
-    assert f"process {first.pid}" in str(refused.value) and "runs/a" in str(refused.value) and refused.value.fix
+    assert "runs/a" in str(refused.value) and refused.value.fix
     assert made() == ["shared of a", "own of a", "own of b"]
 
     first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing

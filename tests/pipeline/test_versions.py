@@ -125,7 +125,7 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
     items = tmp_path / "items.txt"
     words = [
         "name=more",
-        f"data.decontaminate={{benchmark_files: ['{items}'], benchmarks: false, min_words: 5, n_grams: 5}}",
+        f"data.decontaminate={{benchmark_files: ['{items}'], benchmarks: false, n_grams: 5}}",
     ]
     words = [part for word in words for part in ("--set", word)]
     until = ["--until", "decontaminate"]

@@ -93,7 +93,7 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
 not a finite number at step 300|61.0k of 150k tokens are trained
-Benchmarks searched for in the text|1,234|· quiz · 17|42 runs of words|any out for validation: notes.fr.
+Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write
 Fullest expert|Dropped choices"""
 

@@ -10,7 +10,6 @@ import pytest
 import tiny
 
 from affinage.data.dataloader import DataLoader
-from affinage.data.token_shards import write_tokens
 from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
@@ -18,6 +17,7 @@ from affinage.training.goodput import GoodputTimer
 from affinage.training.job import Extension
 from affinage.training.watchdog import PreemptionGuard, Watchdog
 from curves import curve
+from token_rows import write_tokens
 
 BORDER, STEPS = 10, 16
 FIRST = {"name": "constant", "peak_lr": 1e-2, "min_lr": 0.0, "warmup_steps": 4}

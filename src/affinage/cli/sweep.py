@@ -34,7 +34,7 @@ def sweep(
     base = load(recipe, overrides, runs)
     from affinage.api import prepare_process
     from affinage.cli.watch import Watch
-    from affinage.data.atomic import write_json
+    from affinage.data.json_files import write_json
     from affinage.pipeline.models import RECIPE, resolve
     from affinage.pipeline.runner import points
     from affinage.stopping import StopSignals, without_readers

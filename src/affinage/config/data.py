@@ -59,7 +59,7 @@ class SourceSettings(PlaceSettings):
     preset: str = ""
     """In place of both: a well-known corpus, fineweb-edu, oscar-2301, the-stack, wikipedia or gutenberg."""
     kind: Literal["text", "code", "gutenberg"] = "text"
-    """code skips language id and is wrapped in <|code|> <|endcode|>; gutenberg is a book, cut into chapters."""
+    """code skips language id and is wrapped in <|code|> <|endcode|>; gutenberg is a book, cut into parts."""
     language: Language = ""
     """ISO 639-1 code: documents in another language are removed; by default all of the recipe's languages stay."""
     trust_language: bool = False
@@ -147,8 +147,6 @@ class FilterSettings(Settings):
     """Share of letters and digits among non-space characters."""
     language_threshold: Share = 0.8
     """Probability of lid.176.ftz below which a document is removed; 0 turns language id off."""
-    mixed_languages: bool = False
-    """Add up the probabilities of the recipe's languages."""
     datatrove: dict[DatatroveName, dict[str, Any]] = {}
     """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
     {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""
@@ -177,11 +175,7 @@ class DecontaminateSettings(Settings):
     benchmark_files: tuple[str, ...] = ()
     """Files of your own: .jsonl (.gz, .zst), .parquet, .txt (an item a line), task files."""
     n_grams: int = Field(default=13, ge=1)
-    """Words in common that count as a match (GPT-3, appendix C)."""
-    min_words: int = Field(default=8, ge=1)
-    """Shorter items are matched whole, down to this many words."""
-    boilerplate: int = Field(default=10, ge=1)
-    """A run of words in more items of a benchmark, or in more documents, than this is no match (GPT-3: documents)."""
+    """Words in common that count as a match (GPT-3, appendix C); items of 8 words or more are matched whole."""
 
 
 class SplitSettings(Settings):

@@ -1,6 +1,7 @@
 """Recipes are YAML 1.2: read by ruamel.yaml with the line of every key, and printed in one line."""
 
 import datetime
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from affinage.errors import UserError
 
 MAX_BYTES = 1_000_000
-_DEEP = re.compile(r"(?:[\[{]\s*){100}")
+_DEEPEST = 100  # brackets within brackets
 _PLAIN = re.compile(r'(?<!\\)"((?!(?i:true|false|null)")[^\W\d][\w./-]*)"')
 Path = tuple[str | int, ...]  # the keys and list indices that lead to a value, outermost first
 
@@ -36,7 +37,8 @@ def parse(text: str, name: str) -> Document:
         raise UserError(f"this is larger than {MAX_BYTES:,} bytes", where=name, fix=fix)
     lines: dict[Path, int] = {(): 1}
     fix = "Check indentation (spaces, no tabs), quotes, brackets that are not closed, and `:` without a space after it."
-    if _DEEP.search(text):  # it would take the parser minutes
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[][{}]", text))
+    if max(itertools.accumulate(steps, initial=0)) > _DEEPEST:  # deep ones take the parser minutes
         raise UserError("brackets are nested too deeply", where=name, fix=fix)
     try:
         for event in YAML(pure=True).parse(text):

@@ -38,13 +38,13 @@ _RENDERING = threading.Lock()  # transformers' tracker of generation blocks serv
 _NO_CLOCK = "{% set strftime_now = no_clock %}"  # which is undefined
 
 _REFUSED = (
-    "Leave such conversations out with `on_error: skip`. Many templates want the user to begin and the roles to "
-    "alternate; for one without system messages set `system_prompt: ''`. One that writes the date needs it in its "
-    "first line: {% macro strftime_now(format) %}2026-01-31{% endmacro %}"
+    "Leave such conversations out with `on_error: skip`; for a template without system messages set "
+    "`system_prompt: ''`. One that writes the date needs it in its first line: "
+    "{% macro strftime_now(format) %}2026-01-31{% endmacro %}"
 )
 _MARK = (
-    "Mark what the assistant says with {% generation %} and {% endgeneration %} in the template. One that reads "
-    "`enable_thinking` asks otherwise with {% set enable_thinking = false %} (or true) as its first line."
+    "Mark what the assistant says with {% generation %} and {% endgeneration %} in the template, or begin one that "
+    "reads `enable_thinking` with {% set enable_thinking = false %} (or true)."
 )
 
 
@@ -66,9 +66,9 @@ class ChatTemplate:
     def render_blocks(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> Written:
         """Return the text, and the parts of it in {% generation %} blocks. Raises UserError as `render` does."""
         import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template  # takes a second to import
+        from transformers.utils import chat_template_utils  # takes a second to import
 
-        render: Any = render_jinja_template  # its annotations do not know what it returns
+        render: Any = chat_template_utils.render_jinja_template  # its annotations do not know what it returns
         try:
             with _RENDERING:
                 texts, blocks = render(
@@ -79,8 +79,7 @@ class ChatTemplate:
                     **self.special_tokens,
                 )
             return texts[0], [tuple(block) for block in blocks[0]] if blocks else []
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
-                RecursionError, MemoryError) as error:  # fmt: skip
+        except Exception as error:  # a template may raise whatever Python does
             roles = ", ".join(message["role"] for message in messages)
             fix = "" if isinstance(error, jinja2.TemplateSyntaxError | RecursionError | MemoryError) else _REFUSED
             what = f"the chat template refuses a conversation of {roles}: {error}"
@@ -94,11 +93,6 @@ class ChatTemplate:
             if not error.fix:  # this is not Jinja
                 raise
             return ""
-
-    @cached_property
-    def prompt_ends_in_space(self) -> bool:
-        """Whether the text by which the model is asked for an answer ends in a space, which may join the answer."""
-        return self._try(_talk("?"), add_generation_prompt=True).endswith(" ")
 
     @cached_property
     def writes_reasoning(self) -> bool:
@@ -181,13 +175,14 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def guarded(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message]:
-    """Return the messages with a guard in whatever spells a control token; see `Tokenizer.guard`.
+def guarded(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[Message]:
+    """Return the messages with a guard in whatever spells a control token, see `Tokenizer.guard`.
 
-    Tags of an assistant such as <think> are structure, but not in ChatML, which has none.
+    `system_prompt` comes first as `with_system_prompt` has it. Tags of an assistant such as <think> are structure, but
+    not in ChatML, which has none.
     """
     safe: list[Message] = []
-    for message in messages:
+    for message in with_system_prompt(messages, system_prompt):
         tags = message["role"] == "assistant" and tokenizer.template is not None
         texts = {key: tokenizer.guard(message[key], tags=tags) for key in ("content", REASONING) if key in message}
         safe.append({**message, **texts})
@@ -206,14 +201,10 @@ def encode_conversation(
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
-    prompted = with_system_prompt(messages, system_prompt)
-    first = trained_from + len(prompted) - len(messages)
-    trained = [
-        number
-        for number, message in enumerate(prompted)
-        if message["role"] == "assistant" and number >= first and message.get("train", True)
-    ]
-    safe = guarded(prompted, tokenizer)
+    safe = guarded(messages, tokenizer, system_prompt)
+    answers = [number for number, message in enumerate(safe) if message["role"] == "assistant"]
+    first = trained_from + len(safe) - len(messages)
+    trained = [number for number in answers if number >= first and safe[number].get("train", True)]
     if tokenizer.template is not None:
         return [tokenizer.encode_rendered(*written) for written in _write_answers(tokenizer.template, safe, trained)]
     ids, mask = tokenizer.encode_rendered(*_write_chatml(safe, trained, tokenizer))
@@ -234,7 +225,7 @@ def encode_documents(
 def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
     """Return the tokens of the conversation so far, and of ChatML `<|im_start|>assistant\\n`: the answer follows."""
     check_messages(messages)
-    safe = guarded(with_system_prompt(messages, system_prompt), tokenizer)
+    safe = guarded(messages, tokenizer, system_prompt)
     if tokenizer.template is not None:
         return tokenizer.encode_rendered(tokenizer.template.render(safe, add_generation_prompt=True))[0]
     text, _ = _write_chatml(safe, (), tokenizer)
@@ -275,9 +266,8 @@ def _write_answers(template: ChatTemplate, messages: Sequence[Message], trained:
     Those are the {% generation %} blocks where the template has such. Otherwise what an answer adds to the text by
     which the model is asked for it, with the token that ends the turn.
 
-    Some templates write an earlier turn otherwise once another follows; most leave out its reasoning. Then one
-    conversation comes as several texts, in the order of its answers. In each are trained those answers that it has as
-    the model would have said them, after what the model would have seen; every answer is trained in one of them.
+    Some templates write an earlier turn otherwise once another follows: most leave out its reasoning. Then one
+    conversation comes as several texts, and each answer is trained in the one that has it as the model would say it.
 
     Raises UserError for a template that does not write an answer, or asks for it with a text that does not begin it.
     """
@@ -308,8 +298,6 @@ def _spans_at_once(
     if template.marks_answers:
         if len(blocks) != len(answers):
             return None
-        for number, (start, end) in zip(answers, blocks, strict=True):
-            _check_written(messages[number], number, text[start:end])
         return [block for number, block in zip(answers, blocks, strict=True) if number in trained]
     talk = messages[messages[0]["role"] == "system" :]
     if [each["role"] for each in talk] != ["user", "assistant"] * len(answers):
@@ -330,7 +318,7 @@ def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) ->
     text, blocks = template.render_blocks(messages[: number + 1])
     if template.marks_answers:
         before = template.render(messages[:number]) if number else ""
-        begin = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text)))
+        begin = next((n for n, pair in enumerate(zip(before, text)) if pair[0] != pair[1]), min(len(before), len(text)))
         spans = [block for block in blocks if block[0] >= begin]
         earlier = sum(message["role"] == "assistant" for message in messages[:number])
         if not spans or len(blocks) - len(spans) < earlier:
@@ -342,29 +330,20 @@ def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) ->
             what = f"the chat template asks for message {number + 1} with another text than it writes before it"
             raise UserError(f"{what}: what the model would have said is a guess", where=_WHERE, fix=_MARK)
         spans = [(begin, begin + _turn_end(text[begin:], template.tokenizer))]
-    _check_written(messages[number], number, text[begin:])
+    if not all(word in text[begin:] for word in messages[number]["content"].split()[-1:]):
+        fix = "Some want messages that are lists of texts and pictures; take one for texts."
+        raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
     return text, spans
 
 
-def _check_written(message: Message, number: int, text: str) -> None:
-    words = message["content"].split()
-    if words and words[-1] not in text:
-        fix = "Some want messages that are lists of texts and pictures; take one for texts."
-        raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
-
-
 def _turn_end(answer: str, tokenizer: "Tokenizer") -> int:
-    """Return where the turn ends: after the first of the control tokens that nothing but others and space follows.
-
-    Some templates write an end of the text after them. All of it is the turn where no such end is found.
-    """
-    closing: list[Span] = []
-    for _, start, end in reversed(tokenizer.control_spans(answer)):
-        if answer[end : closing[0][0] if closing else len(answer)].strip():
+    """Return where the turn ends: after the first of the control tokens that nothing but others and space follows."""
+    end, controls = len(answer), tokenizer.control_spans(answer)
+    for _, start, stop in reversed(controls):
+        if answer[stop:end].strip():
             break
-        closing.insert(0, (start, end))
-    end = closing[0][0] if closing else len(answer)
-    for start, stop in closing:
+        end = start
+    for _, start, stop in controls:
         end = stop if start == end else end
     return end
 

@@ -45,24 +45,25 @@ def _count_table() -> np.ndarray:
 
 
 @cache
-def word_table() -> np.ndarray:
+def word_table(*, folded: bool = False) -> np.ndarray:
     """Class and lower-case form (the lower 24 bits) of every code point for the kernels that split words, uint32.
 
     Letters, numbers and marks make words; an ideograph, a kana, a mathematical or currency sign is a word by itself;
-    everything else separates.
+    everything else separates. With `folded`, case is folded where that is one code point in normal form (as for ς, ſ),
+    and signs separate.
     """
     kinds = np.zeros(CODE_POINTS, np.uint32)
     kinds[np.strings.isspace(_characters())] = BLANK
     kinds[np.strings.isalnum(_characters())] = WORD
     kinds[_points_of("M")] = WORD
-    kinds[_points_of("Sm", "Sc")] = SINGLE
+    kinds[_points_of("Sm", "Sc")] = SEPARATOR if folded else SINGLE
     for low, high in ((0x3041, 0x3100), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x40000)):
         kinds[low:high][kinds[low:high] == WORD] = SINGLE
     lower = np.arange(CODE_POINTS, dtype=np.uint32)
     for point in range(0x20000):
-        folded = chr(point).lower()
-        if len(folded) == 1:
-            lower[point] = ord(folded)
+        forms = [unicodedata.normalize("NFC", chr(point).casefold())] if folded else []
+        form = next((form for form in (*forms, chr(point).lower()) if len(form) == 1), chr(point))
+        lower[point] = ord(form)
     return kinds << np.uint32(24) | lower
 
 

@@ -1,6 +1,7 @@
 """Conversations and pairs of answers in the forms of published data sets, in files and data sets wherever they are."""
 
 import glob
+import itertools
 import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,20 +14,18 @@ import pyarrow.parquet as pq
 
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
-from affinage.data.chat import REASONING, Message, check_messages
+from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
 from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
-from affinage.data.foreign_json import encodable, of_a_line
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
+from affinage.data.json_files import encodable
 from affinage.data.places import is_on_hub, is_remote, location
-from affinage.data.readers import rows_of_batch
 from affinage.errors import UserError
 
-_FORMATS = {
-    "messages": '"messages" (a list of {"role", "content"})',
-    "sharegpt": '"conversations" (a list of {"from", "value"})',
-    "prompt": '"prompt" with "completion"',
-    "alpaca": '"instruction" with "output" and perhaps "input"',
-}
+_FORMATS = ("messages", "sharegpt", "prompt", "alpaca")
+_CONVERSATION = (
+    '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}: sharegpt), "prompt" '
+    'with "completion", or "instruction" with "output" (alpaca)'
+)
 _PAIR = '"chosen" and "rejected", with "prompt", "instruction" or "messages", or as conversations that begin alike'
 # ShareGPT has its own names; OpenAI calls the system `developer` to some models.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
@@ -80,13 +79,12 @@ def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Conve
     Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
     that is no conversation.
     """
-    forms = list(_FORMATS) if form == "auto" else [form]
+    forms = _FORMATS if form == "auto" else [form]
     messages = next((messages for each in forms if (messages := _in_form(item, each)) is not None), None)
     if messages is None:
-        wanted = " or ".join(_FORMATS[each] for each in forms)
-        fix = f"The form {form} needs {wanted}."
-        raise UserError(f"this line has {sorted(item)}, which is no conversation", where=where, fix=fix)
-    parsed = _with_system([_message(each, where) for each in messages], item, where)
+        what = f"this line has {sorted(item)}, which is no conversation of the form {form}"
+        raise UserError(what, where=where, fix=f"A conversation has {_CONVERSATION}.")
+    parsed = _with_system([_message(each, where) for each in messages], item)
     check_messages(parsed, where=where)
     return Conversation(_id(item, name), parsed)
 
@@ -113,17 +111,15 @@ def parse_pair(item: Item, *, where: str, name: str) -> Pair:
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
     key = next((key for key in (*_QUESTIONS, "messages", "conversations") if key in item), None)
-    prompt = chosen[:same]
-    if key is not None or "instruction" in item:
-        turns = [_instruction(item)] if key is None else _turns(item[key], "user")
-        prompt = [_message(each, where) for each in turns]
-    if same and prompt and _alike(prompt[-1], chosen[same - 1]):
+    turns = _turns(item[key], "user") if key else [_instruction(item)] if "instruction" in item else []
+    prompt = [_message(each, where) for each in turns] or chosen[:same]
+    if same and len({(each["role"], str(each["content"]).strip()) for each in (prompt[-1], chosen[same - 1])}) == 1:
         prompt = chosen[:same]  # whole conversations, with the prompt beside them
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:
         raise UserError("a pair without a prompt", where=where, fix=f"A pair needs {_PAIR}.")
-    prompt = _with_system(prompt, item, where)
+    prompt = _with_system(prompt, item)
     for answer in (chosen, rejected):
         check_messages([*prompt, *answer], where=where)
     return Pair(_id(item, name), prompt, chosen, rejected)
@@ -146,16 +142,10 @@ def _instruction(item: Item) -> Item:
     return {"role": "user", "content": "\n\n".join(str(part) for part in (item["instruction"], about) if part)}
 
 
-def _alike(one: Message, other: Message) -> bool:
-    return bool(one["role"] == other["role"] and str(one["content"]).strip() == str(other["content"]).strip())
-
-
-def _with_system(messages: list[Message], item: Item, where: str) -> list[Message]:
+def _with_system(messages: list[Message], item: Item) -> list[Message]:
     """Return the messages, after the system message that the line has beside them."""
-    systems = (item[key] for key in ("system", "system_prompt") if isinstance(item.get(key), str))
-    if not (system := next(filter(None, systems), "")) or (messages and messages[0]["role"] == "system"):
-        return messages
-    return [_message({"role": "system", "content": system}, where), *messages]
+    system = item.get("system") or item.get("system_prompt")
+    return with_system_prompt(messages, _text(system) if isinstance(system, str) else "")
 
 
 def _message(message: Any, where: str) -> Message:
@@ -229,42 +219,39 @@ def read_lines(
     `form` is "pair", or see `parse_conversation`. Raises UserError for a file that is damaged.
     """
     where, sign = (part.name, "#") if isinstance(part, DatasetPart) else (part.url.removeprefix("file://"), ":")
+    parse = parse_pair if form == "pair" else partial(parse_conversation, form=form)
     try:
         with reports_damage():
-            for line, content in enumerate(_contents(part, settings), 1):
-                if (line - 1) % count != number or (isinstance(content, bytes) and content.isspace()):
+            for line, content in itertools.islice(enumerate(_contents(part, settings), 1), number, None, count):
+                if isinstance(content, bytes) and content.isspace():
                     continue
-                place, name = f"{where}{sign}{line}", f"{part.name}{sign}{line}"
+                place = f"{where}{sign}{line}"
                 try:
-                    parse = parse_pair if form == "pair" else partial(parse_conversation, form=form)
-                    yield parse(_item(content, place), where=place, name=name)
+                    yield parse(_item(content, place), where=place, name=f"{part.name}{sign}{line}")
                 except UserError as error:
                     yield error
     except DamagedFile as error:
         raise UserError(f"the file is damaged: {error}", where=where) from None
 
 
-def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes | UnicodeDecodeError]:
+def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes]:
     if isinstance(part, DatasetPart):
         yield from rows_of(part, settings)
     elif kind_of(part.name) == "table":
         with open_stored(part) as raw:
             for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
-                yield from rows_of_batch(batch)
+                yield from batch.to_pylist()
     else:
         with open_plain(part) as stream:
             yield from stream
 
 
-def _item(content: Item | bytes | UnicodeDecodeError, where: str) -> Item:
+def _item(content: Item | bytes, where: str) -> Item:
     """Return the object of a line. Raises UserError for one that has none."""
     try:
-        if isinstance(content, UnicodeDecodeError):
-            raise content
         item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
     except (ValueError, RecursionError) as error:
-        raise UserError(f"this line is damaged or not JSON: {of_a_line(error)}", where=where) from None
+        raise UserError(f"this line is damaged or not JSON: {getattr(error, 'msg', error)}", where=where) from None
     if not isinstance(item, dict):
-        fix = "A line is one JSON object, {...}: neither a part of one nor a list of them."
-        raise UserError("this line is not a JSON object", where=where, fix=fix)
+        raise UserError("this line is not a JSON object", where=where, fix="A line is one object, {...}.")
     return item

@@ -10,10 +10,10 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float, Integer
 
-from affinage.data.mixture import Component, Group, Mixture, Weights
+from affinage.data.mixture import Component, Group, Stage, Weights, stages_of
 from affinage.data.order import permuted
 from affinage.data.special_tokens import MARKS, Marks
-from affinage.data.token_shards import TokenShards, find_shard_folders, open_shards
+from affinage.data.token_shards import find_shard_folders, open_shards
 from affinage.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -57,14 +57,6 @@ def make_batch(
     return fields | {"rows": rows.astype(np.int32)}
 
 
-def read_rows(shards: TokenShards, rows: Integer[np.ndarray, " B"]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens int32 [B, S] of rows by their numbers, and uint8 [B, S], 1 where they are trained on."""
-    tokens = np.empty((len(rows), shards.seq_len), np.int32)
-    mask = np.ones((len(rows), shards.seq_len), np.uint8)
-    shards.read(rows, tokens, mask)
-    return tokens, mask
-
-
 class DataLoader:
     """Endless shuffled batches from one or several folders of token shards.
 
@@ -82,7 +74,7 @@ class DataLoader:
     ) -> None:
         """`folders` are named, or one folder that holds shards or sub-folders of shards; `batch` is rows per step.
 
-        `mixture` has the steps from which on weights hold, see `Mixture`. Raises UserError where there are no rows.
+        `mixture` has the steps from which on weights hold, see `stages_of`. Raises UserError where there are no rows.
         """
         named = dict(folders) if isinstance(folders, Mapping) else find_shard_folders(folders)
         if not named:
@@ -98,10 +90,11 @@ class DataLoader:
             name: Group(shards.facts.get("source", ""), shards.facts.get("language", ""), shards.rows)
             for name, shards in self.shards.items()
         }
-        self._mixture = Mixture(groups, mixture, batch)
+        self._stages = stages_of(groups, mixture, batch)
         self._starts = {  # of every component the first row of each folder, and the number of all
             component: np.cumsum([0, *(self.shards[name].rows for name in component)])
-            for component in self._mixture.components
+            for stage in self._stages
+            for component in stage.components
         }
         self.rows = sum(self.shards[name].rows for name in set(itertools.chain(*self._starts)))
         """Rows that are drawn from."""
@@ -112,27 +105,35 @@ class DataLoader:
         """What names the permutation of an epoch."""
         return self._seed, "all" if len(component) == len(self.shards) else ",".join(component), epoch
 
-    def _locate(
-        self, component: Component, positions: Integer[np.ndarray, " n"]
-    ) -> tuple[Integer[np.ndarray, " n"], Integer[np.ndarray, " n"]]:
-        """Return the number of the folder, and the row in it, at positions of a component's sequence of epochs."""
-        starts = self._starts[component]
-        epochs, indices = np.divmod(positions, starts[-1])
-        rows = np.empty_like(indices)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            rows[here] = permuted(indices[here], int(starts[-1]), *self._order(component, epoch))
-        folders = np.searchsorted(starts, rows, side="right") - 1
-        return folders, rows - starts[folders]
+    def _draws(self, first: int, count: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Return what `count` draws of one step take, `first` counted over all steps: (folder, lines, rows)."""
+        stage = next(stage for stage in reversed(self._stages) if stage.first <= first)
+        for component, lines, positions in stage.draws(first, count):
+            starts = self._starts[component]
+            epochs, indices = np.divmod(positions, starts[-1])
+            rows = np.empty_like(indices)
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                rows[here] = permuted(indices[here], int(starts[-1]), *self._order(component, epoch))
+            folders = np.searchsorted(starts, rows, side="right") - 1
+            for number in np.unique(folders).tolist():
+                here = folders == number
+                yield component[number], lines[here], rows[here] - starts[number]
 
     def where(self, step: int) -> list[tuple[str, int]]:
         """Return the folder and the row number of every row of the global batch of `step`."""
         places: dict[int, tuple[str, int]] = {}
-        for component, lines, positions in self._mixture.draws(step * self.batch_size, self.batch_size):
-            folders, rows = (numbers.tolist() for numbers in self._locate(component, positions))
-            names = [component[folder] for folder in folders]
-            places |= zip(lines.tolist(), zip(names, rows, strict=True), strict=True)
+        for name, lines, rows in self._draws(step * self.batch_size, self.batch_size):
+            places |= {line: (name, row) for line, row in zip(lines.tolist(), rows.tolist(), strict=True)}
         return [places[line] for line in range(self.batch_size)]
+
+    def _uses(self, component: Component, steps: int) -> Iterator[tuple[Stage, int, int, int]]:
+        """Return what the first `steps` steps take of a component: (stage, number there, first, end position)."""
+        draws = steps * self.batch_size
+        for stage, end in zip(self._stages, [*(stage.first for stage in self._stages[1:]), draws], strict=True):
+            if stage.first < draws and component in stage.components:
+                index = stage.components.index(component)
+                yield stage, index, int(stage.begun[index]), int(stage.positions_at(min(draws, end))[index])
 
     def steps_of(self, folder: str, row: int, steps: int) -> list[int]:
         """Return which of the first `steps` steps draw a row of a folder: the inverse of `where`."""
@@ -140,7 +141,7 @@ class DataLoader:
         for component in [each for each in self._starts if folder in each]:
             starts = self._starts[component]
             number, total = np.array([starts[component.index(folder)] + row]), int(starts[-1])
-            for stage, index, first, end in self._mixture.uses(component, steps * self.batch_size):
+            for stage, index, first, end in self._uses(component, steps):
                 for epoch in range(first // total, -(-end // total)):
                     place = permuted(number, total, *self._order(component, epoch), inverse=True)
                     if first <= (position := epoch * total + int(place[0])) < end:
@@ -149,7 +150,12 @@ class DataLoader:
 
     def epochs(self, steps: int) -> dict[str, float]:
         """Return how often the first `steps` steps go through the rows of each folder."""
-        return self._mixture.epochs(steps * self.batch_size)
+        epochs = dict.fromkeys(self.shards, 0.0)
+        for component, starts in self._starts.items():
+            reached = max((end for *_, end in self._uses(component, steps)), default=0)
+            for name in component:
+                epochs[name] += reached / int(starts[-1])
+        return epochs
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """Return the batch of `step`, or the part of it that belongs to process `part` of `parts`; see `make_batch`."""
@@ -157,13 +163,10 @@ class DataLoader:
         tokens = np.empty((size, self.context), np.int32)
         mask = np.ones((size, self.context), np.uint8)
         references = np.zeros((size, *next((of.shape[1:] for of in self.reference.values()), ())), np.float32)
-        for component, lines, positions in self._mixture.draws(step * self.batch_size + first, size):
-            folders, rows = self._locate(component, positions)
-            for number in np.unique(folders).tolist():
-                name, here = component[number], folders == number
-                self.shards[name].read(rows[here], tokens, mask, lines[here])
-                if self.reference:
-                    references[lines[here]] = self.reference[name][rows[here]]
+        for name, lines, rows in self._draws(step * self.batch_size + first, size):
+            tokens[lines], mask[lines] = self.shards[name].read(rows)
+            if self.reference:
+                references[lines] = self.reference[name][rows]
         batch = make_batch(tokens, mask, np.arange(first, first + size), next(iter(self.shards.values())).marks)
         return batch | ({REFERENCE: references} if self.reference else {})
 
@@ -224,7 +227,7 @@ class ValidationRows:
         chosen = self._chosen[index * self.batch_size + first :][:size]
         tokens = np.full((size, self.context), self._shards.marks.pad, np.int32)
         mask = np.zeros((size, self.context), np.uint8)
-        tokens[: len(chosen)], mask[: len(chosen)] = read_rows(self._shards, chosen)
+        tokens[: len(chosen)], mask[: len(chosen)] = self._shards.read(chosen)
         batch = make_batch(tokens, mask, np.arange(first, first + size), self._shards.marks)
         if self.reference is not None:
             batch[REFERENCE] = np.zeros((size, self.reference.shape[1]), np.float32)
@@ -238,8 +241,3 @@ class ValidationRows:
 def validation_sets(folder: Path, *, batch: int, limit: int | None = None) -> dict[str, ValidationRows]:
     """Return all folders of shards below `folder`, by name; none if there was no text to hold out."""
     return {name: ValidationRows(path, batch=batch, limit=limit) for name, path in find_shard_folders(folder).items()}
-
-
-def read_reference(folder: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of `folder`, memory-mapped, by the folders of rows that they belong to."""
-    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("*.npy"))}

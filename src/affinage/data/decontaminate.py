@@ -1,10 +1,14 @@
-"""Step `decontaminate`: documents that hold an item of a benchmark are removed."""
+"""Items of benchmarks in text: step `decontaminate` removes the documents that hold one; a finished model's are named.
+
+A match is a run of `n_grams` words of an item, or a shorter item whole (see `overlap`). Runs that more than
+`BOILERPLATE` items of a benchmark, or texts, have in common are no match.
+"""
 
 import json
-import time
+import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,26 +17,26 @@ import numpy as np
 import pyarrow as pa
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.atomic import write_json
-from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.documents import clear_documents, document_files, row_groups, write_table
-from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.overlap import KEY, START, STOP, TEXT, ItemIndex, normalized
-from affinage.data.stats import SAMPLE_CHARACTERS, Stats, copy_documents
+from affinage.data.documents import (
+    SAMPLE_CHARACTERS,
+    Stats,
+    copy_documents,
+    document_files,
+    row_groups,
+    write_table,
+)
+from affinage.data.executor import LOCAL, Executor
+from affinage.data.json_files import write_json
+from affinage.data.overlap import KEY, START, STOP, TEXT, BenchmarkItem, ItemIndex, normalized
+from affinage.data.token_shards import find_shard_folders, open_shards
+from affinage.data.tokenizer import Tokenizer
 
 MATCHES = "matches.parquet"
-_MATCH = pa.schema(
-    [
-        ("document", pa.string()),
-        ("source", pa.string()),
-        ("url", pa.string()),
-        ("benchmark", pa.string()),
-        ("item", pa.string()),
-        ("words", pa.int64()),  # of the longest run in common, as white space separates them
-        ("text", pa.string()),  # that run, as the document has it
-    ]
-)
+# `text` is the first run in common, as the document has it; `words` counts what white space separates in it.
+_TEXTS = ("document", "source", "url", "benchmark", "item", "text")
+_MATCH = pa.schema([*((name, pa.string()) for name in _TEXTS), ("words", pa.int64())])
 EXAMPLES = 20  # matches in the summary
+_TOKENS = 4_000_000  # read at once
 
 
 def decontaminate(
@@ -42,22 +46,17 @@ def decontaminate(
     items: Iterable[BenchmarkItem],
     *,
     executor: Executor = LOCAL,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Copy the documents that hold no item to `folder`, write `matches.parquet`, and return the summary.
 
-    A match is a run of `settings.n_grams` words of an item, or a shorter item whole (see `overlap`). Runs that more
-    than `settings.boilerplate` items of a benchmark, or documents, have in common are no match. Removed documents count
-    as `in a benchmark`. The summary has `benchmarks` (items, those too short to be found, those found, the documents
-    they are in, and those that are `common`: copied to more than `boilerplate` documents, which stay), `matches` (the
-    first), and `boilerplate` (runs left out). An interrupted call resumes with the files that were not scanned yet.
+    Removed documents count as `in a benchmark`. The summary has `benchmarks` (items, those too short to be found, those
+    found, the documents they are in, and those that are `common`: copied to more than `BOILERPLATE` documents, which
+    stay) and `matches` (the first). An interrupted call resumes with the missing files.
     """
-    start, folder = time.perf_counter(), Path(folder)
-    clear_documents(folder)
-    index, paths = ItemIndex(items, settings), document_files(documents_folder)
-    scanned = executor.map(partial(_scan, index), paths, folder, threads=True, progress=progress)
+    index, paths = ItemIndex(items, settings.n_grams), document_files(documents_folder)
+    scanned = executor.map(partial(_scan, index), paths, folder / "scans", threads=True, label="scanning")
     hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
-    common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > settings.boilerplate
+    common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > index.boilerplate
 
     def copy(task: tuple[Path, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         path, own = task
@@ -65,16 +64,25 @@ def decontaminate(
         return _copy(path, own[~common[own[:, KEY]]], place, index)
 
     total, matches = Stats(), []
-    for stats, own_matches in executor.map(copy, list(zip(paths, hits)), threads=True):
+    copies = executor.map(copy, list(zip(paths, hits)), folder / "copies", threads=True, label="copying")
+    for stats, own_matches in copies:
         total.merge(stats)
         matches += own_matches
+    folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / MATCHES, pa.Table.from_pylist(matches, _MATCH))
-    clear_completions(folder)
-    return total.summary(time.perf_counter() - start) | {
-        "benchmarks": _by_benchmark(index, matches, common),
-        "matches": matches[:EXAMPLES],
-        "boilerplate": {"in_items": index.common_runs, "in_documents": int(common.sum())},
+    for stage in ("scans", "copies"):
+        shutil.rmtree(folder / stage, ignore_errors=True)
+    found = {(match["benchmark"], match["item"]) for match in matches}
+    documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
+    numbers = {
+        "items": Counter(item.benchmark for item in index.items),
+        "too_short": index.too_short,
+        "found": Counter(name for name, _ in found),
+        "documents": Counter(name for name, *_ in documents),
+        "common": Counter(name for name, _ in index.items_with(common) - found),
     }
+    benchmarks = {name: {what: counts[name] for what, counts in numbers.items()} for name in numbers["items"]}
+    return total.summary() | {"benchmarks": benchmarks, "matches": matches[:EXAMPLES]}
 
 
 def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
@@ -109,75 +117,103 @@ def _copy(path: Path, hits: np.ndarray, folder: Path, index: ItemIndex) -> tuple
 
 
 def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> Iterator[dict[str, Any]]:
-    """One match for every item that is in a document: the longest of the stretches that the item's runs cover."""
-    stretches: dict[int, list[list[int]]] = {}
+    """One match for every item that is in a document: the first stretch that the item's runs cover."""
+    stretches: dict[int, list[int]] = {}
     for key, start, stop in hits[:, [KEY, START, STOP]].tolist():
         for item in index.of(key):
-            own = stretches.setdefault(item, [])
-            if own and start <= own[-1][1]:
-                own[-1][1] = max(stop, own[-1][1])
-            else:
-                own.append([start, stop])
+            stretch = stretches.setdefault(item, [start, stop])
+            if start <= stretch[1]:
+                stretch[1] = max(stop, stretch[1])
     content = document["text"].encode()
-    for item, own in sorted(stretches.items()):
-        texts = [content[start:stop].decode() for start, stop in own]
-        words, longest = max((len(text.split()), text) for text in texts)
+    for item, (start, stop) in sorted(stretches.items()):
+        text = content[start:stop].decode()
         yield {name: document[name] for name in ("source", "url")} | {
             "document": document["id"],
             "benchmark": index.items[item].benchmark,
             "item": index.items[item].id,
-            "words": words,
-            "text": longest,
+            "words": len(text.split()),
+            "text": text,
         }
-
-
-def _by_benchmark(index: ItemIndex, matches: Sequence[dict[str, Any]], common: np.ndarray) -> dict[str, dict[str, int]]:
-    found = {(match["benchmark"], match["item"]) for match in matches}
-    documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
-    numbers = {
-        "items": Counter(item.benchmark for item in index.items),
-        "too_short": index.too_short,
-        "found": Counter(name for name, _ in found),
-        "documents": Counter(name for name, *_ in documents),
-        "common": Counter(name for name, _ in index.items_with(common) - found),
-    }
-    return {name: {what: counts[name] for what, counts in numbers.items()} for name in numbers["items"]}
 
 
 # ---- tuning data ----
 
 
-@dataclass(frozen=True)
-class Searched:
-    """The items of benchmarks in a file, and how texts are searched for them: small enough to travel with a task."""
-
-    items: Path
-    settings: DecontaminateSettings
-
-
-def write_items(path: Path, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Searched:
-    """Write items to a file, for tasks that call `contaminated`."""
-    write_json(path, [[item.benchmark, item.id, item.texts] for item in items])
-    return Searched(path, settings)
+def write_items(path: Path, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Path:
+    """Write items to a file, for tasks that call `contaminated`; returns the path."""
+    lines = [[item.benchmark, item.id, item.texts] for item in items]
+    write_json(path, {"n_grams": settings.n_grams, "items": lines})
+    return path
 
 
 @lru_cache(maxsize=1)
-def _index_of(searched: Searched) -> ItemIndex:
-    items = json.loads(searched.items.read_text("utf-8"))
-    return ItemIndex([BenchmarkItem(name, id, tuple(texts)) for name, id, texts in items], searched.settings)
+def _index_of(path: Path) -> ItemIndex:
+    content = json.loads(path.read_text("utf-8"))
+    items = [BenchmarkItem(name, id, tuple(texts)) for name, id, texts in content["items"]]
+    return ItemIndex(items, content["n_grams"])
 
 
-def contaminated(texts: Sequence[str], searched: Searched) -> dict[int, str]:
-    """Which of some texts, such as whole conversations, hold an item: {place: "BENCHMARK ITEM: the words in common"}.
+def contaminated(texts: Sequence[str], items: Path) -> set[int]:
+    """Which of some texts, such as whole conversations, hold an item in a file that `write_items` has written."""
+    index = _index_of(items)
+    hits = index.scan(normalized(texts))
+    rare = index.texts_with(hits) <= index.boilerplate
+    return set(hits[rare[hits[:, KEY]], TEXT].tolist())
 
-    A match is what `decontaminate` calls one.
+
+# ---- after the fact: the text that a model was trained on ----
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """What was found: (benchmark, item) of every item that stands in the text, and of those that cannot be found."""
+
+    found: frozenset[tuple[str, str]]
+    too_short: Mapping[str, int]  # items by benchmark
+    items: Mapping[str, int]  # by benchmark, of which too_short is a part
+    texts: int  # that were searched
+    # Items of which only runs in more than `BOILERPLATE` texts were found: copied that often, or an idiom.
+    common: frozenset[tuple[str, str]] = frozenset()
+    n_grams: int = field(default=DecontaminateSettings().n_grams)  # words in a row that were searched for
+
+
+def count_occurrences(texts: Iterable[pa.Array], index: ItemIndex) -> tuple[int, np.ndarray]:
+    """How many texts there are, given as pyarrow string arrays in normal form C, and in how many each run is."""
+    with_run, count = np.zeros(index.keys.size, np.int64), 0
+    for column in texts:
+        with_run += index.texts_with(index.scan(column))
+        count += len(column)
+    return count, with_run
+
+
+def contamination(index: ItemIndex, searches: Sequence[tuple[int, np.ndarray]]) -> Contamination:
+    """The items that stand in texts, of which `searches` are the counts.
+
+    Items that have no match, but a run that is in more than `BOILERPLATE` texts, are those that are `common`.
     """
-    index, column = _index_of(searched), normalized(texts)
-    hits = index.scan(column)
-    rare = index.texts_with(hits) <= searched.settings.boilerplate
-    found: dict[int, str] = {}
-    for text, key, start, stop in hits[rare[hits[:, KEY]]].tolist():
-        item = index.items[index.of(key)[0]]
-        words = column[text].as_py().encode()[start:stop].decode()
-        found.setdefault(text, f"{item.benchmark} {item.id}: {words[:SAMPLE_CHARACTERS]}")
-    return found
+    texts_with = sum((with_run for _, with_run in searches), np.zeros(index.keys.size, np.int64))
+    few = texts_with <= index.boilerplate
+    found = index.items_with((texts_with > 0) & few)
+    return Contamination(
+        found=found,
+        too_short=index.too_short,
+        items=Counter(item.benchmark for item in index.items),
+        texts=sum(count for count, _ in searches),
+        common=index.items_with(~few) - found,
+        n_grams=index.n_grams,
+    )
+
+
+def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
+    """The texts in rows of tokens, without control tokens; a text that goes on in the next row is one."""
+    for shards in find_shard_folders(folder).values():
+        files = open_shards(shards)
+        border = files.marks.end if files.marks.begin is None else files.marks.begin
+        height, rest = max(1, _TOKENS // files.seq_len), np.zeros(0, np.int64)
+        for start in range(0, files.rows, height):
+            tokens = files.read(np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
+            tokens = np.append(rest, tokens[(tokens != files.marks.pad) | (tokens == border)])
+            *texts, rest = np.split(tokens, np.flatnonzero(tokens == border))  # the last one may go on
+            if start + height >= files.rows:
+                texts.append(rest)
+            yield normalized([tokenizer.decode(text.tolist()) for text in texts if text.size])

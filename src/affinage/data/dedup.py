@@ -13,7 +13,6 @@ others and always stay. The result depends neither on the executor nor on the or
 """
 
 import shutil
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,9 @@ from pyarrow import feather
 
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import Array, kernel, text_buffers
-from affinage.data.documents import document_files, row_groups, write_table
-from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
+from affinage.data.documents import Stats, copy_documents, document_files, row_groups, write_table
+from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.minhash import jaccard, shingle_sets, sign
-from affinage.data.stats import Stats, copy_documents
 
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
 REMOVED = "removed.parquet"
@@ -47,7 +45,6 @@ def dedup(
     *,
     against: Path | None = None,
     executor: Executor = LOCAL,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Copy the documents without duplicates to `folder`, write `removed.parquet`, and return the step's summary.
 
@@ -55,39 +52,36 @@ def dedup(
     are counted as `exact duplicate` (but for case and white space) or `near duplicate`; `removed.parquet` has the
     document that stays in `duplicate_of`, and their `jaccard`. An interrupted call resumes.
     """
-    start, folder = time.perf_counter(), Path(folder)
     own, released = document_files(documents_folder), document_files(against) if against is not None else []
-    scratch = folder / "scratch"
-    removed, compared = find_duplicates(
-        [*released, *own], settings, scratch, released=len(released), executor=executor, progress=progress
-    )
-    starts = _starts([*released, *own])[len(released) :]
+    scratch, files = folder / "scratch", [*released, *own]
+    removed, compared = find_duplicates(files, settings, scratch, released=len(released), executor=executor)
+    numbers = removed["document"].to_numpy()
+
+    def copy(task: tuple[Path, int]) -> dict[str, Any]:
+        """Copy one file, whose documents are numbered from `first`, without its duplicates; return the statistics."""
+        (path, first), stats = task, Stats()
+
+        def without_duplicates(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
+            begin = first + before
+            here = slice(*np.searchsorted(numbers, [begin, begin + batch.num_rows]))
+            verdicts = {}
+            for row in removed.slice(here.start, here.stop - here.start).to_pylist():
+                detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
+                verdicts[row["document"] - begin] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
+            return stats.remove_rows(batch, verdicts)
+
+        copy_documents(path, folder / path.parent.relative_to(documents_folder), stats, without_duplicates)
+        return stats.to_json()
+
     total = Stats()
-    copy = partial(_copy, documents_folder, folder, removed)
-    for stats in executor.map(copy, list(zip(own, starts)), folder, threads=True):
-        total.merge(stats)
+    starts = _starts(files)[len(released) :]
+    for counts in executor.map(copy, list(zip(own, starts)), folder, threads=True, label="copying"):
+        total.merge(counts)
     order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id")]
     write_table(folder / REMOVED, removed.sort_by(order).drop_columns(["document", "kept"]))
     clear_completions(folder)
     shutil.rmtree(scratch)
-    return total.summary(time.perf_counter() - start) | {"compared": compared}
-
-
-def _copy(documents_folder: Path, folder: Path, removed: pa.Table, task: tuple[Path, int]) -> dict[str, Any]:
-    """Copy one file, whose documents are numbered from `start`, without its duplicates; return the statistics."""
-    path, start = task
-    documents, stats = removed["document"].to_numpy() - start, Stats()
-
-    def without_duplicates(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
-        first, last = np.searchsorted(documents, [before, before + batch.num_rows])
-        verdicts = {}
-        for document, row in zip(documents[first:last].tolist(), removed.slice(first, last - first).to_pylist()):
-            detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
-            verdicts[document - before] = ("exact duplicate" if row["exact"] else "near duplicate", detail)
-        return stats.remove_rows(batch, verdicts)
-
-    copy_documents(path, folder / path.parent.relative_to(documents_folder), stats, without_duplicates)
-    return stats.to_json()
+    return total.summary() | {"compared": compared}
 
 
 def _starts(files: Sequence[Path]) -> list[int]:
@@ -96,33 +90,25 @@ def _starts(files: Sequence[Path]) -> list[int]:
 
 
 def find_duplicates(
-    files: Sequence[Path],
-    settings: DedupSettings,
-    scratch: Path,
-    *,
-    released: int = 0,
-    executor: Executor = LOCAL,
-    progress: Progress | None = None,
+    files: Sequence[Path], settings: DedupSettings, scratch: Path, *, released: int = 0, executor: Executor = LOCAL
 ) -> tuple[pa.Table, int]:
     """Find the duplicates in document files, of which the first `released` were released before.
 
-    Returns a table with a row for each document to remove (its number, that of the one that stays, their names and
+    Returns a table with a row for each document to remove (its number, its name and that of the one that stays, their
     similarity), and how many pairs were compared. Passes leave files in `scratch`.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-
-    def run(function: Any, tasks: Sequence[Any], first: float, last: float) -> list[Any]:
-        part = None if progress is None else (lambda share: progress(first + share * (last - first)))
-        place = scratch / function.__name__
-        return executor.map(partial(function, settings, scratch), tasks, place, threads=True, progress=part)
-
-    numbered = list(enumerate(files))
-    run(_sign, numbered, 0.0, 0.5)
-    run(_share, [(band, len(files)) for band in range(settings.num_buckets)], 0.5, 0.7)
-    shared = [np.fromfile(scratch / f"shared-{band}", bool) for band in range(settings.num_buckets)]
-    np.any(shared, axis=0).tofile(scratch / "candidates")
-    starts = _starts(files)
-    run(_gather, [(number, path, start) for (number, path), start in zip(numbered, starts)], 0.7, 1.0)
+    executor.map(
+        partial(_sign, settings, scratch), list(enumerate(files)), scratch / "sign", threads=True, label="signing"
+    )
+    signatures = [scratch / f"signatures-{number}" for number in range(len(files))]
+    shared = np.False_  # pass 2: documents that share the key of a band with another one
+    for band in range(settings.num_buckets):
+        keys = _joined(signatures, len(_FACTS) + settings.num_buckets, len(_FACTS) + band)
+        shared |= _buckets(keys)[0] >= 0
+    shared.tofile(scratch / "candidates")
+    tasks = [(number, path, start) for (number, path), start in zip(enumerate(files), _starts(files))]
+    executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
     return _compare(settings, scratch, released, len(files))
 
 
@@ -138,14 +124,6 @@ def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path]) -> Non
     np.concatenate(parts, axis=1).tofile(scratch / f"signatures-{number}")
 
 
-def _share(settings: DedupSettings, scratch: Path, task: tuple[int, int]) -> None:
-    """Pass 2: write for every document whether it shares the key of one band with another one, bool [documents]."""
-    band, files = task
-    rows = len(_FACTS) + settings.num_buckets
-    shared = _buckets(_joined([scratch / f"signatures-{number}" for number in range(files)], rows, len(_FACTS) + band))
-    (shared[0] >= 0).tofile(scratch / f"shared-{band}")
-
-
 def _joined(paths: Sequence[Path], rows: int, row: int) -> np.ndarray:
     """One row of each of some files of uint64 [rows, documents], end to end."""
     sizes = [path.stat().st_size // (8 * rows) for path in paths]
@@ -159,7 +137,7 @@ def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int])
     signatures = np.fromfile(scratch / f"signatures-{number}", np.uint64)
     signatures = signatures.reshape(len(_FACTS) + settings.num_buckets, -1)
     chosen = np.fromfile(scratch / "candidates", bool, signatures.shape[1], offset=start)
-    tables, sets, sizes, first = [_NAMES.empty_table()], [], [], 0
+    tables, sets, sizes, first = [_NAMES.empty_table()], [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], 0
     for group in row_groups(path):
         batch = group.read([*_NAMES.names, "text"]).filter(pa.array(chosen[first : first + group.rows]))
         first += group.rows
@@ -170,18 +148,18 @@ def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int])
         sets.append(own_sets)
         sizes.append(own_sizes)
     table = pa.concat_tables(tables)
-    table = table.append_column("document", pa.array(start + np.flatnonzero(chosen)))
-    table = table.append_column("size", pa.array(np.concatenate([np.zeros(0, np.int64), *sizes])))
-    for name, values in zip(_FACTS, signatures[:, chosen]):
+    facts = {"document": start + np.flatnonzero(chosen), "size": np.concatenate(sizes)}
+    for name, values in (facts | dict(zip(_FACTS, signatures[:, chosen]))).items():
         table = table.append_column(name, pa.array(values))
     feather.write_feather(table, scratch / f"candidates-{number}", compression="uncompressed")
-    np.concatenate([np.zeros(0, np.uint64), *sets]).tofile(scratch / f"sets-{number}")
+    np.concatenate(sets).tofile(scratch / f"sets-{number}")
     signatures[len(_FACTS) :, chosen].tofile(scratch / f"keys-{number}")
 
 
 def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) -> tuple[pa.Table, int]:
     """Pass 4: the table of the removed documents, and how many pairs were compared. N-grams stay in a mapped file."""
-    tables = []
+    columns = [*_NAMES, ("document", pa.int64()), ("size", pa.int64()), *((f, pa.uint64()) for f in _FACTS)]
+    tables = [pa.schema([*columns, ("released", pa.bool_())]).empty_table()]
     with (scratch / "sets").open("wb") as joined:
         for number in range(files):
             table = feather.read_table(scratch / f"candidates-{number}")
@@ -189,8 +167,7 @@ def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) 
             with (scratch / f"sets-{number}").open("rb") as part:
                 shutil.copyfileobj(part, joined, 1 << 22)
         joined.write(bytes(8))  # an empty file cannot be mapped
-    columns = [*_NAMES, ("document", pa.int64()), ("size", pa.int64()), *((f, pa.uint64()) for f in _FACTS)]
-    table = pa.concat_tables([pa.schema([*columns, ("released", pa.bool_())]).empty_table(), *tables])
+    table = pa.concat_tables(tables)
     starts = np.append(0, np.cumsum(table["size"].to_numpy()))[:-1]
     order = pc.sort_indices(table, _BEST_FIRST)
     table, starts = table.take(order), starts[order.to_numpy()]
@@ -208,7 +185,6 @@ def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) 
     )
     found = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(found)), table.take(pa.array(match[found]))
-    same = [pc.equal(gone[name], kept[name]) for name in ("content", "content_2")]
     removed = {
         "document": gone["document"],
         "kept": kept["document"],
@@ -217,7 +193,8 @@ def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) 
         "duplicate_of": kept["id"],
         "duplicate_of_source": kept["source"],
         "jaccard": similarity[found],
-        "exact": pc.and_(*same),  # the same content but for case and white space
+        # the same content but for case and white space
+        "exact": pc.and_(*(pc.equal(gone[name], kept[name]) for name in ("content", "content_2"))),
     }
     return pa.table(removed).sort_by("document"), int(compared)
 

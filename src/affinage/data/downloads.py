@@ -1,7 +1,4 @@
-"""Files at web addresses, downloaded once into a cache; a download that broke off is resumed, and what came is checked.
-
-Files in buckets and on the Hub are read in place, by their own clients.
-"""
+"""Files at web addresses, downloaded once into a cache and checked; buckets and the Hub are read in place."""
 
 import contextlib
 import hashlib
@@ -15,22 +12,16 @@ import requests
 from filelock import FileLock
 from fsspec.core import has_magic, url_to_fs
 
-from affinage.data.atomic import write_json
 from affinage.data.executor import with_retries
-from affinage.errors import UserError, first_line, is_transient
+from affinage.data.json_files import write_json
+from affinage.errors import UserError, first_line
 from affinage.paths import from_home
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
 _AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
-_VERSION_KEYS = ("etag", "ETag", "md5Hash", "blob_id", "generation")  # of file systems' entries, and times of change:
-_TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 
 _versions: dict[str, str] = {}  # URL -> the version that the server had when this process asked
-
-
-class Unreachable(Exception):
-    """The server does not answer now."""
 
 
 def is_web(url: str) -> bool:
@@ -56,50 +47,47 @@ def cached_path(url: str) -> Path:
     return cache_folder() / "downloads" / digest / (url.split("?", 1)[0].rstrip("/").rpartition("/")[2] or "file")
 
 
+def _facts(url: str) -> tuple[Path, dict[str, Any]]:
+    """What is known about a download (its URL, version and hash), and the file that holds it."""
+    path = cached_path(url)
+    path = path.with_name(path.name + ".json")
+    return path, json.loads(path.read_text()) if path.is_file() else {}
+
+
 # ---- versions ----
 
 
 def version_of(url: str, *, again: bool = False) -> str:
     """The version of a file, folder or glob at a server or in a bucket: its ETag, else size and time of change.
 
-    Returns "" where the server gives none. It is asked once in a process, unless `again`. Raises Unreachable if it does
-    not answer (once; then its version is not known).
+    Returns "" where the server gives none. It is asked once in a process, unless `again`. Raises the error of the
+    library if it does not answer (once; then its version is not known).
     """
-    if url not in _versions or again:
-        _versions[url] = ""
-        try:
-            _versions[url] = _version(url)
-        except Exception as error:  # each library has its own
-            if not is_web(url) or is_transient(error):  # else it does not answer such questions
-                raise Unreachable(first_line(error.__cause__ or error)) from error
-    return _versions[url]
-
-
-def _version(url: str) -> str:
+    if url in _versions and not again:
+        return _versions[url]
+    _versions[url] = ""
     if is_web(url):
-        answer = _head(url)
-        answer.raise_for_status()
-        return _version_in(answer.headers)
-    filesystem, place = file_system(url)
-    if has_magic(place) and not filesystem.exists(place):
-        entries = filesystem.glob(place, detail=True)
+        version = _version_in(_head(url))
     else:
-        entry = filesystem.info(place)
-        entries = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
-    versions = {name: _version_in(entry) for name, entry in sorted(entries.items())}
-    return hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:32] if all(versions.values()) else ""
+        filesystem, place = file_system(url)
+        if has_magic(place) and not filesystem.exists(place):
+            entries = filesystem.glob(place, detail=True)
+        else:
+            entry = filesystem.info(place)
+            entries = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
+        version = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    _versions[url] = version
+    return version
 
 
-def _version_in(entry: Any) -> str:
-    if version := next((entry[key] for key in _VERSION_KEYS if entry.get(key)), None):
-        return str(version)
-    changed = next((entry[key] for key in _TIME_KEYS if entry.get(key)), None)
-    return f"{entry.get('size', entry.get('Content-Length'))} bytes, {changed}" if changed else ""
+def _version_in(headers: Any) -> str:
+    changed = headers.get("Last-Modified")
+    return headers.get("ETag") or (f"{headers.get('Content-Length')} bytes, {changed}" if changed else "")
 
 
 def version_of_copy(url: str) -> str:
     """The version of the downloaded copy; "" if there is none, or its version is not known."""
-    return str(_facts(url).get("version") or "") if cached_path(url).is_file() else ""
+    return str(_facts(url)[1].get("version") or "") if cached_path(url).is_file() else ""
 
 
 def forget(url: str) -> None:
@@ -111,25 +99,27 @@ def forget(url: str) -> None:
 # ---- downloading ----
 
 
-def _head(url: str) -> requests.Response:
-    return requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+def _head(url: str) -> Any:
+    """The headers of the file at a web address; none where the server knows no HEAD. Raises requests' errors."""
+    answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+    if answer.status_code in (405, 501):
+        return {}
+    answer.raise_for_status()
+    return answer.headers
 
 
 def size_of(url: str) -> int:
     """Bytes of the file at a web address; 0 where the server gives none. Raises requests' errors."""
-    answer = _head(url)
-    if answer.status_code not in (405, 501):  # it knows no HEAD
-        answer.raise_for_status()
-    return int(answer.headers.get("Content-Length", 0)) if answer.ok else 0
+    return int(_head(url).get("Content-Length", 0))
 
 
 def cached(url: str, sha256: str = "") -> Path:
     """The local copy of the file at a web address, which is downloaded if it is not there.
 
     What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
-    same; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Safe to
-    call from several processes at once: one downloads, the others wait. Without `sha256`, a copy of another version
-    than the server has now is downloaded again. Passwords are in ~/.netrc.
+    same; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Of several
+    processes one downloads, the others wait. Without `sha256`, a copy of another version than the server has now is
+    downloaded again. Passwords are in ~/.netrc.
 
     Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
     the server cannot be reached.
@@ -138,7 +128,7 @@ def cached(url: str, sha256: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(path.name + ".lock")):
         known, newest = version_of_copy(url), ""
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(requests.RequestException):
             newest = version_of(url) if known and not sha256 else ""
         if not path.is_file() or (newest and newest != known):
             part = path.with_name(path.name + ".part")
@@ -149,43 +139,31 @@ def cached(url: str, sha256: str = "") -> Path:
                 raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
             with part.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            write_json(_facts_path(url), _facts(url) | {"sha256": digest})
+            place, facts = _facts(url)
+            write_json(place, facts | {"sha256": digest})
             os.replace(part, path)
-        digest = str(_facts(url).get("sha256"))
+        digest = _facts(url)[1].get("sha256")
         if sha256 and digest != sha256:
             path.unlink()
-            raise UserError(
-                f"the file at {url} is not the expected one: its SHA-256 is {digest}, not {sha256}",
-                fix="Is `sha256` right? The file is downloaded again the next time.",
-            )
+            what = f"the file at {url} is not the expected one: its SHA-256 is {digest}, not {sha256}"
+            raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
     return path
 
 
 def _download(url: str, part: Path) -> None:
     """Append what is missing to `part`; all of the file, where the server has another one than `part` is of."""
-    begun, validator = part.stat().st_size if part.is_file() else 0, _facts(url).get("validator")
+    place, facts = _facts(url)
+    begun, validator = part.stat().st_size if part.is_file() else 0, facts.get("validator")
     rest = {"Range": f"bytes={begun}-", "If-Range": validator} if begun and validator else {}
     with requests.get(url, headers=_AS_IT_IS | rest, stream=True, timeout=_TIMEOUT) as answer:
         if answer.status_code == 416 and rest:  # it ends where `part` ends, or before
             part.unlink()
             raise ConnectionError("the server has less than was downloaded")
         answer.raise_for_status()
-        resumed = answer.status_code == 206
-        found = answer.headers
         # What a server checks before it sends the rest only; a weak ETag says that contents are alike, not the same.
-        strong = [found.get(name) for name in ("ETag", "Last-Modified") if not found.get(name, "W/").startswith("W/")]
-        write_json(_facts_path(url), {"url": url, "version": _version_in(found), "validator": next(iter(strong), None)})
-        with part.open("ab" if resumed else "wb") as file:
+        etag, changed = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
+        validator = changed if not etag or etag.startswith("W/") else etag
+        write_json(place, {"url": url, "version": _version_in(answer.headers), "validator": validator})
+        with part.open("ab" if answer.status_code == 206 else "wb") as file:
             for chunk in answer.iter_content(1 << 15):
                 file.write(chunk)
-
-
-def _facts_path(url: str) -> Path:
-    path = cached_path(url)
-    return path.with_name(path.name + ".json")
-
-
-def _facts(url: str) -> dict[str, Any]:
-    """What is known about a download: its URL, version and hash."""
-    path = _facts_path(url)
-    return dict(json.loads(path.read_text())) if path.is_file() else {}

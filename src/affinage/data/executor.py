@@ -21,24 +21,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from affinage.config.data import DataSettings
-from affinage.data.atomic import write_json
+from affinage.data.json_files import write_json
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-Progress = Callable[[float], None]  # called with the share of the step that is done, 0 to 1
-
 POOL_BYTES = 48_000_000  # of text: below, starting processes (about a second) costs more than they gain
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a task that met a passing error of the network is tried again
-_QUEUED = 8  # tasks per worker that Ray receives in advance
 
 
 class Executor:
     """Runs one function over many tasks, on the cores of this machine: in threads where they suffice, or processes."""
 
-    def __init__(self, workers: int | None = None) -> None:
-        """`workers`: tasks at the same time; None for one a core, where the work is worth starting processes."""
-        self._requested = workers
+    def __init__(self, workers: int | None = None, progress: Callable[[str], None] = lambda message: None) -> None:
+        """`workers` tasks run at the same time; by default one a core, where the work is worth starting processes."""
+        self._requested, self._progress = workers, progress  # which receives a message after every task
 
     @property
     def workers(self) -> int:
@@ -54,20 +51,14 @@ class Executor:
         *,
         bytes: int = POOL_BYTES,
         threads: bool = False,
-        progress: Progress | None = None,
+        label: str = "",
     ) -> list[Result]:
         """Return `[fn(task) for task in tasks]`, in this order.
 
-        Args:
-            fn: importable by name, unless `threads`.
-            tasks: what `fn` takes, one by one.
-            out: a folder for the completions of tasks, which are skipped the next time; the results must be JSON.
-            bytes: of text in all tasks; no processes are started for a little.
-            threads: the work is in kernels and Parquet, which run side by side in one process.
-            progress: called after every task.
-
-        Raises:
-            TransientError: a task met an error of the network that did not pass.
+        With a folder `out` the completions of tasks are kept in it, and those tasks are skipped the next time; results
+        must be JSON then. `fn` must be importable by name, unless `threads`: for work in kernels and Parquet, which run
+        side by side in one process. For less than `POOL_BYTES` of text (`bytes`) no processes are started. `label` says
+        in messages of progress what is done. Raises TransientError where an error of the network did not pass.
         """
         places = [None if out is None else out / "completions" / f"{k:05d}.json" for k in range(len(tasks))]
         done: dict[int, Result] = {}
@@ -81,8 +72,7 @@ class Executor:
         with contextlib.closing(self._results(partial(_run, fn), todo, workers, threads)) as results:
             for k, result in zip(missing, results):
                 done[k] = result
-                if progress is not None:
-                    progress(len(done) / len(tasks))
+                self._progress(f"{label} {len(done) / len(tasks):.0%}".strip())
         return [done[k] for k in range(len(tasks))]
 
     def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
@@ -105,9 +95,9 @@ class Executor:
 class RayExecutor(Executor):
     """The same on Ray's workers. On several machines the folder of runs must be one that all of them see."""
 
-    def __init__(self, ray: Any, workers: int | None = None) -> None:
+    def __init__(self, ray: Any, workers: int | None, progress: Callable[[str], None]) -> None:
         """`ray`: the module, connected."""
-        super().__init__(workers or max(1, int(ray.cluster_resources().get("CPU", 1))))
+        super().__init__(workers or max(1, int(ray.cluster_resources().get("CPU", 1))), progress)
         self._ray = ray
 
     def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
@@ -115,37 +105,34 @@ class RayExecutor(Executor):
         # the workers of a machine then share.
         shared = self._ray.put(run)
         remote = self._ray.remote(num_cpus=1, max_retries=3)(lambda run, task: run(task))
-        ahead = _QUEUED * self.workers
-        waiting = [remote.remote(shared, task) for task in todo[:ahead]]
-        for position in range(len(todo)):
-            try:
-                result = self._ray.get(waiting[position])
-            except self._ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, UserError) else error from None
-            waiting[position] = None  # lets Ray forget the result
-            waiting += [remote.remote(shared, task) for task in todo[position + ahead : position + ahead + 1]]
-            yield result
+        results = [remote.remote(shared, task) for task in todo]
+        try:
+            yield from map(self._ray.get, results)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, UserError) else error from None
+        finally:
+            for result in results:
+                self._ray.cancel(result)
 
 
 LOCAL = Executor()
 
 
 @contextlib.contextmanager
-def open_executor(settings: DataSettings, temporary: Path | None = None) -> Iterator[Executor]:
-    """The executor of a recipe (`data.executor`, `data.workers`), shut down afterwards.
-
-    `temporary` is where a Ray of this run keeps its sockets and logs; its path must be short.
-    """
+def open_executor(
+    settings: DataSettings, temporary: Path | None = None, progress: Callable[[str], None] = lambda message: None
+) -> Iterator[Executor]:
+    """The executor of a recipe; `temporary`, a short path, is where a Ray of this run keeps its sockets and logs."""
     workers = None if settings.workers == "auto" else settings.workers
     if settings.executor == "local":
-        yield Executor(workers)
+        yield Executor(workers, progress)
         return
     from affinage.cluster.ray_cluster import connect  # Ray is an extra
 
     ours = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
     ray = connect(settings.ray_address, workers, where="data.ray_address", temporary=temporary)
     try:
-        yield RayExecutor(ray, workers)
+        yield RayExecutor(ray, workers, progress)
     finally:
         if ours:
             ray.shutdown()

@@ -1,6 +1,7 @@
 """The files of a source: which there are, what kind each is, and how to open it wherever and however it is stored."""
 
 import bz2
+import gzip
 import io
 import lzma
 import re
@@ -12,7 +13,6 @@ from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
 import pyarrow as pa
-import zstandard
 from fsspec.core import has_magic
 
 from affinage.config.data import SourceSettings
@@ -21,13 +21,6 @@ from affinage.data.places import printable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
 CHUNK_BYTES = 1 << 16  # read at once
-_PIECE_BYTES = 1 << 8  # decompressed at once: a few bytes can stand for 128 KB
-_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-    ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),  # as `zstd --long=31` writes
-}
 _KINDS = {
     "text": (".txt", ".md", ".markdown"),  # one document a file
     "lines": (".jsonl", ".ndjson"),  # one document a line
@@ -54,13 +47,28 @@ class SourceFile:
     start: int = 0  # a part of a file: the lines, row groups or streams that begin in bytes [start, stop)
     stop: int | None = None
 
+    @property
+    def stored(self) -> int:
+        """Bytes of it, or of the part, as stored."""
+        return (self.bytes if self.stop is None else self.stop) - self.start
 
-# ---- kinds ----
+
+# ---- kinds and opening ----
+
+
+_OPENERS: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    # Arrow's: zstandard's own takes a file that is cut off for a whole one. A small buffer loses little before damage.
+    ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
+    "": lambda raw: io.BufferedReader(raw, CHUNK_BYTES),
+}
 
 
 def compression_of(name: str) -> str:
     """The suffix that says how a file is compressed, or ""."""
-    return next((suffix for suffix in _DECOMPRESSORS if name.lower().endswith(suffix)), "")
+    return next(suffix for suffix in _OPENERS if name.lower().endswith(suffix))
 
 
 def kind_of(name: str, *, code: bool = False) -> str:
@@ -70,54 +78,9 @@ def kind_of(name: str, *, code: bool = False) -> str:
     """
     bare = name.lower().removesuffix(compression_of(name))
     kind = next((kind for kind, suffixes in _KINDS.items() if bare.endswith(suffixes)), "")
-    if kind == "table" and compression_of(name):
+    if (kind == "table" and compression_of(name)) or (kind == "warc" and compression_of(name) == ".zst"):
         kind = ""
     return "text" if code and kind in ("", "dump") and not bare.endswith(_NO_CODE) else kind
-
-
-# ---- opening ----
-
-
-class _Decompressed(io.RawIOBase):
-    """The decompressed bytes of all members or frames of a file; of a damaged file all that come before the damage."""
-
-    def __init__(self, raw: IO[bytes], compression: str) -> None:
-        self._chunks, self._ready, self._read = _decompress(raw, _DECOMPRESSORS[compression]), b"", 0
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:  # for FastWARC
-        return self._read
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            if (chunk := next(self._chunks, None)) is None:
-                return 0
-            self._ready = chunk
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        self._read += size
-        return size
-
-
-def _decompress(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
-    """The content in chunks. It is decompressed piece by piece, for nothing of a piece with damage in it comes out."""
-    member, compressed = None, b""
-    while compressed or (compressed := raw.read(CHUNK_BYTES)):
-        if member is None:
-            compressed = compressed.lstrip(b"\0")  # padding between members, as tapes and some tools leave it
-            if not compressed:
-                continue
-            member = new()
-        piece, compressed = compressed[:_PIECE_BYTES], compressed[_PIECE_BYTES:]
-        yield member.decompress(piece, *([CHUNK_BYTES] if hasattr(member, "needs_input") else []))
-        while not member.eof and not getattr(member, "needs_input", True):  # bz2's and lzma's hold the rest back
-            yield member.decompress(b"", CHUNK_BYTES)
-        if member.eof:
-            compressed, member = member.unused_data + compressed, None
-    if member is not None:
-        raise EOFError("the compressed data has no end")
 
 
 def open_stored(file: SourceFile) -> IO[bytes]:
@@ -126,10 +89,11 @@ def open_stored(file: SourceFile) -> IO[bytes]:
     return cast(IO[bytes], filesystem.open(place, "rb"))
 
 
-def open_plain(file: SourceFile) -> IO[bytes]:
-    """The decompressed bytes of a file."""
-    raw, compression = open_stored(file), compression_of(file.name)
-    return io.BufferedReader(_Decompressed(raw, compression), CHUNK_BYTES) if compression else raw
+@contextmanager
+def open_plain(file: SourceFile) -> Iterator[Any]:
+    """The decompressed bytes of a file; of one with damage all that come before it."""
+    with open_stored(file) as raw, _OPENERS[compression_of(file.name)](raw) as stream:
+        yield stream
 
 
 @contextmanager
@@ -139,7 +103,7 @@ def reports_damage() -> Iterator[None]:
         yield
     except EOFError:
         raise DamagedFile("the file is cut off: its compressed data has no end") from None
-    except (zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException, OSError) as error:
+    except (zlib.error, lzma.LZMAError, pa.ArrowException, UnicodeError, OSError) as error:
         if is_transient(error):
             raise
         raise DamagedFile(f"the file is damaged or cannot be read: {error}") from None
@@ -155,23 +119,18 @@ def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile]
     """
     try:
         files, unreadable = _find(url, source)
-    except (ImportError, ValueError) as error:
-        fix = "Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// with 'affinage[s3]'."
-        raise UserError(f"cannot open {url!r}: {error}", where=where, fix=fix) from None
     except Exception as error:  # OSError, and each library's own
-        fix = "Is there a network, and are you allowed to read it? A copy can be named in data.mirror."
+        fix = "Is there a network, and are you allowed to read it? gs:// needs pip install 'affinage[gcs]', s3:// "
+        fix += "'affinage[s3]'. A copy can be named in data.mirror."
         kind = TransientError if is_transient(error) else UserError
         raise kind(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
     if not files:
-        fix = (
-            "affinage reads .txt, .md, .jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .zst, .bz2, .xz) and .parquet."
-        )
-        if unreadable:
-            what = f"no file of a kind that can be read in {url!r}; found {', '.join(unreadable[:3])}"
-            raise UserError(what, where=where, fix=fix)
-        fix = "Name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]'. Relative paths start "
+        what = f"no such file or folder, or nothing in it that can be read: {url!r}"
+        what += f"; found {', '.join(unreadable[:3])}" if unreadable else ""
+        fix = "Name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]', of kind .txt, .md, "
+        fix += ".jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .zst, .bz2, .xz) or .parquet. Relative paths start "
         fix += "from `data.root` if it is set, else from the working directory."
-        raise UserError(f"no such file or folder, or nothing in it: {url!r}", where=where, fix=fix)
+        raise UserError(what, where=where, fix=fix)
     return files, unreadable
 
 
@@ -183,13 +142,12 @@ def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]
     base = path.rstrip("/").rpartition("/")[0]
     try:  # the literal path comes first: file names may contain the characters of a glob
         found = {path: filesystem.info(path)}
-        if filesystem.isdir(path):
+        if found[path]["type"] == "directory":
             base, found = path.rstrip("/"), filesystem.find(path, detail=True)
     except FileNotFoundError:
-        found = {}
-        if has_magic(path):
-            base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
-            found = {file: info for file, info in filesystem.glob(path, detail=True).items() if filesystem.isfile(file)}
+        base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
+        matches = filesystem.glob(path, detail=True) if has_magic(path) else {}
+        found = {file: entry for file, entry in matches.items() if entry["type"] == "file"}
     files: list[SourceFile] = []
     unreadable: list[str] = []
     for path in sorted(found):

@@ -1,10 +1,10 @@
 """Step `filter`: texts are normalized, and documents that break a rule of the recipe are removed and counted."""
 
 import contextlib
-import time
-from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+import csv
+import importlib
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from affinage.config.data import FilterSettings, safe_name
+from affinage.config.data import DatatroveName, FilterSettings, safe_name
 from affinage.data.code_points import count_characters
-from affinage.data.datatrove_filters import DatatroveFilters
-from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
-from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
-from affinage.data.language import language_among
+from affinage.data.documents import DocumentWriter, Stats, clear_documents, document_files, row_groups, text_bytes
+from affinage.data.executor import LOCAL, Executor, clear_completions
+from affinage.data.language import identify_language
 from affinage.data.repair import repair
 from affinage.data.special_tokens import CODE_LANGUAGE
-from affinage.data.stats import Stats
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 
 # Rules for source code of StarCoder (Li et al. 2023, arXiv 2305.06161, section 3.1): long lines are data, minified or
 # generated code; few letters and digits are data as well.
@@ -37,7 +35,6 @@ def filter_documents(
     languages: Sequence[str],
     *,
     executor: Executor = LOCAL,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Normalize and filter documents into `folder/<source>.<language>` and return the step's summary.
 
@@ -45,46 +42,42 @@ def filter_documents(
     `too long` (characters), `not enough letters` (letters and digits among the characters that are neither space nor
     combining mark); language id: `other language` than the source declares or the recipe has, or `language unclear` for
     one below the threshold; then the rules of datatrove, if any are named. A document is counted for the first rule it
-    breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language and of datatrove. The
-    summary also counts `repaired` and `formatted` texts. An interrupted call resumes with the missing files.
+    breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language and of datatrove. An
+    interrupted call resumes with the missing files.
 
     Raises UserError for filters that are not installed, and when no document is left.
     """
-    start, folder = time.perf_counter(), Path(folder)
     paths = document_files(documents_folder)
     DatatroveFilters(settings.datatrove)  # a mistake in the arguments is reported before the work
     stored = sum(path.stat().st_size for path in paths)
-    total, counts = Stats(), Counter[str]()
-    filter_file, tasks = partial(_filter_file, folder, settings, tuple(languages)), list(enumerate(paths))
-    for stats, own_counts in executor.map(filter_file, tasks, folder, bytes=2 * stored, progress=progress):
-        total.merge(stats)
-        counts.update(own_counts)
+    total, filter_file = Stats(), partial(_filter_file, folder, settings, tuple(languages))
+    for counts in executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored):
+        total.merge(counts)
     clear_completions(folder)
     if total.documents_in and not total.documents_out:
         reason, count = total.removed.most_common(1)[0]
         sample = total.samples[reason][0]
-        example = f"{sample['id']} of {sample['source']}: {sample['detail']}".removesuffix(": ")
-        raise UserError(
-            f"filtering left none of {total.documents_in} documents; {count} are {reason}, such as {example}",
-            where="data.filters",
-            fix="See data.filters and data.languages; data.filters.max_characters keeps longer texts.",
-        )
-    changed = {"repaired": counts["repaired"], "formatted": counts["formatted"]}
-    return total.summary(time.perf_counter() - start) | changed
+        what = f"filtering left none of {total.documents_in} documents; {count} are {reason}, such as {sample['id']}"
+        fix = "See data.filters and data.languages; data.filters.max_characters keeps longer texts."
+        raise UserError(f"{what} of {sample['source']}: {sample['detail']}", where="data.filters", fix=fix)
+    return total.summary()
 
 
 def _filter_file(
     folder: Path, settings: FilterSettings, languages: Sequence[str], task: tuple[int, Path]
-) -> tuple[dict[str, Any], Counter[str]]:
+) -> dict[str, Any]:
     number, path = task
     clear_documents(folder, f"*-{number:05d}")
-    stats, counts, datatrove = Stats(), Counter[str](), DatatroveFilters(settings.datatrove)
+    stats, datatrove = Stats(), DatatroveFilters(settings.datatrove)
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
         for group in row_groups(path):
             batch = group.read()
             stats.enter(batch.num_rows, text_bytes(batch))
-            batch, verdicts = _judge(_normalize(batch, datatrove, counts), settings, languages, datatrove)
+            text = repair(batch.column("text"))
+            if datatrove.formatters:
+                text = repair(pa.array([datatrove.format(each) for each in text.to_pylist()], pa.string()))
+            batch, verdicts = _judge(_with(batch, "text", text), settings, languages, datatrove)
             batch = stats.remove_rows(batch, verdicts)
             for language in pc.unique(batch.column("language")).to_pylist():
                 name = f"{path.parent.name}.{safe_name(language) if language else 'unknown'}"
@@ -92,23 +85,15 @@ def _filter_file(
                     place, stem = folder / name, f"{name}-{number:05d}"
                     writers[name] = stack.enter_context(DocumentWriter(place, stem, observe=stats.leave))
                 writers[name].write(batch.filter(pc.equal(batch.column("language"), language)))
-    return stats.to_json(), counts
+    return stats.to_json()
 
 
-def _normalize(batch: pa.RecordBatch, datatrove: DatatroveFilters, counts: Counter[str]) -> pa.RecordBatch:
-    """Repair the texts of a batch, and format them by datatrove's formatters."""
-    before = batch.column("text")
-    text = repair(before)
-    counts["repaired"] += pc.sum(pc.not_equal(text, before)).as_py() or 0
-    if datatrove.has_formatters:
-        formatted = pa.array([datatrove.format(each) for each in text.to_pylist()], pa.string())
-        counts["formatted"] += pc.sum(pc.not_equal(formatted, text)).as_py() or 0
-        text = repair(formatted)
-    return _with(batch, "text", text)
+def _with(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.RecordBatch:
+    return batch.set_column(batch.schema.get_field_index(column), column, values)
 
 
 def _judge(
-    batch: pa.RecordBatch, settings: FilterSettings, languages: Sequence[str], datatrove: DatatroveFilters
+    batch: pa.RecordBatch, settings: FilterSettings, languages: Sequence[str], datatrove: "DatatroveFilters"
 ) -> tuple[pa.RecordBatch, dict[int, Verdict]]:
     """The batch with the languages that were found, and the rule that each document breaks, if any."""
     rows, verdicts = batch.to_pylist(), {}
@@ -121,7 +106,14 @@ def _judge(
         elif characters[number] > settings.max_characters:
             verdict = "too long", f"{characters[number]} characters"
         elif row["language"] == CODE_LANGUAGE:
-            verdict = _code_rules(row["text"])
+            lines, share = row["text"].split("\n"), sum(map(str.isalnum, row["text"])) / max(1, characters[number])
+            longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
+            if longest > _CODE_MAX_LINE:
+                verdict = "code: a long line", f"{longest} characters"
+            elif mean > _CODE_MAX_MEAN_LINE:
+                verdict = "code: long lines", f"{mean:.0f} characters on average"
+            elif share < _CODE_MIN_ALNUM:
+                verdict = "code: not enough letters", f"{share:.2f} of its characters"
         elif shares[number] < settings.min_alnum_ratio or not counted[number]:
             verdict = "not enough letters", f"{shares[number]:.2f} of its characters"
         else:
@@ -133,22 +125,6 @@ def _judge(
     for column in ("language", "language_score"):
         batch = _with(batch, column, pa.array([row[column] for row in rows], batch.schema.field(column).type))
     return batch, verdicts
-
-
-def _with(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.RecordBatch:
-    return batch.set_column(batch.schema.get_field_index(column), column, values)
-
-
-def _code_rules(text: str) -> Verdict | None:
-    """The first rule that a source file breaks; None if it is hand-written code by all of them."""
-    lines = text.split("\n")
-    longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
-    share = sum(map(str.isalnum, text)) / max(1, len(text))
-    if longest > _CODE_MAX_LINE:
-        return "code: a long line", f"{longest} characters"
-    if mean > _CODE_MAX_MEAN_LINE:
-        return "code: long lines", f"{mean:.0f} characters on average"
-    return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
 
 
 def _identify(
@@ -166,8 +142,71 @@ def _identify(
         return stated, score, ("other language", f"{stated}, as its source says")
     if taken:
         return stated, score, None
-    found, score, detail = language_among(row["text"], languages, mixed=settings.mixed_languages)
-    if found and (found not in languages or (declared not in ("", found) and not settings.mixed_languages)):
+    found, score = identify_language(row["text"])
+    detail = f"{found} {score:.2f}" if found else "no words"
+    if found and (found not in languages or declared not in ("", found)):
         return declared or found, score, ("other language", detail)
     clear = found and score >= settings.language_threshold
     return declared or found, score, None if clear else ("language unclear", detail)
+
+
+# ---- datatrove ----
+
+
+class DatatroveFilters:
+    """datatrove's filters and its formatter of personal data that a recipe names (`data.filters.datatrove`).
+
+    Each filter has the tokenizer of a document's language, for it reads words and sentences.
+    Raises UserError if datatrove is not installed, or a filter does not take its arguments.
+    """
+
+    def __init__(self, settings: Mapping[DatatroveName, Mapping[str, Any]]) -> None:
+        self._filters = {name: own for name, own in settings.items() if name.endswith("Filter")}
+        self.formatters = [_make(name, "en", own) for name, own in settings.items() if name.endswith("Formatter")]
+        self._by_language: dict[str, list[tuple[str, Any]]] = {}
+        self._of("en")  # a mistake in the arguments is reported before the work
+
+    def format(self, text: str) -> str:
+        """The text as the formatters among them leave it."""
+        for formatter in self.formatters:
+            text = formatter.format(text)
+        return text
+
+    def removes(self, text: str, language: str) -> Verdict | None:
+        """The first filter that a text does not pass; None if it passes all."""
+        from datatrove.data import Document
+
+        for name, step in self._of(language):
+            result = step.filter(Document(text=text, id=""))
+            passes, reason = result if isinstance(result, tuple) else (result, "removed")
+            if not passes:
+                return f"{name}: {reason}", ""
+        return None
+
+    def _of(self, language: str) -> list[tuple[str, Any]]:
+        if language not in self._by_language:
+            self._by_language[language] = [(name, _make(name, language, own)) for name, own in self._filters.items()]
+        return self._by_language[language]
+
+
+def _make(name: str, language: str, arguments: Mapping[str, Any]) -> Any:
+    where, package = "data.filters.datatrove", "formatters" if name.endswith("Formatter") else "filters"
+    try:
+        step = getattr(importlib.import_module(f"datatrove.pipeline.{package}"), name)
+        reads_words = "language" in step.__init__.__code__.co_varnames
+        return step(**({"language": _three_letters().get(language, "eng")} if reads_words else {}) | dict(arguments))
+    except ImportError as error:
+        fix = "Install them: pip install 'affinage[filters]'."
+        raise UserError(f"datatrove's filters are not installed: {first_line(error)}", where=where, fix=fix) from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} does not take these arguments: {first_line(error)}", where=where) from None
+
+
+@cache
+def _three_letters() -> dict[str, str]:
+    """ISO 639-3 codes, by which datatrove knows languages, of those with a code of two letters."""
+    import datatrove
+
+    table = Path(datatrove.__file__).parent / "assets" / "tokenizer_assignment.csv"
+    with table.open(encoding="utf-8", newline="") as file:
+        return {row[1]: row[0] for row in csv.reader(file) if len(row) > 1 and len(row[1]) == 2}

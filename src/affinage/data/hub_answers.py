@@ -21,31 +21,22 @@ def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where
     """
     from huggingface_hub import constants, errors
 
-    cause = next((each for each in causes(error) if isinstance(each, errors.HfHubHTTPError)), None)
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
-    setting = "the source's `path`, or in data.mirror" if kind == "dataset" else "its place"
-    fix = f"Is there a network? A copy on this machine can be named as {setting}."
-    if cause is None and isinstance(error, errors.HFValidationError):
-        what, fix = f"the Hub has no such {kind}: {name!r}", "A folder on this machine is written ./FOLDER."
-    elif cause is None:
-        what = f"the Hugging Face Hub cannot be reached for the {kind} {name!r}: {first_line(error)}"
-        if not any(isinstance(each, errors.OfflineModeIsEnabled) for each in causes(error)):
-            return TransientError(what, where=where, fix=fix)
-        fix = f"HF_HUB_OFFLINE forbids it.{fix.partition('?')[2]}"
-    elif isinstance(cause, errors.GatedRepoError):
-        what, fix = f"the {kind} {name!r} is gated", f"Accept its terms at {page}, then log in: hf auth login."
-    elif isinstance(cause, errors.RevisionNotFoundError):
-        what, fix = f"the {kind} {name!r} has no revision {revision!r}", f"Those it has: {page}"
-    elif isinstance(cause, errors.RepositoryNotFoundError):
-        what = f"the Hub has no such {kind} (or hides it): {name!r}"
-        fix = "Is the name right? A folder on this machine is written ./FOLDER; private ones need: hf auth login."
-    elif is_transient(cause):
-        what, fix = f"the Hub cannot give the {kind} {name!r} now: {first_line(cause)}", "Run the same command again."
-        return TransientError(what, where=where, fix=fix)
-    else:
-        what = f"the Hub refuses the {kind} {name!r}: {first_line(cause)}"
-        fix = "Log in: hf auth login. Or set HF_TOKEN." if cause.response.status_code == 401 else ""
-    return UserError(what, where=where, fix=fix)
+    what = f"the Hub does not give the {kind} {name!r}" + (f" at revision {revision!r}" if revision else "")
+    fix = f"Is the name right? See {page}. Private ones need: hf auth login (or HF_TOKEN). A folder on this machine is "
+    fix += "written ./FOLDER."
+    for cause in causes(error):
+        if isinstance(cause, errors.GatedRepoError):
+            what, fix = f"the {kind} {name!r} is gated", f"Accept its terms at {page}, then log in: hf auth login."
+            return UserError(what, where=where, fix=fix)
+        refused = isinstance(cause, errors.HfHubHTTPError) and not is_transient(cause)
+        if refused or isinstance(cause, errors.HFValidationError):
+            return UserError(f"{what}: {first_line(cause)}", where=where, fix=fix)
+    fix = f"Is there a network? Run the same command again, or name a copy of the {kind} on this machine in its place"
+    what = f"the Hugging Face Hub cannot be reached for the {kind} {name!r}: {first_line(error)}"
+    offline = any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error))
+    message = UserError if offline else TransientError
+    return message(what, where=where, fix=fix + (", or data.mirror." if kind == "dataset" else "."))
 
 
 def is_of_the_network(error: Exception) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile
@@ -14,7 +14,6 @@ from affinage.data.places import is_folder
 from affinage.data.readers import BadRecord, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 
-_SAVED_PARTS, _SAVED_ROWS = 64, 100_000  # a dataset that was saved as one table is read in parts of these many rows
 _RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
 
 
@@ -25,6 +24,7 @@ class DatasetPart:
     place: str  # its name on the Hub, or the path of its folder
     index: int
     parts: int
+    stored: ClassVar[int] = 1  # its bytes are not known
 
     @property
     def name(self) -> str:
@@ -59,8 +59,6 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
     `place` is its name on the Hub, or its folder; `settings` are, of one on the Hub, as `at_commit` returns them;
     `where` is the place in the recipe. With `of_text` it must have the source's column of text.
     """
-    if is_folder(place) and not Path(place).is_dir():
-        raise UserError(f"there is no folder {place!r}", where=where, fix="A dataset of the Hub is OWNER/NAME.")
     try:
         parts = max(1, _opened(place, settings.model_dump_json(), of_text).num_shards)
     except Exception as error:
@@ -99,26 +97,18 @@ def _opened(place: str, key: str, of_text: bool) -> Any:
     datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
     datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
-    if is_folder(place) and any((Path(place) / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        dataset = datasets.load_from_disk(place)
-        if isinstance(dataset, datasets.DatasetDict):
-            if settings.split not in dataset:
-                raise ValueError(f"it has no split {settings.split!r}; it has {', '.join(dataset)}")
-            dataset = dataset[settings.split]
-        dataset = dataset.to_iterable_dataset(num_shards=min(_SAVED_PARTS, max(1, len(dataset) // _SAVED_ROWS)))
-    else:
-        # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache,
-        # for where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
-        limit_requests()
-        with tempfile.TemporaryDirectory() as empty:
-            dataset = datasets.load_dataset(
-                place if is_folder(place) else f"hf://datasets/{place}",
-                settings.config or None,
-                data_dir=settings.data_dir or None,
-                split=settings.split,
-                revision=settings.revision or None,
-                cache_dir=empty,
-                streaming=True,
-            )
+    # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache, for
+    # where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
+    limit_requests()
+    with tempfile.TemporaryDirectory() as empty:
+        dataset = datasets.load_dataset(
+            place if is_folder(place) else f"hf://datasets/{place}",
+            settings.config or None,
+            data_dir=settings.data_dir or None,
+            split=settings.split,
+            revision=settings.revision or None,
+            cache_dir=empty,
+            streaming=True,
+        )
     names = dataset.column_names
     return dataset.select_columns(needed_columns(settings, names)) if of_text and names else dataset

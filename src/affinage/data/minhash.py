@@ -154,49 +154,19 @@ def sign(text: pa.Array, ngram: int, bands: int, rows: int) -> tuple[np.ndarray,
 
 
 @kernel
-def _sort(hashes: Array, count: int, places: Array, out: Array) -> int:
-    """Write the distinct ones of the first `count` hashes in ascending order to `out`; returns their number.
-
-    Hashes are spread evenly, so that their upper bits are nearly their places (a bucket sort with one expected element
-    a bucket, then insertion): five times as fast as numpy's sort on 300 of them. `places` holds 2 `count` + 2.
-    """
-    bits = 1
-    while (1 << bits) < count:
-        bits += 1
-    shift = np.uint64(64 - bits)
-    places[: (1 << bits) + 1] = 0
-    for i in range(count):
-        places[np.int64(hashes[i] >> shift) + 1] += 1
-    for i in range(1 << bits):
-        places[i + 1] += places[i]
-    for i in range(count):
-        bucket = np.int64(hashes[i] >> shift)
-        out[places[bucket]] = hashes[i]
-        places[bucket] += 1
-    for i in range(1, count):
-        value, j = out[i], i
-        while j > 0 and out[j - 1] > value:
-            out[j] = out[j - 1]
-            j -= 1
-        out[j] = value
-    size = 0
-    for i in range(count):
-        if i == 0 or out[i] != out[size - 1]:
-            out[size] = out[i]
-            size += 1
-    return size
-
-
-@kernel
 def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, sizes: Array) -> int:
     room = longest_text(offsets) + 1
     words, shingles, whole = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(2, np.uint64)
-    places, start = np.empty(2 * room + 2, np.int64), 0
+    start = 0
     for text in range(sizes.size):
         found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
         count = _shingles(words, found, ngram, whole[0], shingles)
-        sizes[text] = _sort(shingles, count, places, out[start : start + count])
-        start += sizes[text]
+        end = start
+        for shingle in np.sort(shingles[:count]):
+            if end == start or out[end - 1] != shingle:
+                out[end] = shingle
+                end += 1
+        sizes[text], start = end - start, end
     return start
 
 

@@ -1,6 +1,6 @@
 """Which groups of sequences a training draws from: weights, in stages, as a function of the step alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,6 @@ class Group(NamedTuple):
 
 Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`; or of `all` alone
 Component = tuple[str, ...]  # names of the groups that are shuffled together
-# A component, the lines of the batch that it gives, int64 [n], and their positions in its endless sequence of epochs.
-Draws = tuple[Component, np.ndarray, np.ndarray]
 
 
 class Stage(NamedTuple):
@@ -37,15 +35,17 @@ class Stage(NamedTuple):
     counts: Integer[np.ndarray, " components"]  # slots of every component
     begun: Integer[np.ndarray, " components"]  # position of every component at the beginning of the stage
 
-    def draws(self, first: int, count: int) -> list[Draws]:
-        """Return what `count` draws from `first` on take."""
+    def draws(self, first: int, count: int) -> Iterator[tuple[Component, np.ndarray, np.ndarray]]:
+        """Return what `count` draws from `first` on take of every component: int64 [n] lines of a batch, [n] positions.
+
+        A position is one of the component's endless sequence of epochs.
+        """
         turns, slots = np.divmod(np.arange(first - self.first, first - self.first + count), len(self.pattern))
-        chosen, draws = self.pattern[slots], []
+        chosen = self.pattern[slots]
         for number in np.unique(chosen).tolist():
             lines = np.flatnonzero(chosen == number)
             positions = self.begun[number] + turns[lines] * self.counts[number] + self.ranks[slots[lines]]
-            draws.append((self.components[number], lines, positions))
-        return draws
+            yield self.components[number], lines, positions
 
     def positions_at(self, draw: int) -> Integer[np.ndarray, " components"]:
         """Return the position that every component has reached before a draw."""
@@ -58,52 +58,22 @@ class Stage(NamedTuple):
         return self.first + turn * len(self.pattern) + int(np.flatnonzero(self.pattern == number)[rank])
 
 
-class Mixture:
-    """Stages of weights over groups.
+def stages_of(groups: Mapping[str, Group], mixture: Sequence[tuple[int, Weights]] | None, batch: int) -> list[Stage]:
+    """Return the stages of a mixture, given as (first step, weights) from step 0 on; None takes all rows as they come.
 
     Groups that share one weight are shuffled together, so that all of them are in the same epoch. A component that a
-    later stage also has continues where it was.
+    later stage also has continues where it was. Raises UserError for weights that name nothing, or leave nothing.
     """
-
-    def __init__(self, groups: Mapping[str, Group], stages: Sequence[tuple[int, Weights]] | None, batch: int) -> None:
-        """`stages` are (first step, weights), the first from step 0; None takes all sequences as they come.
-
-        Raises UserError for weights that name nothing, or leave nothing.
-        """
-        self._groups = dict(groups)
-        self.stages: list[Stage] = []
-        reached: dict[Component, int] = {}
-        for step, weights in stages or [(0, {ALL: 1.0})]:
-            first = step * batch
-            if self.stages:
-                reached |= zip(self.stages[-1].components, self.stages[-1].positions_at(first).tolist())
-            components = {tuple(groups): 1.0} if set(weights) == {ALL} else components_of(weights, groups)
-            begun = np.array([reached.get(component, 0) for component in components])
-            self.stages.append(Stage(first, tuple(components), *_pattern(list(components.values())), begun))
-        self.components = list(dict.fromkeys(component for stage in self.stages for component in stage.components))
-
-    def draws(self, first: int, count: int) -> list[Draws]:
-        """Return what `count` draws of one step take; `first` is counted over all steps."""
-        return next(stage for stage in reversed(self.stages) if stage.first <= first).draws(first, count)
-
-    def uses(self, component: Component, draws: int) -> list[tuple[Stage, int, int, int]]:
-        """Return what the first `draws` draws take of a component: (stage, number there, first, end position)."""
-        uses = []
-        for stage, end in zip(self.stages, [*(stage.first for stage in self.stages[1:]), draws], strict=True):
-            if stage.first < draws and component in stage.components:
-                index = stage.components.index(component)
-                last = int(stage.positions_at(min(draws, end))[index])
-                uses.append((stage, index, int(stage.begun[index]), last))
-        return uses
-
-    def epochs(self, draws: int) -> dict[str, float]:
-        """Return how often the first `draws` draws go through the sequences of each group."""
-        epochs = dict.fromkeys(self._groups, 0.0)
-        for component in self.components:
-            reached = max((end for *_, end in self.uses(component, draws)), default=0)
-            for name in component:
-                epochs[name] += reached / sum(self._groups[name].rows for name in component)
-        return epochs
+    stages: list[Stage] = []
+    reached: dict[Component, int] = {}
+    for step, weights in mixture or [(0, {ALL: 1.0})]:
+        first = step * batch
+        if stages:
+            reached |= zip(stages[-1].components, stages[-1].positions_at(first).tolist())
+        components = {tuple(groups): 1.0} if set(weights) == {ALL} else components_of(weights, groups)
+        begun = np.array([reached.get(component, 0) for component in components])
+        stages.append(Stage(first, tuple(components), *_pattern(list(components.values())), begun))
+    return stages
 
 
 def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Component, float]:
@@ -116,7 +86,9 @@ def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Compone
     for name in weights:
         members = [name] if name in groups else [each for each, group in groups.items() if name in group[:2]]
         if not members:
-            refuse_unknown(name, {part for each, group in groups.items() for part in (each, *group[:2])})
+            names = sorted({part for each, group in groups.items() for part in (each, *group[:2]) if part})
+            fix = f"{did_you_mean(name, names)} There are: {', '.join(names)}".lstrip()
+            raise UserError(f"a weight for {name!r}, which has no sequences", where=_KEY, fix=fix)
         for member in members:
             other = owner.setdefault(member, name)
             if other not in (name, member):
@@ -127,13 +99,6 @@ def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Compone
     if not components:
         raise UserError("all weights are zero", where=_KEY, fix="Give at least one weight above zero.")
     return dict(sorted(components.items()))
-
-
-def refuse_unknown(name: str, known: set[str]) -> None:
-    """Raise the UserError for a weight of something that does not exist."""
-    names = sorted(known - {""})
-    fix = f"{did_you_mean(name, names)} There are: {', '.join(names)}".lstrip()
-    raise UserError(f"a weight for {name!r}, which has no sequences", where=_KEY, fix=fix)
 
 
 def _pattern(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

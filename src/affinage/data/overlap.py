@@ -5,41 +5,107 @@ and HTML tags separate words and are not compared: quoting by `> `, tables by `|
 nothing. Texts are repaired and in normal form C on both sides.
 """
 
-import unicodedata
+import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from affinage.config.data import DecontaminateSettings
-from affinage.data.benchmark_items import BenchmarkItem, search_texts
 from affinage.data.code_points import Array, kernel, text_buffers, word_table
-from affinage.data.foreign_json import encodable
+from affinage.data.json_files import encodable
 from affinage.data.minhash import hash_words, longest_text, mix
 from affinage.data.repair import repair
+from affinage.errors import UserError
+from affinage.paths import from_home
 
+MIN_WORDS = 8  # a text of an item that has fewer than `n_grams` words is searched for whole, down to this many
+BOILERPLATE = 10  # a run of words in more items of a benchmark, or in more texts, is no match (GPT-3: documents)
 TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that of a run, its bytes [start, stop)
+_BLANK = re.compile(r"(?<!\w)_+(?!\w)")  # that a choice fills
+_MOST_JOINED = 12  # short texts of an item
 _FILTER_BITS = 16  # per run: of 16 words that begin no run, one is looked up
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
-_MASK = np.uint32(0xFFFFFF)
 
 
-@cache
-def folded_table() -> np.ndarray:
-    """`word_table` with case folded instead of lowered, where that is one code point in normal form (as for ς, ſ).
+# ---- items ----
 
-    Mathematical and currency signs are no words here.
+
+@dataclass(frozen=True)
+class BenchmarkItem:
+    """One question of a benchmark. Each of its texts is searched for by itself."""
+
+    benchmark: str
+    id: str
+    texts: tuple[str, ...]
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, wherever they are; of an object the values, not the keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(part)
+
+
+def kind_of_items(path: str, where: str = "data.decontaminate.benchmark_files") -> str:
+    """What a file of items is by its name: jsonl, parquet or txt. Raises UserError for any other."""
+    kind = re.search(r"\.(jsonl|parquet|txt)(\.(gz|bz2|zst))?/?$", path, re.IGNORECASE)
+    if kind is None:
+        fix = "Items are read from .jsonl, .parquet and .txt files, and from .yaml task files."
+        raise UserError(f"`{path}` is no file of benchmark items", where=where, fix=fix)
+    return kind[1].lower()
+
+
+def read_items(path: str) -> Iterator[BenchmarkItem]:
+    """The items in a file of the user's: every string of a JSONL line or a Parquet row, or every line of a text file.
+
+    The benchmark has the file's name; an item has the `id` of its line or row, or else its number from 1. Files may be
+    compressed (.gz, .bz2, .zst) and anywhere that fsspec reads. Raises UserError for what cannot be read.
     """
-    table = word_table().copy()
-    for point in range(0x20000):
-        if unicodedata.category(chr(point)) in ("Sm", "Sc"):
-            table[point] = np.uint32(point)
-        folded = unicodedata.normalize("NFC", chr(point).casefold())
-        if len(folded) == 1:
-            table[point] = (table[point] & ~_MASK) | np.uint32(ord(folded))
-    return table
+    name, number, kind = path.rstrip("/").rsplit("/", 1)[-1], 0, kind_of_items(path)
+    place = path if "://" in path else str(from_home(path))
+    try:
+        with fsspec.open(place, "rb", compression=None if kind == "parquet" else "infer") as file:
+            lines = (text for line in file if (text := line.decode("utf-8-sig").strip()))
+            for number, line in enumerate(pq.read_table(file).to_pylist() if kind == "parquet" else lines, 1):
+                value = json.loads(line) if kind == "jsonl" else line
+                id = value.get("id") if isinstance(value, dict) else None
+                yield BenchmarkItem(name, str(number if id is None else id), tuple(strings_in(value)))
+    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+        where = f"data.decontaminate.benchmark_files, {path}" + (f" after item {number}" if number else "")
+        raise UserError(f"the benchmark's items cannot be read: {getattr(error, 'msg', error)}", where=where) from error
+
+
+def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
+    """What is searched for of an item: (text, whether it may stand in natural text).
+
+    Those are its texts; sentences with a blank (`_`), filled with each of the item's short texts, for they are
+    published whole; and short texts joined, for a question and its answer may follow each other. A text of other ones
+    with few words between is a prompt of the harness: `Answer:` stands there in no natural text.
+    """
+    texts = list(dict.fromkeys(text for text in item.texts if text.strip()))
+    short = [text for text in texts if len(text.split()) < min_words][:_MOST_JOINED]
+    made = [other.join(_BLANK.split(text)) for text in texts if _BLANK.search(text) for other in short]
+    made += [f"{first} {second}" for first in short for second in short if first != second]
+    found = [(text, True) for text in made if len(text.split()) >= min_words]
+    for text in texts:
+        rest = text
+        for other in sorted(texts, key=len, reverse=True):
+            if other != text and len(other.split()) > 2:
+                rest = rest.replace(other, " ")
+        is_prompt = rest != text and len(rest.split()) < min_words
+        found.append((text, not is_prompt and not _BLANK.search(text)))
+    return found
+
+
+# ---- kernels ----
 
 
 @kernel
@@ -112,25 +178,34 @@ def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Ar
     return hits[:count]
 
 
+# ---- the index ----
+
+
 class ItemIndex:
     """The items of benchmarks and the runs of words that identify them. Safe to use from several threads.
 
     These are the runs of `n_grams` words of every text of an item, or the whole of a text of fewer, down to
-    `min_words`. A run in more than `boilerplate` items of one benchmark is left out (`common_runs` counts them).
-    `keys` are ascending hashes of the runs, uint64 [K], and `lengths` their numbers of words. `too_short` counts the
-    items by benchmark of which no text has enough words to be found by.
+    `min_words`. A run in more than `boilerplate` items of one benchmark is left out. `keys` are ascending hashes of the
+    runs, uint64 [K], and `lengths` their numbers of words. `too_short` counts the items by benchmark of which no text
+    has enough words to be found by.
     """
 
-    def __init__(self, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> None:
-        self.items = tuple(items)
-        least = min(settings.n_grams, settings.min_words)
+    def __init__(
+        self,
+        items: Iterable[BenchmarkItem],
+        n_grams: int,
+        *,
+        min_words: int = MIN_WORDS,
+        boilerplate: int = BOILERPLATE,
+    ) -> None:
+        self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
+        least = min(n_grams, min_words)
         searched = [(text, k, may) for k, item in enumerate(self.items) for text, may in search_texts(item, least)]
-        column = normalized([text for text, *_ in searched])
         owner = np.array([k for _, k, _ in searched], np.int64)
         natural = np.array([may for *_, may in searched], bool)
-        data, offsets = text_buffers(column)
+        data, offsets = text_buffers(normalized([text for text, *_ in searched]))
         keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
-        count, lengths = _index(data, offsets, folded_table(), settings.n_grams, least, keys, of)
+        count, lengths = _index(data, offsets, word_table(folded=True), n_grams, least, keys, of)
         self.lengths = np.unique(lengths[lengths > 0])
         findable = set(owner[(lengths > 0) & natural].tolist())
         self.too_short = Counter(item.benchmark for k, item in enumerate(self.items) if k not in findable)
@@ -142,9 +217,7 @@ class ItemIndex:
         order = order[_changes(hashes[order], members[order])]
         hashes, members = hashes[order], members[order]
         groups = np.cumsum(_changes(hashes, benchmark[members])) - 1
-        sizes = np.bincount(groups)
-        rare = sizes[groups] <= settings.boilerplate
-        self.common_runs = int((sizes > settings.boilerplate).sum())
+        rare = np.bincount(groups)[groups] <= boilerplate
         self.keys, starts = np.unique(hashes[rare], return_index=True)
         self._bounds, self._members = np.append(starts, rare.sum()), members[rare]
         # A filter before the search in the keys, which lie outside the cache.
@@ -165,7 +238,7 @@ class ItemIndex:
     def scan(self, text: pa.Array) -> np.ndarray:
         """The runs in a pyarrow string array of texts that are in normal form C: hits, int64 [H, 4], ordered by text
         and place."""
-        hits = _scan(*text_buffers(text), folded_table(), self.keys, self._bits, self.lengths)
+        hits = _scan(*text_buffers(text), word_table(folded=True), self.keys, self._bits, self.lengths)
         ordered: np.ndarray = hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
         return ordered
 

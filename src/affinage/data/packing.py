@@ -8,8 +8,6 @@ from jaxtyping import Integer
 
 from affinage.data.code_points import kernel
 
-PIECES_PER_WINDOW = 1_000_000  # among which best fit looks for company; more would gain nothing
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -47,34 +45,25 @@ def concatenate(lengths: Integer[np.ndarray, " documents"], seq_len: int, overla
     return Layout(rows, *(column[order] for column in (document, offset, row, start, end - start)))
 
 
-def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int, window: int = PIECES_PER_WINDOW) -> Layout:
+def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout:
     """Keep documents that fit into a row whole; longer ones fill rows of their own, and their rest joins the others.
 
-    Best-fit decreasing (Johnson et al., SIAM J. Comput. 3(4), 1974), at most 11/9 of the fewest rows plus 4, among
-    `window` pieces at a time, so that rows keep the order of documents by and large.
+    Best-fit decreasing (Johnson et al., SIAM J. Comput. 3(4), 1974): at most 11/9 of the fewest rows plus 4.
     """
     count = np.maximum(1, -(-lengths // seq_len))
     document = np.repeat(np.arange(len(lengths)), count)
     offset = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * seq_len
     length = np.minimum(lengths[document] - offset, seq_len)
-    row = np.empty(len(document), np.int64)
-    rows = 0
-    for first in range(0, len(document), window):
-        lengths_here = length[first : first + window]
-        order = np.argsort(-lengths_here, kind="stable")
-        bins = _fit(lengths_here[order], seq_len)
-        opened = int(bins.max()) + 1
-        # Longest first is no order to train in: a row stands where its first document does.
-        earliest = np.full(opened, len(order))
-        np.minimum.at(earliest, bins, order)
-        place = np.empty(opened, np.int64)
-        place[np.argsort(earliest)] = np.arange(opened)
-        row[first + order] = rows + place[bins]
-        rows += opened
+    order = np.argsort(-length, kind="stable")
+    bins = np.empty(len(document), np.int64)
+    bins[order] = _fit(length[order], seq_len)
+    # Longest first is no order to train in: a row stands where its first document does.
+    _, earliest = np.unique(bins, return_index=True)
+    row = np.argsort(np.argsort(earliest))[bins]
     by_row = np.argsort(row, kind="stable")
     document, offset, row, length = (column[by_row] for column in (document, offset, row, length))
     before = np.cumsum(length) - length
-    return Layout(max(rows, 1), document, offset, row, before - before[np.searchsorted(row, row)], length)
+    return Layout(len(earliest), document, offset, row, before - before[np.searchsorted(row, row)], length)
 
 
 @kernel

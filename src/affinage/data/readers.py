@@ -1,22 +1,19 @@
 """Reads the records of one file, whatever its kind and compression; those that cannot be used come with the reason."""
 
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
 from affinage.data.files import CHUNK_BYTES, SourceFile, kind_of, open_plain, open_stored, reports_damage
-from affinage.data.foreign_json import encodable, of_a_line
+from affinage.data.json_files import encodable
 from affinage.errors import UserError, plain
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
-NOT_ASKED_FOR = "not asked for"  # the reason of records that a source's `filter` leaves out
 BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is not a string", "binary", "too large")
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
@@ -65,30 +62,21 @@ def read_records(file: SourceFile, settings: SourceSettings) -> Records:
         "dump": read_dump,
     }
     with reports_damage():
-        yield from as_kind(readers[kind_of(file.name, code=settings.kind == "code")](file, settings), settings)
-
-
-def as_kind(records: Records, settings: SourceSettings) -> Records:
-    """Records as documents of the source's kind: the chapters of a book, all else as it is."""
-    from affinage.data.gutenberg import chapters
-
-    for record in records:
-        if settings.kind == "gutenberg" and isinstance(record, Record):
-            yield from chapters(record)
-        else:
-            yield record
+        yield from readers[kind_of(file.name, code=settings.kind == "code")](file, settings)
 
 
 # ---- records of objects and rows ----
 
 
-def needed_columns(settings: SourceSettings, names: list[str]) -> list[str]:
+def needed_columns(settings: SourceSettings, names: list[str], where: str = "") -> list[str]:
     """Those of the columns of a table that may be read for a record of this source.
 
-    Raises ValueError if the column of text is not among them.
+    Raises UserError if the column of text is not among them.
     """
     if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
-        raise ValueError(f"it has no column {settings.text_key!r}; it has {', '.join(names)}")
+        fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
+        what = f"it has no column {settings.text_key!r}; it has {', '.join(names)}"
+        raise UserError(what, where=where, fix=fix)
     keys = ["source", "language", "lang", "licence", "license", *settings.filter]
     for key in (settings.text_key, settings.id_key, settings.url_key, settings.license_key):
         keys += _FIELD.findall(key) or [key]
@@ -101,7 +89,7 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
     for key, wanted in settings.filter.items():
         value = _word(fields, key)
         if value not in ((wanted,) if isinstance(wanted, str) else wanted):
-            return BadRecord(place, NOT_ASKED_FOR, f"{key} is {value!r}")
+            return BadRecord(place, "not asked for", f"{key} is {value!r}")
     text = _look_up(fields, settings.text_key)
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
@@ -111,8 +99,8 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
     except UnicodeDecodeError as error:
         return _not_utf8(place, error)
     if not isinstance(text, str):
-        kind = type(text).__name__
-        return BadRecord(place, "text is not a string", f"{settings.text_key!r} is {kind}", str(text)[:200])
+        detail = f"{settings.text_key!r} is {type(text).__name__}"
+        return BadRecord(place, "text is not a string", detail, str(text)[:200])
     if not text.strip():
         return BadRecord(place, "empty", f"{settings.text_key!r} is empty")
     whole, url = encodable(text), settings.url_key
@@ -143,12 +131,8 @@ def _look_up(fields: Any, key: str) -> Any:
 def _word(fields: Mapping[str, Any], key: str) -> str:
     """A word or whole number as text without control characters, a list of words joined; "" for anything else."""
     value = _look_up(fields, key)
-    words = value if isinstance(value, list) else [value]
-    return ", ".join(
-        plain(encodable(str(word)))
-        for word in words
-        if isinstance(word, str | int) and not isinstance(word, bool) and word != ""
-    )
+    words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str | int)]
+    return ", ".join(plain(encodable(str(word))) for word in words if not isinstance(word, bool) and word != "")
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
@@ -180,30 +164,26 @@ def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
 def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
     limit = MAX_RECORD_BYTES
     with open_plain(file) as stream:
-        lines = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(Any, stream), CHUNK_BYTES)
-        at = max(0, file.start - 1)
-        if at:  # a line belongs to the part that its first byte is in
-            lines.seek(at)
-            at += _skip_line(lines)
-        number, blank = 0, True
-        while (file.stop is None or at < file.stop) and (line := lines.readline(limit)):
+        position = max(0, file.start - 1)
+        if position:  # a line belongs to the part that its first byte is in
+            stream.seek(position)
+            position += _skip_line(stream)
+        number = 0
+        while (file.stop is None or position < file.stop) and (line := stream.readline(limit)):
             number += 1
-            place = f"{file.name}#{number}" if file.stop is None else f"{file.name}@{at}"
-            at += len(line)
-            blank = blank and line.isspace()
+            place = f"{file.name}#{number}" if file.stop is None else f"{file.name}@{position}"
+            position += len(line)
             if len(line) == limit and not line.endswith(b"\n"):
-                at += _skip_line(lines)
+                position += _skip_line(stream)
                 yield BadRecord(place, "too large", f"a line over {limit / 1e6:.0f} MB")
             elif not line.isspace():
                 yield _parse_line(line, place, settings)
-    if blank and file.stop is None:
-        yield BadRecord(file.name, "empty", "no text in the file")
 
 
-def _skip_line(lines: io.BufferedReader) -> int:
+def _skip_line(stream: Any) -> int:
     """Read to the end of the line without holding it; returns the bytes of it."""
     size = 0
-    while rest := lines.readline(CHUNK_BYTES):
+    while rest := stream.readline(CHUNK_BYTES):
         size += len(rest)
         if rest.endswith(b"\n"):
             break
@@ -217,7 +197,7 @@ def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | B
     except UnicodeDecodeError as error:
         return _not_utf8(place, error)
     except (ValueError, RecursionError) as error:
-        return BadRecord(place, "not JSON", of_a_line(error), glimpse)
+        return BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
     if not isinstance(fields, dict):
         return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
     return record_of(fields, place, settings)
@@ -225,35 +205,14 @@ def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | B
 
 def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
     with open_stored(file) as raw:
-        table = pq.ParquetFile(raw)
-        try:
-            columns = needed_columns(settings, table.schema_arrow.names)
-        except ValueError as error:
-            fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
-            raise UserError(str(error), where=file.url.removeprefix("file://"), fix=fix) from None
-        number = 0
+        table, number = pq.ParquetFile(raw), 0
+        columns = needed_columns(settings, table.schema_arrow.names, file.url.removeprefix("file://"))
         for group in range(table.num_row_groups):
-            facts = table.metadata.row_group(group)
-            chunks = [facts.column(k) for k in range(facts.num_columns)]
-            begins = min((chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks), default=0)
-            if file.stop is not None and not file.start <= begins < file.stop:
-                number += facts.num_rows
-                continue
-            for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
-                for number, row in enumerate(rows_of_batch(batch), number + 1):  # noqa: B020
-                    place = f"{file.name}#{number}"
-                    yield _not_utf8(place, row) if isinstance(row, Exception) else record_of(row, place, settings)
-
-
-def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """The rows as objects; one with a text that is not UTF-8, which Parquet does not forbid, as the error."""
-    try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass  # no row has been yielded yet
-    for number in range(batch.num_rows):
-        try:
-            yield from batch.slice(number, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            yield error
+            metadata = table.metadata.row_group(group)
+            if file.stop is None or file.start <= metadata.column(0).data_page_offset < file.stop:
+                for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
+                    for offset, row in enumerate(batch.to_pylist(), number + 1):
+                        yield record_of(row, f"{file.name}#{offset}", settings)
+                    number += batch.num_rows
+            else:
+                number += metadata.num_rows

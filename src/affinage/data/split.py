@@ -1,6 +1,6 @@
 """Step `split`: the part of the corpus that is never trained on."""
 
-import time
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +9,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import SplitSettings
-from affinage.data.documents import DocumentWriter, RowGroup, clear_documents, document_files, row_groups, text_bytes
-from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
+from affinage.data.documents import (
+    DocumentWriter,
+    RowGroup,
+    Stats,
+    clear_documents,
+    document_files,
+    row_groups,
+    text_bytes,
+)
+from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.order import document_keys
-from affinage.data.stats import Stats
 from affinage.errors import UserError
 
 A_FEW = 4  # a source and language with at least this many documents (or groups of them) gives one to validation
 
 
 def split(
-    documents_folder: Path,
-    folder: Path,
-    settings: SplitSettings,
-    seed: int,
-    *,
-    executor: Executor = LOCAL,
-    progress: Progress | None = None,
+    documents_folder: Path, folder: Path, settings: SplitSettings, seed: int, *, executor: Executor = LOCAL
 ) -> dict[str, Any]:
     """Divide documents into `folder/train` and `folder/validation` and return the step's summary.
 
@@ -37,44 +38,38 @@ def split(
     In the summary, `documents_out` counts the training documents and `validation` has the others by
     `<source>.<language>`. An interrupted call resumes. Raises UserError if nothing is left to train on.
     """
-    start, folder = time.perf_counter(), Path(folder)
     groups_of = {path: row_groups(path) for path in document_files(documents_folder)}
-    by_tail = settings.by == "tail"
-    held_out = {} if by_tail else _held_out([group for own in groups_of.values() for group in own], settings, seed)
+    held_out = _held_out([group for own in groups_of.values() for group in own], settings, seed)
 
     def write(path: Path) -> list[dict[str, Any]]:
-        places = [folder / part / path.parent.relative_to(documents_folder) for part in ("train", "validation")]
-        train, validation = Stats(), Stats()
-        for place in places:
-            clear_documents(place, path.stem)
-        with (
-            DocumentWriter(places[0], path.stem, observe=train.leave) as training,
-            DocumentWriter(places[1], path.stem, observe=validation.leave) as validating,
-        ):
+        statistics, writers = (Stats(), Stats()), []
+        with contextlib.ExitStack() as stack:
+            for part, stats in zip(("train", "validation"), statistics):
+                place = folder / part / path.parent.relative_to(documents_folder)
+                clear_documents(place, path.stem)
+                writers.append(stack.enter_context(DocumentWriter(place, path.stem, observe=stats.leave)))
             for group in groups_of[path]:
                 batch = group.read()
-                train.enter(batch.num_rows, text_bytes(batch))
-                if by_tail:
-                    heads, tails = _cut_tails(batch, settings.validation_fraction)
+                statistics[0].enter(batch.num_rows, text_bytes(batch))
+                if settings.by == "tail":
+                    parts = _cut_tails(batch, settings.validation_fraction)
                 else:
-                    heads, tails = (batch.filter(pa.array(own)) for own in (~held_out[group], held_out[group]))
-                training.write(heads)
-                validating.write(tails)
-        return [train.to_json(), validation.to_json()]
+                    parts = [batch.filter(pa.array(own)) for own in (~held_out[group], held_out[group])]
+                for writer, documents in zip(writers, parts):
+                    writer.write(documents)
+        return [stats.to_json() for stats in statistics]
 
     train, validation = Stats(), Stats()
-    for train_part, validation_part in executor.map(write, list(groups_of), folder, threads=True, progress=progress):
+    for train_part, validation_part in executor.map(write, list(groups_of), folder, threads=True):
         train.merge(train_part)
         validation.merge(validation_part)
     if train.documents_in and not train.documents_out:
-        raise UserError(
-            "every document went to validation; none is left to train on",
-            where=f"data.split.validation_fraction={settings.validation_fraction}",
-            fix="Lower the share, or cut the end of every document off: data.split.by=tail.",
-        )
+        where = f"data.split.validation_fraction={settings.validation_fraction}"
+        fix = "Lower the share, or cut the end of every document off: data.split.by=tail."
+        raise UserError("every document went to validation; none is left to train on", where=where, fix=fix)
     clear_completions(folder)
     trained, held_out_of = (stats.by(lambda *names: ".".join(names)) for stats in (train, validation))
-    return train.summary(time.perf_counter() - start) | {
+    return train.summary() | {
         "validation": held_out_of,
         "validation_documents": validation.documents_out,
         "validation_bytes": validation.bytes_out,
@@ -83,11 +78,11 @@ def split(
 
 
 def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dict[RowGroup, np.ndarray]:
-    """For every row group which of its documents are for validation, bool."""
+    """For every row group which of its documents are for validation, bool; nothing where they are cut instead."""
     share, separator = settings.validation_fraction, settings.group_separator
-    if not groups or share == 0:
+    if settings.by == "tail" or share == 0:
         return {group: np.zeros(group.rows, bool) for group in groups}
-    keys_of, number_of = [], []  # of every document 12 bytes; its id may be as long as an address
+    keys_of, number_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]  # 12 bytes of every document
     numbers: dict[str, int] = {}  # of every source and language
     for group in groups:
         batch = group.read(["id", "source", "language"])
@@ -112,12 +107,12 @@ def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dic
     return {group: chosen[end - group.rows : end] for group, end in zip(groups, ends)}
 
 
-def _cut_tails(batch: pa.RecordBatch, share: float) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+def _cut_tails(batch: pa.RecordBatch, share: float) -> list[pa.RecordBatch]:
     documents = batch.to_pylist()
     parts = [cut_tail(document["text"], share) for document in documents]
     heads = [document | {"text": head} for document, (head, _) in zip(documents, parts)]
     tails = [document | {"text": tail} for document, (_, tail) in zip(documents, parts) if tail]
-    return pa.RecordBatch.from_pylist(heads, batch.schema), pa.RecordBatch.from_pylist(tails, batch.schema)
+    return [pa.RecordBatch.from_pylist(rows, batch.schema) for rows in (heads, tails)]
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:

@@ -13,13 +13,12 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -28,7 +27,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Integer
 
 from affinage.data import executor
-from affinage.data.atomic import write_atomically, write_json
+from affinage.data.json_files import write_atomically, write_json
 from affinage.data.packing import Layout
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
@@ -46,11 +45,7 @@ SCHEMA = pa.schema(
         ("offset", pa.int64()),  # ... are the document's, <s> included, from this one on
     ]
 )
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol -> extra of affinage that brings its package
 _AGAIN = "The folder was changed after it was written: run the step that writes it again, with --force."
-
-Result = TypeVar("Result")
-
 
 # ---- places ----
 
@@ -63,13 +58,6 @@ def is_local(place: str) -> bool:
 def local_path(place: str) -> Path:
     """Return the path that a local path or URL means."""
     return Path(fsspec.core.strip_protocol(place)) if "://" in place else from_home(place)
-
-
-def open_url(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it. Raises UserError where a package is missing."""
-    with errors_at(url):
-        filesystem, path = fsspec.core.url_to_fs(url)
-        return filesystem, str(path)
 
 
 def check_url(url: str) -> None:
@@ -85,8 +73,7 @@ def errors_at(url: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, ValueError) as error:
-        extra = _EXTRAS.get(url.partition("://")[0]) if isinstance(error, ImportError) else None
-        fix = f"pip install 'affinage[{extra}]'" if extra else ""
+        fix = "Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// with 'affinage[s3]'."
         raise UserError(f"this place cannot be opened: {error}", where=url, fix=fix) from error
     except OSError as error:
         if is_transient(error):
@@ -95,17 +82,9 @@ def errors_at(url: str) -> Iterator[None]:
         raise UserError(f"{type(error).__name__}: {error}", where=url, fix=fix) from error
 
 
-def patient(read: Callable[[], Result], url: str) -> Result:
-    """Return what `read` returns, tried again where the network fails for a while.
-
-    Raises TransientError, after which a run may be started again, if it goes on failing; UserError for what is gone.
-    """
-
-    def named() -> Result:
-        with errors_at(url):
-            return read()
-
-    return executor.with_retries(named, url)
+def _patient(read: Callable[[], Any], url: str) -> Any:
+    """Return what `read` returns, tried again where the network fails for a while; errors are those of `errors_at`."""
+    return executor.with_retries(errors_at(url)(read), url)
 
 
 def upload(filesystem: Any, path: str, contents: bytes) -> None:
@@ -201,8 +180,8 @@ def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
         local_path(place).mkdir(parents=True, exist_ok=True)
         write_atomically(local_path(place) / name, *parts)
         return
-    filesystem, path = open_url(place)
     with errors_at(place):
+        filesystem, path = fsspec.core.url_to_fs(place)
         filesystem.makedirs(path, exist_ok=True)
         upload(filesystem, f"{path}/{name}", b"".join(parts))
 
@@ -218,17 +197,8 @@ def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks =
     facts = sums | facts | ({} if marks == MARKS else {"marks": marks._asdict()}) | {"files": files}
     write_json(folder / FACTS, facts)
     if url := facts.get("url", ""):
-        patient(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
+        _patient(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
     return facts
-
-
-def write_tokens(folder: Path, tokens: Integer[np.ndarray, "rows S"], shards: int = 1, **facts: Any) -> None:
-    """Write rows of tokens as they are, spread over `shards` files, and shards.json with `facts`."""
-    counts = []
-    for shard, part in enumerate(np.array_split(tokens, shards)):
-        name = shard_file("tokens", shard, shards)
-        counts.append({"rows": len(part), "files": {name: _put_array(str(folder), name, part)}})
-    finish_folder(folder, counts, seq_len=tokens.shape[1], dtype=tokens.dtype.name, **facts)
 
 
 # ---- reading ----
@@ -262,64 +232,74 @@ class TokenShards:
         files = [self.folder / name.replace("tokens-", "row_bytes-") for name in self.names]
         return np.concatenate([np.load(file, allow_pickle=False) for file in files])
 
-    def locate(self, row: int) -> tuple[Path, int]:
-        """Return the file with the documents of a row, and the number of the row in it."""
-        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        name = self.names[shard].replace("tokens-", "documents-").replace(".npy", ".parquet")
-        return self.folder / name, row - int(self.starts[shard])
+    def documents_of(self, shard: int) -> Path:
+        """Return the file with the documents of a shard."""
+        return self.folder / self.names[shard].replace("tokens-", "documents-").replace(".npy", ".parquet")
 
-    def read(
-        self,
-        rows: Integer[np.ndarray, " n"],
-        tokens: Integer[np.ndarray, "B S"],
-        mask: Integer[np.ndarray, "B S"],
-        lines: Integer[np.ndarray, " n"] | None = None,
-    ) -> None:
-        """Copy rows by their numbers into `lines` (by default the first) of `tokens`, and of `mask` if there is one."""
+    def spans_of_row(self, row: int) -> list[dict[str, Any]]:
+        """Return the pieces of documents in a row, from left to right: the columns of `SCHEMA`."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        table = pq.read_table(self.documents_of(shard), filters=[("row", "==", row - int(self.starts[shard]))])
+        return table.sort_by("start").to_pylist()
+
+    def rows_of_document(self, id: str, source: str, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the rows that hold some of the tokens [start, stop) of a document."""
+        rows: set[int] = set()
+        for shard, first in enumerate(self.starts[:-1].tolist()):
+            table = pq.read_table(self.documents_of(shard), filters=[("id", "==", id), ("source", "==", source)])
+            row, start, stop, offset = (table.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
+            for begin, end in ranges:
+                rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
+        return sorted(rows)
+
+    def read(self, rows: Integer[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n S"], Integer[np.ndarray, "n S"]]:
+        """Return the tokens of rows by their numbers, int32, and a mask, uint8, 1 where they are trained on."""
         shards = np.searchsorted(self.starts, rows, side="right") - 1
-        within = rows - self.starts[shards]
-        lines = np.arange(len(rows)) if lines is None else lines
+        within = (rows - self.starts[shards]).tolist()
+        tokens = np.empty((len(rows), self.seq_len), np.int32)
+        mask = np.ones(tokens.shape, np.uint8)
         if not self.shards:
-            tokens[lines] = self._download(shards.tolist(), within.tolist())
-        for line, shard, row in zip(lines.tolist(), shards.tolist(), within.tolist(), strict=True):
+            tokens[:] = self._download(shards.tolist(), within)
+        for line, (shard, row) in enumerate(zip(shards.tolist(), within, strict=True)):
             if self.shards:
                 tokens[line] = self.shards[shard][row]
             if self.masks:
                 mask[line] = self.masks[shard][row]
+        return tokens, mask
 
     def _download(self, shards: list[int], rows: list[int]) -> Integer[np.ndarray, "n S"]:
         """Read rows at the URL, each by a range request, all at the same time where the file system can."""
         url, dtype = self.facts["url"], np.dtype(self.facts["dtype"])
-        filesystem, path = open_url(url)
         size = self.seq_len * dtype.itemsize
         files = [self.facts["files"][self.names[shard]] for shard in shards]
         begins = [file["bytes"] - (file["rows"] - row) * size for file, row in zip(files, rows, strict=True)]
         ends = [begin + size for begin in begins]
-        paths = [f"{path}/{self.names[shard]}" for shard in shards]
-        contents = b"".join(patient(lambda: filesystem.cat_ranges(paths, begins, ends, on_error="raise"), url))
+
+        def ranges() -> list[bytes]:
+            filesystem, path = fsspec.core.url_to_fs(url)
+            paths = [f"{path}/{self.names[shard]}" for shard in shards]
+            contents: list[bytes] = filesystem.cat_ranges(paths, begins, ends, on_error="raise")
+            return contents
+
+        contents = b"".join(_patient(ranges, url))
         if len(contents) != len(rows) * size:
             raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
         return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)
 
 
 def open_shards(folder: Path) -> TokenShards:
-    """Open a folder of shards. Raises UserError where files are missing or not of the counted size."""
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        fix = "Run the step that writes token shards again."
-        raise UserError("there are no token shards here", where=str(folder), fix=fix) from error
-    names, masks = ([name for name in facts["files"] if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
-    rows, url, seq_len = [facts["files"][name]["rows"] for name in names], facts.get("url", ""), facts["seq_len"]
-    shards: list[np.ndarray] = []
-    if is_local(url):
-        place = local_path(url) if url else folder
-        shards = [_open(place, name, (count, seq_len)) for name, count in zip(names, rows, strict=True)]
-    else:
-        _check_sizes(url, {name: facts["files"][name]["bytes"] for name in names})
-    opened = tuple(_open(folder, name, (facts["files"][name]["rows"], seq_len)) for name in masks)
+    """Open a folder of shards. Raises UserError where files here are missing or not of the counted size."""
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    files, url = facts["files"], facts.get("url", "")
+    names, masks = ([name for name in files if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
+    place = local_path(url) if url else folder
+    shards, opened = (
+        tuple(_open(here, name, (files[name]["rows"], facts["seq_len"])) for name in members)
+        for here, members in ((place, names if is_local(url) else ()), (folder, masks))
+    )
+    starts = np.cumsum([0, *(files[name]["rows"] for name in names)])
     marks = Marks(**facts["marks"]) if "marks" in facts else MARKS
-    return TokenShards(folder, facts, tuple(names), tuple(shards), opened, np.cumsum([0, *rows]), marks)
+    return TokenShards(folder, facts, tuple(names), shards, opened, starts, marks)
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:
@@ -338,13 +318,3 @@ def _open(folder: Path, name: str, shape: tuple[int, int]) -> np.ndarray:
     if array.shape != shape:
         raise UserError(f"{name} has the shape {array.shape} instead of {shape}", where=str(folder), fix=_AGAIN)
     return array
-
-
-def _check_sizes(url: str, expected: dict[str, int]) -> None:
-    """Raise UserError unless the files at a URL have the sizes with which they were written."""
-    filesystem, path = open_url(url)
-    entries = patient(lambda: filesystem.ls(path, detail=True) if filesystem.exists(path) else [], url)
-    sizes = {os.path.basename(entry["name"]): int(entry["size"] or 0) for entry in entries}
-    for name, size in expected.items():
-        if sizes.get(name) != size:
-            raise UserError(f"{name} has {sizes.get(name, 'no')} bytes instead of {size}", where=url, fix=_AGAIN)

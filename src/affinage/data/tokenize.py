@@ -12,8 +12,8 @@ import math
 import shutil
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ class ShardTask:
     seed: int
     held_out: bool
     url: str
-    bytes: float  # of all text in this part of the split, about
 
 
 def tokenize(
@@ -67,7 +66,6 @@ def tokenize(
     seed: int,
     *,
     executor: Executor = LOCAL,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write `train/<source>.<language>/` and `validation/<source>.<language>/` folders of shards into `folder`.
 
@@ -88,30 +86,29 @@ def tokenize(
             ShardTask(
                 folder / part / group_name(*name), *name, shard, len(runs), row_groups, tokenizer.folder, settings,
                 seed, part == "validation", f"{url}/{part}/{group_name(*name)}" if url and part == "train" else "",
-                total,
             )
-            for name, runs, total in _plan(files, index, settings.num_shards if part == "train" else 1)
+            for name, runs in _plan(files, index, settings.num_shards if part == "train" else 1).items()
             for shard, row_groups in enumerate(runs)
         ]  # fmt: skip
         if part == "train" and not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
-        shown = lambda share, part=part: progress(f"tokenizing {part} {share:.0%}")  # noqa: E731
-        shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, progress=shown)
+        label = f"tokenizing {part}"
+        shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, label=label)
         for place, members in itertools.groupby(zip(tasks, shards, strict=True), lambda member: member[0].folder):
             (task, *_), written = zip(*members, strict=True)
             facts = {"source": task.source, "language": task.language, "overlap": int(task.held_out), "url": task.url}
             facts |= {"seq_len": settings.seq_len, "dtype": np.dtype(tokenizer.dtype).name}
             of_part[place.name] = finish_folder(place, written, tokenizer.marks, **facts)
     shutil.rmtree(folder / "shards")
-    train, total = groups["train"], _total(groups["train"].values())
+    train, total = groups["train"], _totals(groups["train"], "")[""]
     if unspelled := sum(facts["unspelled"] for of_part in groups.values() for facts in of_part.values()):
         what = f"the tokenizer cannot spell {unspelled:,} characters of the text: the model will not learn them"
         warnings.warn(what, UserWarned, stacklevel=2)
     slots = total["rows"] * settings.seq_len
     return {
         "train": total,
-        "by_language": _by(train, "language"),
-        "by_source": _by(train, "source"),
+        "by_language": _totals(train, "language"),
+        "by_source": _totals(train, "source"),
         "groups": {name: {key: of[key] for key in ("source", "language", *_COUNTS)} for name, of in train.items()},
         "validation": {name: {key: of[key] for key in _COUNTS} for name, of in groups["validation"].items()},
         "padding": (slots - total["tokens"]) / slots,
@@ -122,14 +119,12 @@ def tokenize(
     }
 
 
-def _total(groups: Iterable[dict[str, Any]]) -> dict[str, int]:
-    counted = list(groups)
-    return {key: sum(facts[key] for facts in counted) for key in _COUNTS}
-
-
-def _by(groups: dict[str, dict[str, Any]], key: str) -> dict[str, dict[str, int]]:
-    names = sorted({facts[key] for facts in groups.values()})
-    return {name: _total(facts for facts in groups.values() if facts[key] == name) for name in names}
+def _totals(groups: dict[str, dict[str, Any]], key: str) -> dict[str, Counter[str]]:
+    """Return the counts of all groups that have the same fact `key`."""
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
+    for facts in sorted(groups.values(), key=lambda facts: facts.get(key, "")):
+        totals[facts.get(key, "")].update({count: facts[count] for count in _COUNTS})
+    return totals
 
 
 # ---- planning ----
@@ -154,8 +149,8 @@ def _names(batch: pa.RecordBatch) -> list[tuple[str, str]]:
 
 def _plan(
     files: Sequence[Path], index: Sequence[Any], shards: int
-) -> list[tuple[tuple[str, str], list[tuple[tuple[Path, int], ...]], float]]:
-    """Return of every source and language its shards, row groups of about equal bytes in sequence; and all bytes.
+) -> dict[tuple[str, str], list[tuple[tuple[Path, int], ...]]]:
+    """Return of every source and language its shards, row groups of about equal bytes in sequence.
 
     The number of shards is divided in proportion to bytes, by largest remainder, with at least one for each.
     """
@@ -165,16 +160,15 @@ def _plan(
             for source, language, size in names:
                 parts.setdefault((source, language), []).append(((path, number), size))
     sizes = {name: sum(size for _, size in parts[name]) for name in sorted(parts)}
-    total = sum(sizes.values())
-    exact = np.array([*sizes.values()]) * shards / max(total, 1)
+    exact = np.array([*sizes.values()]) * shards / max(sum(sizes.values()), 1)
     counts = np.maximum(1, np.floor(exact).astype(int))
     counts[np.argsort(counts - exact, kind="stable")[: max(0, shards - counts.sum())]] += 1
-    plan = []
+    plan = {}
     for (name, size), share in zip(sizes.items(), counts.tolist(), strict=True):
         count = max(share, math.ceil(size / SHARD_BYTES))
         middles = np.cumsum([part for _, part in parts[name]]) - [part / 2 for _, part in parts[name]]
         runs = itertools.groupby(zip((middles * count // max(size, 1.0)).tolist(), parts[name]), lambda each: each[0])
-        plan.append((name, [tuple(place for _, (place, _) in run) for _, run in runs], total))
+        plan[name] = [tuple(place for _, (place, _) in run) for _, run in runs]
     return plan
 
 

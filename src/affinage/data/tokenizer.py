@@ -1,8 +1,7 @@
 """Text to token ids and back, by a tokenizer.json: one of affinage's, whose first ten ids are fixed, or of any model.
 
-No text ever becomes a control token. The library matches control tokens in text before anything else, so each of them
-is renamed here to a spelling that no text has (`_renamed`). What a chat template writes gets its control tokens by
-`encode_rendered`; `guard` protects the messages in it.
+No text ever becomes a control token: the library matches them in text before anything else, so each is renamed here to
+a spelling that no text has. What a chat template writes gets them by `encode_rendered`; `guard` protects its messages.
 """
 
 import json
@@ -17,10 +16,9 @@ from jaxtyping import Int64, UInt
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 
-from affinage.data.atomic import write_atomically, write_json
 from affinage.data.chat import ChatTemplate
 from affinage.data.fast_bpe import FastBpe
-from affinage.data.foreign_json import encodable, read_object
+from affinage.data.json_files import encodable, read_object, write_atomically, write_json
 from affinage.data.special_tokens import (
     BOS,
     CODE,
@@ -93,11 +91,10 @@ class Tokenizer:
         self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
         self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
-        normalizer = state.get("normalizer") or {
-            "type": "NFC"
-        }  # in which conversations are, so that it changes nothing
-        self._exact = self.kind == "bpe" or (self._byte_level and normalizer["type"] == "NFC")
+        normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
+        self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+        self._anchor = self.encode(_ANCHOR)
         # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
         prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
         self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
@@ -110,13 +107,12 @@ class Tokenizer:
         if self.fixed_ids:
             named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
             return {name: CONTROL_PIECES[token] for name, token in named.items()}
-        config: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
         for file in (self.folder / "special_tokens_map.json", self.folder / CONFIG):
-            if file.is_file():
-                config |= {name: token for name, token in read_object(file).items() if token is not None}
-        spelled = {name: config.get(name) for name in _NAMED}
-        spelled = {name: token.get("content") if isinstance(token, dict) else token for name, token in spelled.items()}
-        return {name: token for name, token in spelled.items() if isinstance(token, str)}
+            for name, token in read_object(file).items() if file.is_file() else ():
+                content = token.get("content") if isinstance(token, dict) else token
+                spelled |= {name: content} if name in _NAMED and isinstance(content, str) else {}
+        return spelled
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
@@ -134,8 +130,7 @@ class Tokenizer:
 
     def id_of(self, piece: str) -> int | None:
         """Return the id of a piece or a control token, None if the vocabulary lacks it."""
-        id_: int | None = self.controls.get(piece, self._fast.token_to_id(piece))
-        return id_
+        return self.controls.get(piece, self._fast.token_to_id(piece))
 
     def _named(self, name: str) -> int | None:
         return self.id_of(self.special_tokens.get(name, ""))
@@ -145,9 +140,9 @@ class Tokenizer:
         """Ids that a text begins with: <s>; what another tokenizer itself puts before a text."""
         if self.fixed_ids:
             return (BOS,)
-        plain: list[int] = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
         whole: list[int] = self._fast.encode(_ANCHOR).ids
-        return tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
+        before = len(whole) - len(self._anchor)
+        return tuple(whole[:before]) if whole[before:] == self._anchor else ()
 
     @property
     def bos(self) -> int:
@@ -272,12 +267,11 @@ class Tokenizer:
 
         With `tags`, tags such as <think> are structure, where they are no special tokens.
         """
-        text, place, parts = _plain(text), 0, []
-        for id_, start, _ in self.control_spans(text):
+        text = _plain(text)
+        for id_, start, _ in reversed(self.control_spans(text)):
             if not (tags and id_ not in self._special and _TAG.fullmatch(self._pieces[id_])):
-                parts += [text[place : start + 1], _GUARD]
-                place = start + 1
-        return "".join([*parts, text[place:]])
+                text = text[: start + 1] + _GUARD + text[start + 1 :]
+        return text
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
         """Return the ids of what a chat template wrote, as transformers has them, and which lie in spans of characters.
@@ -299,9 +293,9 @@ class Tokenizer:
         if not spans:
             return ids, trained.tolist()
         edges = [edge for span in spans for edge in span]
-        sizes = self._written_bytes[ids]
-        if self._exact and sizes.sum() == len(text.encode()):  # a quarter faster than asking for their places
-            stops = np.cumsum(sizes)
+        sizes = self._spelled_bytes[np.array(ids, np.int64)]
+        stops = np.cumsum(sizes)
+        if self._exact and len(ids) and stops[-1] == len(text.encode()):  # a quarter faster than asking for the places
             starts = stops - sizes
             places = np.array([len(text[:edge].encode()) for edge in edges])
         else:
@@ -320,16 +314,21 @@ class Tokenizer:
         return self._pieces.get(token, "")
 
     @cached_property
-    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
-        controls, alphabet = set(self.controls.values()), frozenset(pre_tokenizers.ByteLevel.alphabet())
+    def _spelled_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes by which each id is spelled."""
+        alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet() if self._byte_level else ())
         sizes = np.zeros(self.vocabulary, np.int64)
         for token, piece in self._pieces.items():
-            if token not in controls:
-                # Byte-level pieces spell every byte as a character.
-                is_bytes = self._byte_level and alphabet.issuperset(piece)
-                plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
-                sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
+            is_bytes = alphabet.issuperset(piece) and piece not in self.controls  # every byte as a character
+            plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
+            sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
+        return sizes
+
+    @cached_property
+    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
+        sizes = self._spelled_bytes.copy()
+        sizes[list(self.controls.values())] = 0
         return sizes
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
@@ -344,14 +343,6 @@ class Tokenizer:
         ends[-1:] = [len(text)] if ends else []
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
         return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
-
-    @cached_property
-    def _written_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """`piece_bytes`, with those that control tokens are spelled with."""
-        sizes = self.piece_bytes.copy()
-        for content, id_ in self.controls.items():
-            sizes[id_] = len(content.encode())
-        return sizes
 
     @cached_property
     def _spells_everything(self) -> bool:
@@ -382,24 +373,18 @@ class Tokenizer:
             if 0 <= token < self.vocabulary and token not in controls:
                 run.append(token)
                 continue
-            parts.append(self._decode_text(run))
+            parts.append(self._decode_text(run) if run else "")
             run = []
             if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
                 parts.append(REPLACEMENT)
             elif keep_special or token not in self._special:
                 parts.append(self._pieces[token])
-        return "".join([*parts, self._decode_text(run)])
+        return "".join([*parts, self._decode_text(run) if run else ""])
 
     def _decode_text(self, ids: list[int]) -> str:
-        if not ids:
-            return ""
         # After another token: some decoders drop the space that the first token of a text begins with.
         text: str = self._fast.decode([*self._anchor, *ids], skip_special_tokens=False)
         return text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :]
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        return self.encode(_ANCHOR)
 
 
 @lru_cache(maxsize=1)
@@ -431,9 +416,8 @@ def template_in(folder: Path) -> str | None:
             raise UserError(f"this is no text: {error}", where=str(folder / TEMPLATE)) from error
     template = read_object(folder / CONFIG).get("chat_template") if (folder / CONFIG).is_file() else None
     if isinstance(template, list):  # several, by name
-        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}.get(
-            "default"
-        )
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
     return template if isinstance(template, str) else None
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 import io
+import itertools
 import re
 import time
 from collections import Counter, defaultdict
@@ -15,8 +16,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.config.data import TokenizerSettings
-from affinage.data.atomic import write_atomically
 from affinage.data.documents import read_documents
+from affinage.data.json_files import write_atomically
 from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, UNK
 from affinage.data.tokenizer import FILE, SPACE, Tokenizer
@@ -41,7 +42,8 @@ def train_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
     if settings.kind == "char":
-        characters = {c for batch in read_documents(split_folder / "train", ("text",)) for c in _characters(batch)}
+        texts = (batch["text"].to_pylist() for batch in read_documents(split_folder / "train", ("text",)))
+        characters = set().union(*itertools.chain.from_iterable(texts))
         write_atomically(folder / FILE, characters_json(sorted(characters.difference(FIXED_PIECES))))
     else:
         texts, summary["sample"] = balanced_sample(split_folder / "train", languages, settings.sample_bytes, seed)
@@ -51,10 +53,6 @@ def train_tokenizer(
     tokenizer = Tokenizer(folder)
     summary |= {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}
     return summary | {"seconds": time.monotonic() - started}
-
-
-def _characters(batch: pa.RecordBatch) -> set[str]:
-    return set().union(*batch.column("text").to_pylist())
 
 
 # ---- the sample ----
@@ -197,19 +195,19 @@ def measure(tokenizer: Tokenizer, split_folder: Path) -> dict[str, Any]:
     read, round_trip = Counter[tuple[str, str]](), Counter[str](documents=0, exact=0)
     counts: dict[str, dict[str, Counter[str]]] = {"languages": defaultdict(Counter), "sources": defaultdict(Counter)}
     for batch in read_documents(split_folder / part):
-        chosen = []
         for source, language, text in zip(*(batch.column(name).to_pylist() for name in ("source", "language", "text"))):
             if read[source, language] < _MEASURED_BYTES:
-                read[source, language] += len(text.encode())
-                chosen.append((source, language, text))
-        for (source, language, text), ids in zip(chosen, tokenizer.encode_batch([text for *_, text in chosen])):
-            round_trip.update(documents=1, exact=tokenizer.decode(ids) == text)
-            for group in (counts["sources"][source], counts["languages"][language]):
-                group.update(tokens=len(ids), words=len(text.split()), bytes=len(text.encode()))
-    rates = {key: {name: _rates(groups[name]) for name in sorted(groups)} for key, groups in counts.items()}
+                ids, size = tokenizer.encode(text), len(text.encode())
+                read[source, language] += size
+                round_trip.update(documents=1, exact=tokenizer.decode(ids) == text)
+                for group in (counts["sources"][source], counts["languages"][language]):
+                    group.update(tokens=len(ids), words=len(text.split()), bytes=size)
+    rates: dict[str, dict[str, dict[str, float]]] = {"languages": {}, "sources": {}}
+    for key, groups in counts.items():
+        for name, count in sorted(groups.items()):
+            rates[key][name] = {
+                "bytes_per_token": count["bytes"] / max(count["tokens"], 1),
+                "tokens_per_word": count["tokens"] / max(count["words"], 1),
+                **count,
+            }
     return {"measured_on": part, **rates, "round_trip": round_trip}
-
-
-def _rates(count: Counter[str]) -> dict[str, float]:
-    per_token, per_word = count["bytes"] / max(count["tokens"], 1), count["tokens"] / max(count["words"], 1)
-    return {"bytes_per_token": per_token, "tokens_per_word": per_word, **count}

@@ -12,7 +12,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,25 +24,21 @@ from rich.text import Text
 from affinage.config.data import SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
-from affinage.data.atomic import write_json
-from affinage.data.benchmark_items import strings_in
 from affinage.data.chat import Encoded
 from affinage.data.conversations import Conversation, Pair, Part, open_source, read_lines
-from affinage.data.dataloader import read_rows
-from affinage.data.decontaminate import Searched, contaminated
+from affinage.data.decontaminate import contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
-from affinage.data.lineage import spans_of_row
 from affinage.data.order import shuffle_keys
+from affinage.data.overlap import strings_in
 from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
-from affinage.data.token_shards import Document, find_shard_folders, finish_folder, open_shards, write_shard
+from affinage.data.token_shards import FACTS, Document, find_shard_folders, finish_folder, open_shards, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
 TASK_BYTES = 64_000_000  # of files: what one task reads
-_WORLD_FILES = {"sft": "chat.jsonl", "dpo": "preferences.jsonl"}
-_COUNTS = ("rows", "tokens", "trained_tokens", "row_bytes", "conversations")  # of a shard
+_COUNTS = ("rows", "tokens", "trained_tokens", "conversations")  # of a shard
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class TuningTask:
     seq_len: int
     seed: int
     folder: Path
-    searched: Searched | None  # the benchmarks whose items lines must not hold
+    searched: Path | None  # the file with the items of benchmarks that lines must not hold
 
     @property
     def largest_key(self) -> int:
@@ -80,9 +76,8 @@ def prepare_tuning_data(
     seed: int,
     system_prompt: str,
     world_folder: Path | None = None,
-    searched: Searched | None = None,
+    searched: Path | None = None,
     executor: Executor = LOCAL,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write `train/<source>/` and `validation/<source>/` folders of token shards into `folder`.
 
@@ -103,8 +98,8 @@ def prepare_tuning_data(
     template = None if tokenizer.template is None else tokenizer.template.source
     for index, source in enumerate(settings.sources):
         name = unique(source.title, {task.name for task in tasks})
-        world_file = None if world_folder is None else world_folder / _WORLD_FILES[_section(settings)]
-        place, opened, parts = open_source(settings, index, world_file)
+        world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
+        place, opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
         if is_on_hub(opened, settings.mirror):
             commits[name] = opened.revision
         divided = _divided(parts)
@@ -114,22 +109,14 @@ def prepare_tuning_data(
             for shard, lines in enumerate(divided)
         ]  # fmt: skip
     size = sum(part.bytes // count for task in tasks for part, _, count in task.parts if isinstance(part, SourceFile))
-    shown = lambda share: progress(f"reading {share:.0%}")  # noqa: E731
-    read = executor.map(read_keys, tasks, folder / "keys", bytes=size, progress=shown)
-    selection = folder / "keys" / "selection.json"
-    write_json(selection, _select(tasks, read))
-    shown = lambda share: progress(f"tokenizing {share:.0%}")  # noqa: E731
-    write = partial(write_lines, selection=selection)
-    written = executor.map(write, tasks, folder / "shards", bytes=size, progress=shown)
+    read = executor.map(read_keys, tasks, folder / "keys", bytes=size, label="reading")
+    write = partial(write_lines, selection=_select(tasks, read))
+    written = executor.map(write, tasks, folder / "shards", bytes=size, label="tokenizing")
     summary = _finish(tasks, read, written, tokenizer)
     for stage in ("shards", "keys"):
         shutil.rmtree(folder / stage)
     commit = {"commits": commits} if commits else {}
     return summary | commit | {"context": seq_len, "seconds": time.monotonic() - started}
-
-
-def _section(settings: SftSettings | DpoSettings) -> str:
-    return "sft" if isinstance(settings, SftSettings) else "dpo"
 
 
 def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
@@ -176,21 +163,20 @@ def read_keys(task: TuningTask) -> dict[str, Any]:
             keys.append(key)
             if task.searched is not None:
                 texts.append("\n\n".join(text for text in strings_in(vars(line)) if " " in text))
-    holders = contaminated(texts, task.searched) if task.searched is not None and texts else {}
-    contained = sorted({keys[place] for place in holders})
-    return {"counts": counts, "keys": keys, "first_bad": first_bad, "contaminated": contained}
+    holders = contaminated(texts, task.searched) if task.searched is not None and texts else set()
+    in_benchmark = sorted({keys[place] for place in holders})
+    return {"counts": counts, "keys": keys, "first_bad": first_bad, "in_benchmark": in_benchmark}
 
 
 def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return, of every source, the largest keys that are used and held out; and the keys of all held-out lines."""
-    contained = sorted({key for result in read for key in result["contaminated"]})
+    in_benchmark = {key for result in read for key in result["in_benchmark"]}
     last: dict[str, tuple[int, int]] = {}
     held_out: set[int] = set()
     for name, members in itertools.groupby(zip(tasks, read, strict=True), lambda member: member[0].name):
-        of_source = list(members)
-        task = of_source[0][0]
-        keys = np.sort(np.array([key for _, result in of_source for key in result["keys"]], np.uint64))
-        keys = keys[~np.isin(keys, np.array(contained, np.uint64))]
+        (task, *_), results = zip(*members, strict=True)
+        keys = np.sort(np.array([key for result in results for key in result["keys"]], np.uint64))
+        keys = keys[~np.isin(keys, np.array([*in_benchmark], np.uint64))]
         limit, last_held_out = task.largest_key, -1
         if task.source.max_examples is not None:
             keys = keys[: max(1, round(task.source.max_examples * task.settings.sample))]
@@ -203,18 +189,16 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
                 last_held_out = int(first[-1])
                 held_out.update(first.tolist())
         last[name] = limit, last_held_out
-    return {"last": last, "held_out": sorted(held_out), "contaminated": contained}
+    return {"last": last, "held_out": held_out, "in_benchmark": in_benchmark}
 
 
 # ---- a shard ----
 
 
-def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
+def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
     """Encode the lines of a task and write its shards; return what was counted of them and of each part."""
     tokenizer = cached_tokenizer(task.tokenizer, task.template)
-    selected = json.loads(selection.read_text(encoding="utf-8"))
-    limit, last_held_out = selected["last"][task.name]
-    held_out, in_benchmark = frozenset(selected["held_out"]), frozenset(selected["contaminated"])
+    limit, last_held_out = selection["last"][task.name]
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
     counts, used, first_bad = Counter[str](), Counter[str](), ""
     for key, line in _lines(task):
@@ -223,9 +207,9 @@ def write_lines(task: TuningTask, selection: Path) -> dict[str, Any]:
         part = "validation" if key <= last_held_out else "train"
         if key > limit:
             counts["not_sampled"] += 1
-        elif key in in_benchmark:
+        elif key in selection["in_benchmark"]:
             counts["in_benchmark"] += 1
-        elif part == "train" and key in held_out:  # of another source
+        elif part == "train" and key in selection["held_out"]:  # of another source
             counts["held_out_elsewhere"] += 1
         else:
             counts["used"] += 1
@@ -270,22 +254,18 @@ def encode_line(
     documents = [document for talk in talks for document in encode(talk)]
     unrolled = len(documents) > len(talks)
     if pair and unrolled:
-        raise UserError(
-            f"a side of {line.id} has several answers that the chat template does not write in one text as the model "
-            "would have said them",
-            where="chat_template",
-            fix="Give pairs whose sides are one answer, with the turns before it in the prompt.",
-        )
+        what = f"the chat template does not write the several answers of a side of {line.id} in one text"
+        fix = "Give pairs whose sides are one answer, with the turns before it in the prompt."
+        raise UserError(what, where="chat_template", fix=fix)
     lengths = [len(ids) for ids, _ in documents]
     too_long = (sum(lengths) if pair else max(lengths)) > seq_len
     if too_long and rule == "drop":
         counts["dropped"] += 1
         return []
     if too_long and rule == "drop_turns":
-        answers = [number for number, message in enumerate(talks[0]) if message["role"] == "assistant"]
-        shorter = [talks[0][: last + 1] for last in reversed(answers) if last + 1 < len(talks[0])]
-        while shorter and all(len(ids) > seq_len for ids, _ in documents):
-            documents = encode(shorter.pop(0))
+        ends = [number for number, each in enumerate(talks[0][:-1], 1) if each["role"] == "assistant"]
+        while ends and all(len(ids) > seq_len for ids, _ in documents):
+            documents = encode(talks[0][: ends.pop()])
         documents = [each for each in documents if len(each[0]) <= seq_len] or documents[:1]
     counts["unstopped"] += sum(chat.unstopped_answers(*each, tokenizer.stops) for each in documents)
     identical = pair and documents[0] == documents[1]
@@ -301,10 +281,6 @@ def encode_line(
     if pair:
         (chosen, of_chosen), (rejected, of_rejected) = documents
         return [(chosen + rejected, of_chosen + of_rejected)]
-    if tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
-        before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
-        prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
-        counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
     return documents
 
 
@@ -326,15 +302,14 @@ def _finish(
         for part in shards.keys() & results.keys():
             shards[part].setdefault(task.name, []).append(results[part])
     total = sum(counts.values(), Counter[str]())
-    first_bad = next((result["first_bad"] for result in (*read, *written) if result["first_bad"]), "")
+    first_bad = next((result["first_bad"] for result in (*read, *written) if result["first_bad"]), "none")
     if not shards["train"]:
-        section = _section(tasks[0].settings)
+        section = "sft" if isinstance(tasks[0].settings, SftSettings) else "dpo"
         raise UserError(
             f"not one token of {total['conversations']} conversations would be trained",
             where=f"{section}.sources",
-            fix=f"{total['bad']} of them cannot be used ({first_bad or 'none'}); {total['dropped']} have no answer "
-            f"within the context. Only what the assistant says is trained: look at the roles, or raise "
-            f"{section}.seq_len.",
+            fix=f"{total['bad']} cannot be used ({first_bad}); {total['dropped']} have no answer within the context. "
+            f"Only what the assistant says is trained: look at the roles, or raise {section}.seq_len.",
         )
     for key, text in {
         "bad": f"conversations cannot be used, the first: {first_bad}",
@@ -344,13 +319,11 @@ def _finish(
         if total[key]:
             warnings.warn(f"{total[key]:,} {text}", UserWarned, stacklevel=2)
     sums: dict[str, dict[str, dict[str, int]]] = {"train": {}, "validation": {}}
-    for part, of_part in shards.items():
-        for name, members in of_part.items():
-            sums[part][name] = {key: sum(shard[key] for shard in members) for key in _COUNTS}
-            sums[part][name]["bytes"] = sums[part][name].pop("row_bytes")
-            most, dtype = max(shard["most_in_a_row"] for shard in members), np.dtype(tokenizer.dtype).name
-            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
-            finish_folder(tasks[0].folder / part / name, members, tokenizer.conversation_marks, **facts)
+    for part, name, members in ((part, *item) for part, of_part in shards.items() for item in of_part.items()):
+        most, dtype = max(shard["most_in_a_row"] for shard in members), np.dtype(tokenizer.dtype).name
+        facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
+        facts = finish_folder(tasks[0].folder / part / name, members, tokenizer.conversation_marks, **facts)
+        sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
     train = sums["train"]
     return {
         "train": {key: sum(each[key] for each in train.values()) for key in next(iter(train.values()))},
@@ -366,8 +339,8 @@ def _finish(
 
 def documents_in_a_row(folder: Path) -> int:
     """Return the most documents, two for each pair, that a row of pairs below `folder` holds."""
-    folders = [path for part in ("train", "validation") for path in find_shard_folders(folder / part).values()]
-    return 2 * max(int(open_shards(path).facts["most_in_a_row"]) for path in folders)
+    facts = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*/*/{FACTS}")]
+    return 2 * max(of_folder["most_in_a_row"] for of_folder in facts)
 
 
 def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, Text]]:
@@ -378,9 +351,9 @@ def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tu
     sources = {name: open_shards(path) for name, path in find_shard_folders(folder / "train").items()}
     places = ((name, row) for row in range(count) for name, shards in sources.items() if row < shards.rows)
     for name, row in itertools.islice(places, count):
-        tokens, mask = (rows[0] for rows in read_rows(sources[name], np.array([row])))
-        here, text = np.arange(spans_of_row(sources[name], row)[0]["stop"]), Text()
+        tokens, mask = (rows[0] for rows in sources[name].read(np.array([row])))
+        here, text = np.arange(sources[name].spans_of_row(row)[0]["stop"]), Text()
         for run in np.split(here, np.flatnonzero(np.diff(mask[here])) + 1):
-            said = tokenizer.decode(tokens[run], keep_special=True)
-            text.append(f"⟦{said}⟧" if mask[run[0]] else said, style="bold green" if mask[run[0]] else "dim")
+            spelled = tokenizer.decode(tokens[run], keep_special=True)
+            text.append(f"⟦{spelled}⟧" if mask[run[0]] else spelled, style="bold green" if mask[run[0]] else "dim")
         yield name, text

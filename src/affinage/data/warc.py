@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import zstandard
 from fastwarc.warc import ArchiveIterator, WarcRecordType
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
@@ -13,7 +12,7 @@ from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 from affinage.config.data import SourceSettings
 from affinage.data import readers
 from affinage.data.files import DamagedFile, SourceFile, open_plain
-from affinage.data.foreign_json import encodable
+from affinage.data.json_files import encodable
 from affinage.data.readers import BadRecord, Record
 
 _READ = WarcRecordType.response | WarcRecordType.conversion
@@ -57,28 +56,21 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
         for coding in filter(None, map(str.strip, reversed(codings))):
             # Many archives hold bodies that were decoded already, under the header of before: a body that is not coded
             # as its header says is taken as it is. FastWARC's own decoding ends the whole archive there.
-            with contextlib.suppress(ValueError, zlib.error, zstandard.ZstdError):
+            with contextlib.suppress(ValueError, zlib.error):
                 decoded = _decode(content, coding, limit + 1)
                 if decoded is None:
                     return BadRecord(id, "unknown compression", f"{coding} of {url}")
                 content = decoded
     if len(content) > limit:
         return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
-    text = _text_of_page(content, entry.http_charset or "") if html else content.decode("utf-8", "replace")
+    text = content.decode("utf-8", "replace")
+    if html:  # in the charset that its header states, or else in the one it looks like: many state what is no charset
+        for encoding in filter(None, (entry.http_charset, detect_encoding(content))):
+            with contextlib.suppress(LookupError, ValueError):
+                text = str(bytes_to_str(content, encoding, errors="replace"))
+                break
+        text = str(extract_plain_text(text, main_content=True, alt_texts=False, list_bullets=False))
     return Record(id, encodable(text), url=url) if text.strip() else BadRecord(id, "empty", f"no text in {url}")
-
-
-def _text_of_page(content: bytes, charset: str) -> str:
-    """The main content of a page, its paragraphs on lines of their own.
-
-    The page is in the charset that its header states, or else in the one it looks like: many state what is no charset.
-    """
-    html = content.decode("utf-8", "replace")
-    for encoding in filter(None, (charset, detect_encoding(content))):
-        with contextlib.suppress(LookupError, ValueError):
-            html = str(bytes_to_str(content, encoding, errors="replace"))
-            break
-    return str(extract_plain_text(html, main_content=True, alt_texts=False, list_bullets=False))
 
 
 def _decode(content: bytes, coding: str, limit: int) -> bytes | None:
@@ -86,9 +78,6 @@ def _decode(content: bytes, coding: str, limit: int) -> bytes | None:
     if coding in ("gzip", "x-gzip", "deflate"):
         bare = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
         return zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32).decompress(content, limit)
-    if coding == "zstd":
-        with zstandard.ZstdDecompressor().stream_reader(content) as stream:
-            return stream.read(limit)
     if coding == "chunked":  # RFC 9112, section 7.1
         parts, at, size = [], 0, 1
         while size and at < len(content):

@@ -1,30 +1,69 @@
 """Reads MediaWiki XML dumps, such as Wikipedia's: the articles as plain text, streaming, in parts if they have streams.
 
 A multistream dump is bzip2 streams end to end, of about 100 pages each, so that parts of it can be read side by side.
+The text is what a reader of the article reads, without tables, references, pictures and boxes.
 """
 
 import bz2
+import itertools
 import re
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Iterable, Iterator
+from functools import partial
 from xml.sax.saxutils import unescape
 
+import mwparserfromhell
+from mwparserfromhell import nodes
 from mwparserfromhell.parser import ParserError
+from mwparserfromhell.wikicode import Wikicode
 
 from affinage.config.data import SourceSettings
-from affinage.data import readers
 from affinage.data.files import CHUNK_BYTES, DamagedFile, SourceFile, compression_of, open_plain, open_stored
 from affinage.data.readers import BadRecord, Record
-from affinage.data.wikitext import wikitext_to_text
 
 LICENSE = "cc-by-sa-4.0"
 _STREAM = re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59")  # how a bzip2 stream begins: 10 bytes, at a whole byte
 _HEAD_BYTES = 1_000_000
+_PAGE_BYTES = 16_000_000  # MediaWiki itself takes no article over 2 MB
 _LANGUAGE = re.compile(r'<mediawiki[^>]*\bxml:lang="([\w-]+)"')
 _NAMESPACE = re.compile(r'<namespace key="(?:6|14)"[^>]*>([^<]*)</namespace>')  # links to files and categories: no text
 _BASE = re.compile(r"<base>([^<]*)/[^/<]*</base>")
+# Elements that hold no running text, or whose text follows them (the signs of lists).
+_DROPPED_TAGS = frozenset(
+    "ref references table gallery math chem timeline score imagemap syntaxhighlight source pre style script "
+    "templatestyles mapframe maplink hiero graph section indicator inputbox categorytree li dd dt".split()
+)
+# Sections that list where to read on.
+_DROPPED_SECTIONS = frozenset(
+    {"references", "external links", "see also", "further reading", "notes", "bibliography", "sources", "citations"}
+    | {"notes and references", "footnotes", "références", "notes et références", "liens externes", "voir aussi"}
+    | {"bibliographie", "annexes", "articles connexes", "note"}
+)
+_CENTURY = re.compile(r"^(-?[ivxlc]+)(er|re|e|ème)? (siècle|millénaire)( av\. j\.-c\.)?$", re.IGNORECASE)
+# Templates that stand for words in a sentence: by name how many of the arguments are skipped, how many are words, and
+# what comes before them. Without these the meaning of the sentence would be lost. Of other templates see `_template`.
+_TEMPLATES: dict[str, tuple[int, int, str]] = {
+    **dict.fromkeys("nowrap nobr citation « small abbr abréviation ill lien quote exp sup ind sub".split(), (0, 1, "")),
+    **dict.fromkeys(("lang", "langue"), (1, 1, "")),
+    **dict.fromkeys(("convert", "cvt"), (0, 2, "")),
+    **dict.fromkeys(("date", "date-", "unité", "nombre", "date de naissance", "date de décès"), (0, 9, "")),
+    **dict.fromkeys(("circa", "c."), (0, 9, "c. ")),
+    **dict.fromkeys(("no", "numéro", "n°"), (0, 9, "nº ")),
+    **{"o": (0, 9, "º "), "as of": (0, 9, "as of "), "m.": (0, 9, "M. "), "mme": (0, 9, "Mme "), "dr": (0, 9, "Dr ")},
+    **{sign: (0, 0, sign) for sign in "er re e ème nd nde 1er 1re 2e".split()},
+    **dict.fromkeys(("snd", "spnd", "ndash", "–"), (0, 0, " – ")),
+}
+_INLINE_CHARACTERS = 80  # an argument of an unknown template in a sentence that is no longer stands for words
+_HEADING = "\x01"  # marks the line of a heading, with its level as a letter, until empty sections are gone
+_TIDY = [  # patterns, and what takes their place
+    (re.compile(r"__[A-Z]{3,}__|\r"), ""),
+    (re.compile(r" ?\((?:[\s,;:]|\u00a0)*\)"), ""),
+    (re.compile(r"\((?:[\s,;]|\u00a0)+(?=\S)"), "("),  # what a template left before the text: (; born 1840)
+    (re.compile(r"[ \t]+"), " "),
+    (re.compile(r" (?=[,.)])|(?<=\n) | (?=\n)"), ""),
+    (re.compile(r"\n{3,}"), "\n\n"),
+]
 
 
 def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | BadRecord]:
@@ -33,89 +72,151 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
     Ids are the page ids; what is no article is left out without being counted.
     """
     with open_plain(file) as stream:
-        head = stream.read(_HEAD_BYTES).decode("utf-8", "replace")
-    language, base = _LANGUAGE.search(head), _BASE.search(head)
-    if "<mediawiki" not in head or base is None:
-        raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
-    dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
-    content = _streams(file) if compression_of(file.name) == ".bz2" else _whole(file)
-    for page in _pages(content, file):
-        record = page if isinstance(page, BadRecord) else _article(page, file.name, unescape(base[1]), dropped)
-        if isinstance(record, Record):
-            yield Record(**vars(record) | {"language": language[1] if language else "", "license": LICENSE})
-        elif record is not None:
-            yield record
-
-
-def _whole(file: SourceFile) -> Iterator[bytes]:
-    with open_plain(file) as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            yield chunk
+        start = stream.read(_HEAD_BYTES)
+        head = start.decode("utf-8", "replace")
+        found, base = _LANGUAGE.search(head), _BASE.search(head)
+        if "<mediawiki" not in head or base is None:
+            raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
+        wiki, language = unescape(base[1]), found[1] if found else ""
+        dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
+        chunks = itertools.chain([start], iter(partial(stream.read, CHUNK_BYTES), b""))
+        for page in _pages(_streams(file) if compression_of(file.name) == ".bz2" else chunks, file):
+            try:
+                element = ElementTree.fromstring(page)
+                if element.findtext("ns") != "0" or element.find("redirect") is not None:
+                    continue
+                id, title = element.findtext("id") or "", element.findtext("title") or ""
+                text = wikitext_to_text(element.findtext("revision/text") or "", dropped)
+            except (ElementTree.ParseError, ParserError, RecursionError) as error:
+                glimpse = page[:200].decode("utf-8", "replace")
+                yield BadRecord(file.name, "wikitext cannot be parsed", str(error), glimpse)
+                continue
+            url = f"{wiki}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
+            if text:
+                yield Record(id, f"{title}\n\n{text}", language=language, url=url, license=LICENSE)
+            else:
+                yield BadRecord(id, "empty", f"no text in the article {title!r}")
 
 
 def _streams(file: SourceFile) -> Iterator[bytes]:
     """The content of all bzip2 streams that begin in [file.start, file.stop), each to its end."""
     stop = file.bytes if file.stop is None else file.stop
     with open_stored(file) as raw:
-        start = _next_stream(raw, file.start, stop)
-        while start is not None:
-            raw.seek(start)
+        raw.seek(file.start)
+        first = _STREAM.search(raw.read(stop - file.start + 9))
+        position, data = file.start + first.start() if first else stop, b""
+        raw.seek(position)
+        while position < stop:
             decompressor = bz2.BZ2Decompressor()
             while not decompressor.eof:
-                chunk = raw.read(CHUNK_BYTES) if decompressor.needs_input else b""
-                if not chunk and decompressor.needs_input:
+                if decompressor.needs_input and not (data := data or raw.read(CHUNK_BYTES)):
                     raise EOFError("the last bzip2 stream has no end")
-                yield decompressor.decompress(chunk, 1 << 20)
-            start = _next_stream(raw, raw.tell() - len(decompressor.unused_data), stop)
+                yield decompressor.decompress(data, 1 << 20)
+                data = b""
+            data = decompressor.unused_data
+            position = raw.tell() - len(data)
 
 
-def _next_stream(raw: IO[bytes], start: int, stop: int) -> int | None:
-    """Where the first stream at or after `start` begins, if that is before `stop`."""
-    raw.seek(start)
-    window = b""  # the bytes from `start` on
-    while start < stop and (chunk := raw.read(CHUNK_BYTES)):
-        window += chunk
-        if found := _STREAM.search(window):
-            return start + found.start() if start + found.start() < stop else None
-        start, window = start + max(0, len(window) - 9), window[-9:]
-    return None
-
-
-def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes | BadRecord]:
-    """The `<page>` elements, one by one; one over the limit is skipped without being held.
+def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes]:
+    """The `<page>` elements, one by one.
 
     Raises DamagedFile where the end of the dump should be in this content, and is not.
     """
-    limit = min(16_000_000, readers.MAX_RECORD_BYTES)  # MediaWiki itself takes no article over 2 MB
-    buffer, tail, number, skipping = b"", b"", 0, False
+    buffer, tail = b"", b""
     for chunk in content:
-        buffer += chunk
-        tail = (tail + chunk[-100:])[-100:]
-        *pages, buffer = buffer.split(b"</page>")
+        tail = (tail + chunk)[-100:]
+        *pages, buffer = (buffer + chunk).split(b"</page>")
         for page in pages:
-            number += not skipping
-            if not skipping and (start := page.find(b"<page>")) >= 0:
+            if (start := page.find(b"<page>")) >= 0:
                 yield page[start:] + b"</page>"
-            skipping = False
-        if skipping or b"<page>" not in buffer:
-            buffer = buffer[-7:]
-        elif len(buffer) > limit:
-            number, skipping = number + 1, True
-            yield BadRecord(f"{file.name}#{number}", "too large", f"a page over {limit / 1e6:.0f} MB")
+        if len(buffer) > _PAGE_BYTES:
+            raise DamagedFile(f"a page is over {_PAGE_BYTES / 1e6:.0f} MB")
     if file.stop in (None, file.bytes) and tail and b"</mediawiki>" not in tail:
         raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
 
 
-def _article(page: bytes, name: str, base: str, dropped: frozenset[str]) -> Record | BadRecord | None:
-    """The article in a `<page>`; URLs of the wiki begin with `base`, links to the namespaces `dropped` are no text."""
-    try:
-        element = ElementTree.fromstring(page)
-        if element.findtext("ns") != "0" or element.find("redirect") is not None:
-            return None
-        id, title = element.findtext("id") or "", element.findtext("title") or ""
-        text = wikitext_to_text(element.findtext("revision/text") or "", dropped)
-    except (ElementTree.ParseError, ParserError, RecursionError) as error:
-        return BadRecord(name, "wikitext cannot be parsed", str(error), page[:200].decode("utf-8", "replace"))
-    if not text:
-        return BadRecord(id, "empty", f"no text in the article {title!r}")
-    return Record(id, f"{title}\n\n{text}", url=f"{base}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}")
+# ---- wikitext ----
+
+
+def wikitext_to_text(wikitext: str, dropped_namespaces: Iterable[str] = ("file", "image", "category")) -> str:
+    """The running text of an article, paragraphs and headings apart by a blank line; "" if there is none.
+
+    `dropped_namespaces` (in lower case) are those whose links are no text: pictures and categories, in the wiki's
+    language. Sections that only list references and links, and those left empty, are dropped with their headings.
+    """
+    text = _render(mwparserfromhell.parse(wikitext), frozenset(dropped_namespaces))
+    for pattern, replacement in _TIDY:
+        text = pattern.sub(replacement, text)
+    kept: list[str] = []
+    dropping = 0  # the level of the heading whose section is being dropped
+    for paragraph in [*text.strip().split("\n\n"), f"{_HEADING}1"]:
+        if paragraph.startswith(_HEADING):
+            level = int(paragraph[1])
+            if dropping and level > dropping:
+                continue
+            dropping = level if paragraph[2:].strip().lower() in _DROPPED_SECTIONS else 0
+            while kept and kept[-1].startswith(_HEADING) and int(kept[-1][1]) >= level:
+                kept.pop()
+        if not dropping and paragraph.strip():
+            kept.append(paragraph)
+    return "\n\n".join(each[2:] if each.startswith(_HEADING) else each for each in kept[:-1])
+
+
+def _render(code: Wikicode | None, dropped: frozenset[str]) -> str:
+    parts: list[str] = []
+    for node in code.nodes if code is not None else ():
+        text = ""  # of comments
+        match node:
+            case nodes.Text():
+                text = str(node.value)
+            case nodes.Wikilink():
+                title = str(node.title).strip()
+                namespace = title.partition(":")[0].strip().lower() if ":" in title else ""
+                other_wiki = node.text is None and re.fullmatch(r"[a-z]{2,3}(-[a-z]+)?", namespace)
+                if namespace not in dropped and not other_wiki:
+                    text = title.lstrip(":") if node.text is None else _render(node.text, dropped)
+            case nodes.ExternalLink():
+                text = _render(node.title, dropped)
+            case nodes.Heading():
+                text = f"\n\n{_HEADING}{node.level}{_render(node.title, dropped).strip()}\n\n"
+            case nodes.Template():
+                inline = bool(parts) and parts[-1][-1:] not in ("", "\n")  # it goes on a line that has begun
+                text = _template(node, dropped, inline=inline)
+            case nodes.Tag():
+                name = str(node.tag).strip().lower()
+                hidden = name in _DROPPED_TAGS or node.self_closing
+                text = "\n" if name in ("br", "hr") else "" if hidden else _render(node.contents, dropped)
+            case nodes.HTMLEntity():
+                text = str(node.normalize())
+            case nodes.Argument():
+                text = _render(node.default, dropped)
+        parts.append(text)
+    return "".join(parts)
+
+
+def _template(node: nodes.Template, dropped: frozenset[str], *, inline: bool) -> str:
+    """The words that a template stands for.
+
+    Of one that is not known, within a sentence, these are its arguments, if they have no names and are few and short;
+    others are boxes, references and notices.
+    """
+    name = str(node.name).strip()
+    arguments = [_render(each.value, dropped).strip() for each in node.params if not each.showkey]
+    if century := _CENTURY.match(name):
+        return f"{century[1].upper()}{century[2] or 'e'} {century[3].lower()}{(century[4] or '').lower()}"
+    function, colon, argument = name.partition(":")
+    if colon and function.lower() in ("formatnum", "lc", "uc", "ucfirst", "lcfirst"):
+        return argument.strip()
+    name = name.lower().replace("_", " ")
+    if name in ("s", "s-", "siècle", "s2", "sp", "s2-"):  # {{s2|XVIII|XIX}}
+        numerals = [each.upper() for each in arguments if each and not each.upper().strip("IVXLC")]
+        numbers = [f"{roman}{'er' if roman == 'I' else 'e'}" for roman in numerals[: 1 if name[1:2] != "2" else None]]
+        return f"{' et '.join(numbers)} siècle{'s' if len(numbers) > 1 else ''}" if numbers else ""
+    if name in ("frac", "fraction", "sfrac"):
+        return "/".join(filter(None, arguments))
+    if known := _TEMPLATES.get(name) or ((0, 1, "") if name.startswith("lang-") else None):
+        skipped, count, before = known
+        words = before + " ".join(filter(None, arguments[skipped : skipped + count]))
+        return words if count == 0 else words.strip()
+    short = 1 <= len(arguments) <= 2 and max(map(len, arguments)) <= _INLINE_CHARACTERS
+    return " ".join(filter(None, arguments)) if inline and short and len(arguments) == len(node.params) else ""

@@ -14,7 +14,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.cluster.processes import Processes
-from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
+from affinage.data.chat import ChatTemplate, chat_template, guarded
 from affinage.errors import UserError
 from affinage.evaluation.scoring import score
 from affinage.generation.engine import Generation, generate
@@ -82,8 +82,7 @@ class JaxLM(TemplateLM):
         """Return the conversation in the chat template; without a generation prompt its last message is left open."""
         self.in_chat_template = True
         own = self.model.tokenizer.template is not None
-        history = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
-        messages = guarded(history, self.model.tokenizer)
+        messages = guarded(chat_history, self.model.tokenizer, self.model.system_prompt if own else "")
         text, last = self._template.render(messages, add_generation_prompt=add_generation_prompt), messages[-1]
         content = str(last["content"]).strip()  # as some templates do, too
         if add_generation_prompt:

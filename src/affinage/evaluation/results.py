@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from affinage.checkpoint.metadata import checksums
-from affinage.data.atomic import write_atomically, write_json
-from affinage.data.contamination import Contamination
+from affinage.data.decontaminate import Contamination
+from affinage.data.json_files import write_atomically, write_json
 from affinage.data.tokenizer import FILE
 from affinage.generation.model import LoadedModel
 
@@ -125,13 +125,13 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
         samples: of every task; an item has the number of its place in the task.
 
     Returns:
-        {texts: number of them, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short, too_short_of,
-        found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: found in more than
-        `boilerplate` texts; the scores are without these as well. too_short counts all `too_short_of` items of the
+        {texts: number of them, ngram: as decontamination's, tasks: {task: {items, too_short, too_short_of,
+        found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: found in more texts than
+        count as a match; the scores are without these as well. too_short counts all `too_short_of` items of the
         task, the other numbers those that were evaluated. Metrics that are not a mean over items are left out.
     """
     entries = {}
-    for name in samples.keys() & seen.benchmarks:
+    for name in samples.keys() & seen.items.keys():
         numbers = {str(sample["doc_id"]) for sample in samples[name]}
         found, common = (
             sorted(int(item) for task, item in items if task == name and item in numbers)
@@ -142,12 +142,12 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
         entries[name] = {
             "items": len(numbers),
             "too_short": seen.too_short.get(name, 0),
-            "too_short_of": seen.items.get(name),
+            "too_short_of": seen.items[name],
             "found": found,
             "common": common,
             "without": {metric: without for metric, without in rest.items() if without is not None},
         }
-    return {"texts": seen.texts, "boilerplate": seen.boilerplate, "ngram": seen.ngram, "tasks": entries}
+    return {"texts": seen.texts, "ngram": seen.n_grams, "tasks": entries}
 
 
 def _without(

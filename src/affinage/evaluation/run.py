@@ -15,8 +15,8 @@ from lm_eval.api.task import Task
 
 from affinage import __version__
 from affinage.cluster.processes import Processes
-from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.contamination import Contamination
+from affinage.data.decontaminate import Contamination
+from affinage.data.overlap import BenchmarkItem
 from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.benchmarks import CORE, CORE_SHOTS

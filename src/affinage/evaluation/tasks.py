@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.benchmark_items import BenchmarkItem, strings_in
-from affinage.data.foreign_json import of_a_line
+from affinage.data.overlap import BenchmarkItem, strings_in
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
 from affinage.paths import from_home
@@ -240,7 +239,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                         raise ValueError(f"is not an object but a {type(row).__name__}")
                     yield row
     except (OSError, ValueError, EOFError, RecursionError) as error:
-        raise UserError(f"is not JSON Lines: {of_a_line(error)}", where=f"{path}:{number}", fix=_LINES) from error
+        what = f"is not JSON Lines: {getattr(error, 'msg', error)}"
+        raise UserError(what, where=f"{path}:{number}", fix=_LINES) from error
 
 
 def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterator[BenchmarkItem]:

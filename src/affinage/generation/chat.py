@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from affinage.data.atomic import write_json
 from affinage.data.chat import encode_prompt
+from affinage.data.json_files import write_json
 from affinage.errors import UserError
 from affinage.generation.engine import Engine
 from affinage.generation.model import LoadedModel

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from affinage.data.atomic import write_json
+from affinage.data.json_files import write_json
 from affinage.errors import UserError
 from affinage.hub.families import FAMILIES, family_of
 from affinage.hub.family_spec import Decoder

@@ -12,7 +12,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from affinage.data.atomic import write_atomically, write_json
+from affinage.data.json_files import write_atomically, write_json
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card

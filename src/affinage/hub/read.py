@@ -17,8 +17,8 @@ from huggingface_hub.utils import disable_progress_bars
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from affinage.data.foreign_json import read_object
 from affinage.data.hub_answers import limit_requests, refusal
+from affinage.data.json_files import read_object
 from affinage.errors import UserError, of_the_machine
 from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from affinage.data.atomic import write_json
 from affinage.data.chat import chat_template
-from affinage.data.foreign_json import read_object
+from affinage.data.json_files import read_object, write_json
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError

@@ -174,7 +174,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
         decontaminate = recipe.data.decontaminate if recipe.data else None
         if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
             # How items are found in the text; otherwise the same settings have decided over the text itself.
-            config["data"] = {"decontaminate": _part(decontaminate, "n_grams", "min_words", "boilerplate")}
+            config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
         read = ["train-tokenizer", *(["synthesize"] if POCKET_WORLD in _tasks(recipe) else [])]
         read += ["split"] if evaluate.compressors and recipe.data is not None else []
         for training in trained:

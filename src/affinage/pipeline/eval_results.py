@@ -7,26 +7,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from affinage.checkpoint.metadata import fingerprint
 from affinage.checkpoint.store import complete_steps
 from affinage.config.data import DecontaminateSettings
-from affinage.data.atomic import write_atomically
-from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.contamination import (
-    Contamination,
-    Occurrences,
-    contamination,
-    count_occurrences,
-    texts_of_documents,
-    texts_of_rows,
-)
-from affinage.data.overlap import ItemIndex
+from affinage.data.decontaminate import Contamination, contamination, count_occurrences, texts_of_rows
+from affinage.data.documents import read_documents
+from affinage.data.json_files import write_atomically
+from affinage.data.overlap import BenchmarkItem, ItemIndex
 from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.results import STATE, read_results
 from affinage.pipeline import models
@@ -96,20 +88,19 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         return None
 
     def search(items: Iterable[BenchmarkItem]) -> Contamination:
-        chosen = settings or DecontaminateSettings()
-        index, counts = ItemIndex(items, chosen), []
+        index, counts = ItemIndex(items, (settings or DecontaminateSettings()).n_grams), []
         if split is not None:
-            counts.append(_counted(index, [split], partial(texts_of_documents, split / "train")))
-        if tokenizer is not None:
-            for chat in chats:
-                texts = partial(texts_of_rows, chat / "train", Tokenizer(tokenizer))
-                counts.append(_counted(index, [chat, tokenizer], texts))
-        return contamination(index, counts, chosen)
+            documents = read_documents(split / "train", ["text"])  # nothing is read yet
+            counts.append(_counted(index, [split], (batch.column("text") for batch in documents)))
+        for chat in chats if tokenizer is not None else ():
+            texts = texts_of_rows(chat / "train", Tokenizer(tokenizer))
+            counts.append(_counted(index, [chat, tokenizer], texts))
+        return contamination(index, counts)
 
     return search
 
 
-def _counted(index: ItemIndex, read: list[Path], texts: Callable[[], Any]) -> Occurrences:
+def _counted(index: ItemIndex, read: list[Path], texts: Iterable[pa.Array]) -> tuple[int, np.ndarray]:
     """The counts of a search of the texts of the results `read`.
 
     A search of a corpus takes long, so its counts are stored for every other model that was trained on the same text.
@@ -120,9 +111,9 @@ def _counted(index: ItemIndex, read: list[Path], texts: Callable[[], Any]) -> Oc
     file = read[0].resolve().parent / f"contamination-{digest[:12]}.npz"
     if file.is_file():
         with np.load(file) as stored:
-            return Occurrences(int(stored["texts"]), stored["with_run"])
-    counts, content = count_occurrences(texts(), index), io.BytesIO()
-    np.savez(content, texts=counts.texts, with_run=counts.with_run)
+            return int(stored["texts"]), stored["with_run"]
+    (count, with_run), content = count_occurrences(texts, index), io.BytesIO()
+    np.savez(content, texts=count, with_run=with_run)
     with contextlib.suppress(OSError):  # the store may be another user's
         write_atomically(file, content.getvalue())
-    return counts
+    return count, with_run

@@ -1,5 +1,7 @@
 """From a training step to the documents it read, from a text to the steps that read it, and the documents of a step."""
 
+import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
-from affinage.data.dataloader import DataLoader, read_rows
+from affinage.data.dataloader import DataLoader
 from affinage.data.documents import read_documents
-from affinage.data.lineage import occurrences, rows_of_document, spans_of_row, token_ranges
 from affinage.data.tokenize import UNDETERMINED, group_name
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -77,11 +79,11 @@ class TrainingRows:
         rows: list[dict[str, Any]] = []
         for index, (folder, number) in enumerate(self.feed.where(batch)):
             if row in (None, index):
-                spans = spans_of_row(self.feed.shards[folder], number)
+                spans = self.feed.shards[folder].spans_of_row(number)
                 documents = [{k: v for k, v in span.items() if k != "row"} for span in spans]
                 rows.append({"row": index, "folder": folder, "number": number, "documents": documents})
         if row is not None:
-            tokens, _ = read_rows(self.feed.shards[rows[0]["folder"]], np.array([rows[0]["number"]]))
+            tokens, _ = self.feed.shards[rows[0]["folder"]].read(np.array([rows[0]["number"]]))
             for document in rows[0]["documents"]:
                 document["text"] = self.tokenizer.decode(tokens[0, document["start"] : document["stop"]].tolist())
         return rows
@@ -91,19 +93,33 @@ class TrainingRows:
 
         Yields {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
-        split = self._existing(made_from(self.folder, "split"))
+        split, text = self._existing(made_from(self.folder, "split")), unicodedata.normalize("NFC", text)
+        every = re.compile(f"(?={re.escape(text)})", re.IGNORECASE)  # those that overlap, too
         for part in ("train", "validation"):
-            for document, places in occurrences(split / part, text):
-                facts = {name: document[name] for name in ("id", "source", "language", "url")}
-                rows = []
-                if part == "train":
-                    folder = group_name(document["source"], document["language"] or UNDETERMINED)
-                    ranges = token_ranges(document, places, len(text), self.tokenizer)
-                    shards = self.feed.shards[folder]
-                    for number in rows_of_document(shards, document["id"], document["source"], ranges):
-                        steps = [step + 1 for step in self.feed.steps_of(folder, number, self.facts["steps"])]
-                        rows.append({"folder": folder, "number": number, "steps": steps})
-                yield {**facts, "part": part, "occurrences": len(places), "rows": rows}
+            for batch in read_documents(split / part, ("id", "source", "language", "url", "text")):
+                for document in batch.filter(pc.match_substring(batch["text"], text, ignore_case=True)).to_pylist():
+                    places, whole = [match.start() for match in every.finditer(document["text"])], document.pop("text")
+                    rows = []
+                    if part == "train":
+                        folder = group_name(document["source"], document["language"] or UNDETERMINED)
+                        ranges = self._token_ranges(whole, document["language"], places, len(text))
+                        shards = self.feed.shards[folder]
+                        for number in shards.rows_of_document(document["id"], document["source"], ranges):
+                            steps = [step + 1 for step in self.feed.steps_of(folder, number, self.facts["steps"])]
+                            rows.append({"folder": folder, "number": number, "steps": steps})
+                    yield {**document, "part": part, "occurrences": len(places), "rows": rows}
+
+    def _token_ranges(self, text: str, language: str, places: list[int], length: int) -> list[tuple[int, int]]:
+        """The tokens [start, stop) of a document, `<s>` included, that hold each occurrence of `length` characters."""
+        before = len(self.tokenizer.frame(language)[0])
+        ends = np.cumsum(self.tokenizer.byte_lengths(text, self.tokenizer.encode(text)))
+        ranges = []
+        for place in places:
+            first = len(text[:place].encode())
+            last = first + len(text[place : place + length].encode())
+            start, stop = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="left") + 1
+            ranges.append((int(start) + before, int(stop) + before))
+        return ranges
 
 
 def documents(run: Path, step: str, part: str | None = None) -> Iterator[dict[str, Any]]:

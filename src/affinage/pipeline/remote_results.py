@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
 from affinage.checkpoint.store import CHECKPOINTS
 from affinage.errors import UserError, first_line
+from affinage.pipeline.step import print_line
 from affinage.pipeline.store import Request, Store, hash_on_disk, read_manifest
 from affinage.results import MANIFEST, Manifest
 
@@ -61,7 +62,7 @@ class RemoteResults:
         name, manifest = self._store.path(request).name, self._manifest(request)
         assert manifest is not None
         files = {file: facts for file, facts in manifest.files.items() if whole or facts.bytes <= _SMALL_FILE}
-        print(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
+        print_line(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from filelock import FileLock, Timeout
+
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
@@ -19,7 +21,7 @@ from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, forget_downloads, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, print_line
-from affinage.pipeline.store import REQUEST, Lock, Request, Store, link, read_request, versions, write_json
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
 from affinage.results import RESULT, RESULTS, Result, read_json
 from affinage.stopping import StopSignals
 
@@ -178,11 +180,12 @@ class PipelineRunner:
         if all(planned.complete and self.store.is_complete(planned.request) for planned in steps):
             self._note(steps)
             return []
-        lock = self._lock(f"{self.loaded.recipe.name}.run")
-        if not lock.acquire():
+        try:
+            lock = self._lock(f"{self.loaded.recipe.name}.run").acquire()
+        except Timeout:
             fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
-            raise UserError(f"{lock.holder} is at this run", where=str(self.folder), fix=fix)
-        with contextlib.closing(lock):
+            raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
+        with lock:
             self.store.sweep()
             steps = self.plan()  # again: another process may have been at some of them
             for planned in reversed(steps):
@@ -223,7 +226,6 @@ class PipelineRunner:
         started, clock = time.time(), time.monotonic()
 
         def on_metrics(row: Mapping[str, Any]) -> None:
-            store.check_begun(request)  # nothing that a training writes into another folder would be found
             self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
             listener.on_metrics(row)
 
@@ -244,23 +246,28 @@ class PipelineRunner:
 
     # ---- other processes ----
 
-    def _lock(self, name: str) -> Lock:
-        return Lock(self.store.folder / ".locks", name, f"affinage, recipe {self.loaded.recipe.name}")
+    def _lock(self, name: str) -> FileLock:
+        """A lock on a run or a result, which at most one process holds, and never one that has ended."""
+        folder = self.store.folder / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
 
     @contextlib.contextmanager
     def _making(self, request: Request) -> Iterator[bool]:
         """Inside, a missing result is this process's to make. Yields whether it is missing.
 
-        While another process makes it, this one waits and prints for whom.
+        While another process makes it, this one waits and prints that.
         """
+        if self.store.is_complete(request):
+            yield False
+            return
         lock = self._lock(self.store.path(request).name)
-        for attempt in itertools.count():
-            if self.store.is_complete(request) or lock.acquire():
-                break
-            if attempt == 0:
-                print_line(f"{request.step}: waiting for {lock.holder}, which is making it")
-            time.sleep(_POLL)
-        with contextlib.closing(lock):
+        try:
+            held = lock.acquire()
+        except Timeout:
+            print_line(f"{request.step}: waiting for another process, which is making it")
+            held = lock.acquire(timeout=-1, poll_interval=_POLL)
+        with held:
             yield not self.store.is_complete(request)
 
     # ---- the folder of the run ----

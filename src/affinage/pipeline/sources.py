@@ -14,6 +14,7 @@ import yaml
 
 from affinage.config.data import POCKET_WORLD
 from affinage.data.places import is_url, printable
+from affinage.errors import first_line
 from affinage.paths import from_home
 from affinage.results import read_json
 
@@ -91,13 +92,13 @@ def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tupl
     """
     if not (urls := list(filter(is_url, paths))):
         return {}, {}
-    from affinage.data.downloads import Unreachable, version_of, version_of_copy
+    from affinage.data.downloads import version_of, version_of_copy
 
     def check(url: str) -> tuple[str, str]:
         try:
             return version_of(url, again=True), "the server gives no version"
-        except Unreachable as error:
-            return "", str(error)
+        except Exception as error:  # each library has its own
+            return "", first_line(error.__cause__ or error)
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         versions = dict(zip(urls, pool.map(check, urls), strict=True))

@@ -7,7 +7,6 @@ from typing import Any
 from affinage.config.data import DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import TuningSettings
-from affinage.data.benchmark_items import BenchmarkItem, kind_of_items, read_items
 from affinage.data.conversations import check_source
 from affinage.data.decontaminate import decontaminate as decontaminate_documents
 from affinage.data.decontaminate import write_items
@@ -17,6 +16,7 @@ from affinage.data.filters import filter_documents
 from affinage.data.ingest import check as check_text_source
 from affinage.data.ingest import ingest as ingest_sources
 from affinage.data.language import known_languages
+from affinage.data.overlap import BenchmarkItem, kind_of_items, read_items
 from affinage.data.places import released_folder
 from affinage.data.split import split as split_documents
 from affinage.data.synthetic import write_world
@@ -37,7 +37,7 @@ from affinage.pipeline.step import StepContext, Summary, at, check_exists, print
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
 _COUNTS = (
     *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    *("unrolled", "reasoning_dropped", "prompt_differs"),
+    *("unrolled", "reasoning_dropped"),
 )
 
 
@@ -100,7 +100,7 @@ def tokenize(context: StepContext) -> Summary:
     """Write the documents as shards of packed tokens."""
     recipe, tokenizer = context.recipe, Tokenizer(context.inputs["train-tokenizer"])
     arguments = (context.inputs["split"], tokenizer, context.folder, recipe.packing, recipe.seed)
-    return _pooled(context, tokenize_documents, *arguments, progress=context.progress)
+    return _pooled(context, tokenize_documents, *arguments)
 
 
 def tuning_data(context: StepContext, section: str) -> Summary:
@@ -120,7 +120,6 @@ def tuning_data(context: StepContext, section: str) -> Summary:
         system_prompt=recipe.chat_system_prompt if section == "dpo" else tuning.system_prompt,
         world_folder=context.inputs.get("synthesize"),
         searched=searched or None,
-        progress=context.progress,
     )
     path.unlink(missing_ok=True)
     print_counts(summary, "pairs" if section == "dpo" else "conversations")
@@ -156,8 +155,8 @@ def chat_tokenizer(context: StepContext) -> Tokenizer:
 
 def _pooled(context: StepContext, work: Callable[..., Summary], *arguments: Any, **settings: Any) -> Summary:
     """Call the function of a data step with the recipe's executor, and show the share of its work that is done."""
-    settings.setdefault("progress", lambda share: context.progress(f"{share:.0%}"))
-    with open_executor(context.recipe.data or DataSettings.model_construct()) as executor:
+    recipe = context.recipe.data or DataSettings.model_construct()
+    with open_executor(recipe, progress=context.progress) as executor:
         return work(*arguments, executor=executor, **settings)
 
 
@@ -232,10 +231,15 @@ def check_tokenize(loaded: LoadedRecipe) -> None:
 
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
-    """The conversations are there, and so is their template."""
+    """The conversations are there, and a template that the imported tokenizer, if there is one, has the tokens of."""
     tuning: TuningSettings = getattr(loaded.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
             check_source(tuning, index)
     folder = initial_folder(loaded)
-    chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
+    template = chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
+    if folder is not None:
+        with at(loaded, "init_from"):
+            tokenizer = Tokenizer(folder / TOKENIZER)
+            tokenizer.use_template(template)
+            _ = tokenizer.conversation_marks

@@ -12,9 +12,7 @@ from affinage.checkpoint import remote
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.atomic import write_array
-from affinage.data.dataloader import DataLoader, ValidationRows, read_reference, validation_sets
-from affinage.data.lineage import spans_of_row
+from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
@@ -25,10 +23,10 @@ from affinage.model.graph import ANSWERS, preference_graph
 from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder
-from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, TOKENIZER
+from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.opening import initial_params, trained_params
-from affinage.pipeline.step import StepContext, Summary, at, mesh_of
+from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
 from affinage.planning.auto_remat import remat_for_devices
@@ -60,7 +58,10 @@ def train(context: StepContext) -> Summary:
         for held_out in validation.values():
             held_out.bytes = 0  # the loss is of pairs, not of text
     if reference is not None:
-        feed.reference, of_validation = read_reference(reference / "train"), read_reference(reference / "validation")
+        feed.reference, of_validation = (
+            {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in (reference / part).glob("*.npy")}
+            for part in ("train", "validation")
+        )
         for title, held_out in validation.items():
             held_out.reference = of_validation.get(title)
         data["reference"] = content_hash(reference, "train")
@@ -118,7 +119,7 @@ def ref_logprobs(context: StepContext) -> Summary:
                     compiled = compiled or trainer.compile_value(ANSWERS, batch)
                     answers.append(np.asarray(jax.device_get(compiled(params, trainer.put(batch))))[..., 0])
                 if Processes.current.first:
-                    write_array(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
+                    np.save(context.folder / part / f"{name}.npy", np.concatenate(answers)[: batches.rows])
                 of_part[name] = batches.rows
     finally:
         job.hardware.release()
@@ -136,7 +137,7 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         layout, rows = MeshLayout(mesh, table_with(parallel.sharding)), rows_per_step(settings, mesh.size)
         seq_len = getattr(settings, "seq_len", None) or recipe.packing.seq_len
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
-        print(f"{name}: {choice}", flush=True)
+        print_line(f"{name}: {choice}")
         parallel = parallel.model_copy(update={"remat": choice.remat})
     if (url := _remote_of(context)) is not None:
         keep = runtime.checkpoint
@@ -203,7 +204,7 @@ def documents_of(feed: DataLoader, step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
     rows = []
     for row, (folder, number) in enumerate(feed.where(step - 1)):
-        documents = [f"{span['source']}/{span['id']}" for span in spans_of_row(feed.shards[folder], number)]
+        documents = [f"{span['source']}/{span['id']}" for span in feed.shards[folder].spans_of_row(number)]
         rows.append({"row": row, "folder": folder, "number": number, "documents": documents})
     return rows
 
@@ -223,7 +224,7 @@ def bring_from_remote(context: StepContext, forced: bool) -> None:
     if url is not None and forced:
         remote.forget(url)
     elif url is not None:
-        remote.download_newest(url, context.folder, lambda line: print(f"{context.step}: {line}", flush=True))
+        remote.download_newest(url, context.folder, lambda line: print_line(f"{context.step}: {line}"))
 
 
 def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
@@ -244,7 +245,7 @@ def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
     if schedule.warmup_steps > steps:
         schedule = schedule.model_copy(update={"warmup_steps": steps // 10})
     if Processes.current.first:
-        print(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
+        print_line(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
 
 
@@ -260,10 +261,6 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     if folder is not None:
         with line("init_from"):
             initial_params(folder, graph)
-            tokenizer = Tokenizer(folder / TOKENIZER)
-            if recipe.sft is not None or recipe.dpo is not None:
-                tokenizer.use_template(chat_template_of(loaded, folder / TOKENIZER))
-                _ = tokenizer.conversation_marks
     elif recipe.tokenizer.kind == "bpe":
         _check_vocabulary(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))

@@ -20,8 +20,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 import affinage
 from affinage.errors import UserError
 from affinage.results import MANIFEST, RESULT, read_json
@@ -90,13 +88,6 @@ class Store:
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
-    def check_begun(self, request: Request) -> None:
-        """Raise UserError if the folder that `begin` returned was deleted or moved."""
-        folder = self.path(request)
-        if not (folder / REQUEST).is_file():
-            what = "this folder was deleted or moved while its result was made"
-            raise UserError(what, where=str(folder), fix="Run the same command again.")
-
     def discard(self, request: Request) -> None:
         """Remove a result, complete or not."""
         folder = self.path(request)
@@ -112,7 +103,9 @@ class Store:
         the seconds that it took. Raises UserError if the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
-        self.check_begun(request)
+        if not (folder / REQUEST).is_file():
+            what = "this folder was deleted or moved while its result was made"
+            raise UserError(what, where=str(folder), fix="Run the same command again.")
         write_json(folder / RESULT, summary)
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
@@ -128,36 +121,6 @@ class Store:
         """Remove what killed processes have left of discarded results."""
         for doomed in self.folder.glob(".discarded-*"):
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-class Lock:
-    """A lock on a run or a result, which at most one process holds, and never one that has ended.
-
-    `owner` is what this process is called in other processes' messages.
-    """
-
-    def __init__(self, folder: Path, name: str, owner: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._note = folder / f"{name}.holder"
-        self._owner = f"`{owner}` (process {os.getpid()} on {platform.node()}, since {time.strftime('%H:%M:%S')})"
-        self._lock = FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
-        self.close = self._lock.release
-
-    def acquire(self) -> bool:
-        """Take the lock; False if another process holds it."""
-        try:
-            self._lock.acquire()
-        except Timeout:
-            return False
-        self._note.write_text(self._owner, encoding="utf-8")
-        return True
-
-    @property
-    def holder(self) -> str:
-        """The process that holds it, in words."""
-        with contextlib.suppress(OSError):
-            return self._note.read_text(encoding="utf-8", errors="replace")
-        return "another process"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

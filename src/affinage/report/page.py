@@ -12,7 +12,7 @@ import yaml
 from markupsafe import Markup
 
 import affinage
-from affinage.data.atomic import write_atomically
+from affinage.data.json_files import write_atomically
 from affinage.report import figures
 from affinage.report.evaluations import changes, headline, is_share
 from affinage.report.facts import Facts, by_size, collect_facts

@@ -2,17 +2,15 @@
 
 import json
 import random
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from affinage.data.synthetic.benchmarks import build_tasks, conversations, exchanges, preferences, task_settings
+from affinage.data.synthetic.benchmarks import build_tasks, conversations, exchanges, preferences
 from affinage.data.synthetic.documents import Writer, ordinary_documents, planted_documents
-from affinage.data.synthetic.facts import LANGUAGES, build_facts, calculations
-from affinage.data.synthetic.scenes import scenes
+from affinage.data.synthetic.facts import LANGUAGES, build_facts, calculations, scenes, table
 
 SHARDS = 4  # files that the documents are spread over
 ORDINARY_SHARE = 0.96  # of the bytes; the rest is planted
@@ -29,7 +27,7 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
     used_sums, held_out_sums = calculations(seed)
     used_scenes, held_out_scenes = scenes(seed)
     writers = [Writer(language, facts, used_sums, used_scenes, seed) for language in LANGUAGES]
-    documents = list(ordinary_documents(writers, round(ORDINARY_SHARE * megabytes * 1e6)))
+    documents = ordinary_documents(writers, round(ORDINARY_SHARE * megabytes * 1e6))
     rng = random.Random(f"{seed}/planted")
     documents += planted_documents(documents, rng)
     rng.shuffle(documents)
@@ -44,21 +42,16 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
 
     size = -(-len(documents) // SHARDS)
     for shard in range(SHARDS):
-        write(f"documents/part-{shard}.jsonl", map(vars, documents[shard * size : (shard + 1) * size]))
+        part = documents[shard * size : (shard + 1) * size]
+        write(f"documents/part-{shard}.jsonl", (document._asdict() for document in part))
     write("chat.jsonl", chats)
     write("preferences.jsonl", pairs)
     write("facts.jsonl", map(vars, facts))
     for name, items in tasks.items():
         write(f"tasks/{name}.jsonl", items)
-        settings = yaml.safe_dump(task_settings(name), sort_keys=False, allow_unicode=True)
-        (folder / f"tasks/{name}.yaml").write_text(settings, "utf-8")
-    return {
-        "documents": len(documents),
-        "text_bytes": sum(len(document.text.encode()) for document in documents),
-        "by_kind": dict(sorted(Counter(document.kind for document in documents).items())),
-        "by_language": dict(sorted(Counter(document.lang for document in documents).items())),
-        "facts": len(facts),
-        "conversations": len(chats),
-        "preferences": len(pairs),
-        "tasks": {name: len(items) for name, items in sorted(tasks.items())},
-    }
+        kind = {"agreement": "minimal_pair", "chat": "chat"}.get(name.split("_")[1], "completion")
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}}
+        settings = {"task": name, **source, "test_split": "test", **table("tasks")[kind]}
+        text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+        (folder / f"tasks/{name}.yaml").write_text(text, "utf-8")
+    return {"documents": len(documents), "tasks": {name: len(items) for name, items in sorted(tasks.items())}}

@@ -4,8 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from affinage.data.synthetic.facts import LANGUAGES, Fact, table
-from affinage.data.synthetic.scenes import Scene, dressed
+from affinage.data.synthetic.facts import LANGUAGES, Fact, Scene, dressed, table
 
 PHRASINGS = 2  # questions asked about each fact in each language it is stated in
 SUMS_ASKED = 100  # per language
@@ -65,18 +64,15 @@ def conversations(asked: Sequence[Exchange], rng: random.Random) -> list[Item]:
     rng.shuffle(talks)
     lines = []
     for i, turns in enumerate(talks):
-        pairs = [(("user", turn.question), ("assistant", turn.answer)) for turn in turns]
-        messages = [{"role": role, "content": content} for pair in pairs for role, content in pair]
+        pairs = (("user", turn.question, "assistant", turn.answer) for turn in turns)
+        messages = [{"role": role, "content": text} for pair in pairs for role, text in (pair[:2], pair[2:])]
         kind, language = turns[0].kind if len(turns) == 1 else "talk", turns[0].lang
         lines.append({"id": f"{language}-chat-{i:05d}", "messages": messages, "kind": kind, "lang": language})
     return lines
 
 
 def preferences(asked: Sequence[Exchange], facts: Sequence[Fact], rng: random.Random) -> list[Item]:
-    """Return the lines of preferences.jsonl: the rejected answer is false, curt, or in the other language.
-
-    An answer in the other language is only made of facts that are stated in both.
-    """
+    """Return the lines of preferences.jsonl: the rejected answer is false, curt, or in the other language."""
     pairs = []
     for exchange in asked:
         if (fact := exchange.fact) is None:
@@ -96,9 +92,6 @@ def preferences(asked: Sequence[Exchange], facts: Sequence[Fact], rng: random.Ra
     return [{"id": f"{pair['lang']}-preference-{i:05d}", **pair} for i, pair in enumerate(pairs)]
 
 
-# ---- tasks ----
-
-
 def _choices(context: str, right: Any, wrong: Sequence[Any], rng: random.Random) -> Item:
     """Return shuffled choices of (object, words), with the index of the right one."""
     options = rng.sample([right, *wrong], 1 + len(wrong))
@@ -115,12 +108,10 @@ def _fact_tasks(facts: Sequence[Fact], language: str, rng: random.Random) -> dic
         choices = _choices(context, right, rng.sample(wrong, WRONG), rng)
         return {**choices, "fact": fact.id, "relation": fact.relation, "form": form}
 
-    seen, unseen = [], []
-    for fact in rng.sample([fact for fact in facts if language in fact.stated], FACT_ITEMS):
-        seen.append(item(fact, fact.used(language)))
-        unseen.append(item(fact, fact.held_out[language]))
+    chosen = rng.sample([fact for fact in facts if language in fact.stated], FACT_ITEMS)
+    pairs = [(item(fact, fact.used(language)), item(fact, fact.held_out[language])) for fact in chosen]
     cross = [item(fact, fact.completable(language)) for fact in facts if language not in fact.stated]
-    return {"facts": seen, "facts_unseen": unseen, "cross": cross}
+    return {"facts": [seen for seen, _ in pairs], "facts_unseen": [unseen for _, unseen in pairs], "cross": cross}
 
 
 def _arithmetic_items(held_out: Sequence[Fact], language: str, rng: random.Random) -> list[Item]:
@@ -159,13 +150,6 @@ def build_tasks(
         items["arithmetic"] = _arithmetic_items(sums, language, rng)
         items["agreement"] = _agreement_items(scenes, language, rng)
         chosen = rng.sample([exchange for exchange in asked if exchange.lang == language], CHAT_ITEMS)
-        items["chat"] = [{"question": one.question, "answer": one.answer, "kind": one.kind} for one in chosen]
+        items["chat"] = [{"question": each.question, "answer": each.answer, "kind": each.kind} for each in chosen]
         tasks |= {f"pocket_{kind}_{language}": found for kind, found in items.items()}
     return tasks
-
-
-def task_settings(name: str) -> Item:
-    """Return the contents of a task's YAML file; `data_files` in it is relative to that file's folder."""
-    kind = {"agreement": "minimal_pair", "chat": "chat"}.get(name.split("_")[1], "completion")
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}, "test_split": "test"}
-    return {"task": name, **data, **table("tasks")[kind]}

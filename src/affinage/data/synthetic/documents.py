@@ -2,11 +2,9 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from affinage.data.synthetic.facts import LANGUAGES, Fact, grouped, sentence, table
-from affinage.data.synthetic.scenes import Scene, dressed
+from affinage.data.synthetic.facts import LANGUAGES, Fact, Scene, dressed, grouped, sentence, table
 
 ABOUT_COUNTRIES = ("currency", "language", "continent", "country_name")
 REHEARSED = "continent"  # stated twice as often as the others: nothing in a country's name hints at its continent
@@ -17,8 +15,7 @@ NEAR_JACCARD = 0.85  # of word 5-grams: above the usual threshold of 0.8 with ro
 NOISE = "#%&*+=<>|~^{}[]()@$;:/\\_\x01\x02\x07\x1b\x7f\ufffd"
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """One text of the corpus; `kind` is "text", or the defect with which it was planted."""
 
     id: str
@@ -57,7 +54,7 @@ class Writer:
 
     def write(self, kind: str) -> str:
         """Return a document of one of the kinds of prose.yaml."""
-        sentences = list(getattr(self, f"_write_{kind}")())
+        sentences = list(self._sentences(kind))
         if opening := table("prose")["kinds"][kind].get("opening"):
             sentences = [*self._perhaps(OPENED_SHARE, opening), *sentences]
         return ("\n" if kind == "list" else " ").join(sentences)
@@ -79,14 +76,13 @@ class Writer:
         facts = next(self._decks["countries"])
         return self.rng.sample(facts, len(facts))
 
-    def _next_statement(self, fact: Fact) -> int:
+    def _say(self, fact: Fact, linked: float = 0.0) -> str:
+        """Return the next statement of a fact, with a chance of being linked to what is before it."""
         indices = fact.used(self.language)
         turn = self._turns.setdefault(fact.id, self.rng.randrange(len(indices)))
         self._turns[fact.id] = turn + 1
-        return indices[turn % len(indices)]
-
-    def _say(self, fact: Fact) -> str:
-        return fact.statement(self.language, self._next_statement(fact))
+        link = "".join(self._perhaps(linked, "links")) if linked else ""
+        return fact.statement(self.language, indices[turn % len(indices)], link)
 
     def _enumerate(self, words: Sequence[str]) -> str:
         return ", ".join(words[:-1]) + {"en": " and ", "fr": " et "}[self.language] + words[-1]
@@ -98,101 +94,95 @@ class Writer:
         run = self._enumerate([words[(start + i) % len(words)] for i in range(length)])
         return table("prose")["in_order"][names][self.language].format(run)
 
-    def _write_entry(self) -> Iterator[str]:
-        """Yield all facts of two or three countries, some of them twice."""
-        for _ in range(self.rng.choice((2, 3, 3))):
-            facts = self._country()
-            yield from map(self._say, facts)
-            again = [fact for fact in facts if fact.relation == REHEARSED or self.rng.random() < 0.4]
-            yield from map(self._say, again)
-            yield from self._perhaps(0.3, "fillers")
-        yield self._pick("fillers" if self.rng.random() < 0.5 else "closings")
-
-    def _write_paragraph(self) -> Iterator[str]:
-        for fact in self._facts(self.rng.randrange(10, 20)):
-            index = self._next_statement(fact)
-            yield fact.statement(self.language, index, opening="".join(self._perhaps(0.06, "links")))
-            yield from self._perhaps(0.06, "fillers")
-            if self.rng.random() < 0.08:  # one sentence about three countries of a continent
-                facts = self.rng.sample(next(self._decks["continents"]), 3)
-                subjects = self._enumerate([fact.forms[self.language]["s"] for fact in facts])
-                yield sentence(self._pick("together").format(subjects=subjects, **facts[0].forms[self.language]))
-        yield from self._perhaps(0.7, "closings")
-
-    def _write_questions(self) -> list[str]:
-        curious, wise = self.rng.sample(table("prose")["travelers"], 2)
-        sentences = []
-        for fact in self._facts(self.rng.randrange(6, 11)):
-            asks = "".join(self._perhaps(0.4, "asks")).format(name=curious)
-            answers = self._pick("answers").format(name=wise)
-            question = fact.fill(self.rng.choice(fact.templates("questions", self.language)), self.language)
-            sentences.append(f"{asks}{question} {answers}{self._say(fact)}")
-        self._insert(sentences)
-        return sentences
-
-    def _write_list(self) -> Iterator[str]:
-        """Yield one fact a line between sentences; fewer where the names are of the other language."""
-        headings, colon = table("sentences")["lists"], {"en": ":", "fr": " :"}[self.language]
-        relation = self.rng.choice(sorted(headings))
-        yield from (self._pick("openings"), headings[relation][self.language] + colon)
-        longest = 6 if relation in ("country_name", "word") else 12
-        for fact in self._facts(self.rng.randrange(longest // 2, longest), relation):
-            words = fact.forms[self.language]
-            yield f"- {words['s'] if relation == 'word' else sentence(words['s'])}{colon} {words['o']}"
-        yield from map(self._say, self._facts(4))
-        yield from (self._pick("fillers"), self._pick("closings"))
-
-    def _write_journey(self) -> Iterator[str]:
-        name = self.rng.choice(table("prose")["travelers"])
-        for _ in range(self.rng.randrange(3, 6)):
-            facts = self._country()
-            yield facts[0].fill(self._pick("journeys").replace("{name}", name), self.language)
-            yield from map(self._say, facts[:3])
-            yield from self._perhaps(0.3, "fillers")
-
-    def _write_dictionary(self) -> list[str]:
-        sentences = [self._say(fact) for fact in self._facts(self.rng.randrange(8, 18), "word")]
-        self._insert(sentences)
-        self._insert(sentences)
-        return [*sentences, self._pick("closings")]
-
-    def _write_calendar(self) -> list[str]:
-        sentences = [self._in_order("months", 12, range(4, 13)), self._in_order("days", 7, range(3, 8))]
-        for relation in ("month_after", "day_after"):
-            sentences += map(self._say, self._facts(5, relation))
-        self.rng.shuffle(sentences)
-        return [*sentences, self._pick("fillers")]
-
-    def _write_sums(self) -> list[str]:
-        sentences = []
-        for _ in range(self.rng.randrange(9, 15)):
-            fact = next(self._decks["sums"])
-            sentences.append(fact.fill(self.rng.choice(fact.templates("statements", self.language)), self.language))
-        for _ in range(self.rng.randrange(1, 3)):
-            digits = [fact.statement("digits") for fact in self._facts(3, "sums")]
-            self._insert(sentences, table("prose")["in_digits"][self.language].format(*digits))
-        return [*sentences, self._in_order("numbers", 15, range(4, 12)), self._pick("fillers"), self._pick("closings")]
-
-    def _write_scenes(self) -> Iterator[str]:
-        for _ in range(self.rng.randrange(12, 24)):
-            yield dressed(next(self._decks["scenes"]), self.rng).text(self.language)
-        yield from self._perhaps(0.5, "fillers")
+    def _sentences(self, kind: str) -> Iterator[str]:
+        rng, prose, language, sentences = self.rng, table("prose"), self.language, list[str]()
+        match kind:
+            case "entry":  # all facts of two or three countries, some of them twice
+                for _ in range(rng.choice((2, 3, 3))):
+                    facts = self._country()
+                    yield from map(self._say, facts)
+                    again = [fact for fact in facts if fact.relation == REHEARSED or rng.random() < 0.4]
+                    yield from map(self._say, again)
+                    yield from self._perhaps(0.3, "fillers")
+                yield self._pick("fillers" if rng.random() < 0.5 else "closings")
+            case "paragraph":
+                for fact in self._facts(rng.randrange(10, 20)):
+                    yield self._say(fact, linked=0.06)
+                    yield from self._perhaps(0.06, "fillers")
+                    if rng.random() < 0.08:  # one sentence about three countries of a continent
+                        facts = rng.sample(next(self._decks["continents"]), 3)
+                        subjects = self._enumerate([each.forms[language]["s"] for each in facts])
+                        yield sentence(self._pick("together").format(subjects=subjects, **facts[0].forms[language]))
+                yield from self._perhaps(0.7, "closings")
+            case "questions":
+                curious, wise = rng.sample(prose["travelers"], 2)
+                for fact in self._facts(rng.randrange(6, 11)):
+                    asks = "".join(self._perhaps(0.4, "asks")).format(name=curious)
+                    answers = self._pick("answers").format(name=wise)
+                    question = fact.fill(rng.choice(fact.templates("questions", language)), language)
+                    sentences.append(f"{asks}{question} {answers}{self._say(fact)}")
+                self._insert(sentences)
+            case "list":  # one fact a line between sentences; fewer where the names are of the other language
+                headings, colon = table("sentences")["lists"], {"en": ":", "fr": " :"}[language]
+                relation = rng.choice(sorted(headings))
+                yield from (self._pick("openings"), headings[relation][language] + colon)
+                longest = 6 if relation in ("country_name", "word") else 12
+                for fact in self._facts(rng.randrange(longest // 2, longest), relation):
+                    words = fact.forms[language]
+                    yield f"- {words['s'] if relation == 'word' else sentence(words['s'])}{colon} {words['o']}"
+                yield from map(self._say, self._facts(4))
+                yield from (self._pick("fillers"), self._pick("closings"))
+            case "journey":
+                name = rng.choice(prose["travelers"])
+                for _ in range(rng.randrange(3, 6)):
+                    facts = self._country()
+                    yield facts[0].fill(self._pick("journeys").replace("{name}", name), language)
+                    yield from map(self._say, facts[:3])
+                    yield from self._perhaps(0.3, "fillers")
+            case "dictionary":
+                sentences = [self._say(fact) for fact in self._facts(rng.randrange(8, 18), "word")]
+                self._insert(sentences)
+                self._insert(sentences)
+                sentences.append(self._pick("closings"))
+            case "calendar":
+                sentences = [self._in_order("months", 12, range(4, 13)), self._in_order("days", 7, range(3, 8))]
+                sentences += [self._say(fact) for name in ("month_after", "day_after") for fact in self._facts(5, name)]
+                rng.shuffle(sentences)
+                sentences.append(self._pick("fillers"))
+            case "sums":
+                for _ in range(rng.randrange(9, 15)):
+                    fact = next(self._decks["sums"])
+                    sentences.append(fact.fill(rng.choice(fact.templates("statements", language)), language))
+                for _ in range(rng.randrange(1, 3)):
+                    digits = [fact.statement("digits") for fact in self._facts(3, "sums")]
+                    self._insert(sentences, prose["in_digits"][language].format(*digits))
+                sentences += [
+                    self._in_order("numbers", 15, range(4, 12)),
+                    self._pick("fillers"),
+                    self._pick("closings"),
+                ]
+            case "scenes":
+                for _ in range(rng.randrange(12, 24)):
+                    yield dressed(next(self._decks["scenes"]), rng).text(language)
+                yield from self._perhaps(0.5, "fillers")
+        yield from sentences
 
 
-def ordinary_documents(writers: Sequence[Writer], size: int) -> Iterator[Document]:
-    """Yield documents of all kinds, as much text in each language, until `size` bytes of UTF-8 are reached.
+def ordinary_documents(writers: Sequence[Writer], size: int) -> list[Document]:
+    """Return documents of all kinds, as much text in each language, until `size` bytes of UTF-8 are reached.
 
     The next document is always of the language and kind that lags furthest behind its share.
     """
     kinds = table("prose")["kinds"]
     written = {(writer, kind): 0 for writer in writers for kind in kinds}
-    numbers = dict.fromkeys(written, 0)
+    numbers, documents = dict.fromkeys(written, 0), []
     while sum(written.values()) < size:
         writer, kind = pair = min(written, key=lambda pair: written[pair] / kinds[pair[1]]["share"])
         text = writer.write(kind)
         written[pair] += len(text.encode())
         numbers[pair] += 1
-        yield Document(f"{writer.language}-{kind}-{numbers[pair]:06d}", text, writer.language)
+        documents.append(Document(f"{writer.language}-{kind}-{numbers[pair]:06d}", text, writer.language))
+    return documents
 
 
 def jaccard(one: str, other: str) -> float:
@@ -208,7 +198,7 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
     """
     prose, counts = table("prose"), {kind: round(share * len(ordinary)) for kind, share in PLANTED.items()}
     planted = [
-        replace(document, id=f"{document.id}+exact-{i:04d}", kind="exact-duplicate")
+        document._replace(id=f"{document.id}+exact-{i:04d}", kind="exact-duplicate")
         for i, document in enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
     ]
     near: list[Document] = []
@@ -219,7 +209,7 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
             text = document.text.replace(rng.choice(present), rng.choice(absent), 1)
             if jaccard(document.text, text) >= NEAR_JACCARD:
                 id_ = f"{document.id}+near-{len(near):04d}"
-                near.append(replace(document, id=id_, text=text, kind="near-duplicate"))
+                near.append(document._replace(id=id_, text=text, kind="near-duplicate"))
     planted += near
     for i in range(counts["wrong-language"]):
         language, bank = rng.choice(sorted(prose["foreign"].items(), key=lambda item: item[0]))

@@ -1,4 +1,7 @@
-"""The facts of the synthetic corpus: what is true, how it is worded in both languages, and which text states it."""
+"""What is true in the synthetic corpus: facts and calculations, and scenes full of agreement, worded in both languages.
+
+A part of them, and of the sentences that state them, is held out: no text has it, and benchmarks ask for it.
+"""
 
 import random
 import re
@@ -6,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from typing import Any
 
 import yaml
@@ -17,7 +21,11 @@ HELD_OUT_STATEMENTS = 2  # per fact and language: no text uses them; never the f
 HELD_OUT_CALCULATIONS = 0.12
 LARGEST_OPERANDS = {"+": 12, "-": 12, "*": 10}  # few enough for a small model to see each calculation often
 
+HELD_OUT_SCENES = 0.15
+_VOWEL = re.compile("[aâàeéèêëiîïoôuûœ]|hom")  # French elides before it; of our words only homme has a mute h
+
 Choice = tuple[str, str]  # an object and its words
+Row = dict[str, Any]  # a word of lexicon.yaml with its forms
 
 
 @cache
@@ -63,7 +71,8 @@ class Fact:
 
     def used(self, language: str) -> list[int]:
         """Return the indices of the statements that are not held out."""
-        return [i for i in range(len(self.templates("statements", language))) if i not in self.held_out[language]]
+        indices = range(len(self.templates("statements", language)))
+        return [i for i in indices if i not in self.held_out[language]]
 
     def completable(self, language: str) -> range:
         """Return the indices of the statements that end in their object: all but the last two."""
@@ -115,8 +124,7 @@ def build_facts(seed: int) -> list[Fact]:
 def calculations(seed: int) -> tuple[list[Fact], list[Fact]]:
     """Return all calculations as (used in text, held out); a + b and b + a are held out together, so are products."""
     rng = random.Random(f"{seed}/arithmetic")
-    used: list[Fact] = []
-    held_out: list[Fact] = []
+    used, held_out = list[Fact](), list[Fact]()
     for operation, largest in LARGEST_OPERANDS.items():
         pairs = [(a, b) for a in range(largest + 1) for b in range(a + 1)]
         hidden = rng.sample(pairs, round(HELD_OUT_CALCULATIONS * len(pairs)))
@@ -130,3 +138,81 @@ def calculations(seed: int) -> tuple[list[Fact], list[Fact]]:
                 fact = Fact(f"{a} {operation} {b}", operation, "arithmetic", str(result), forms)
                 (held_out if pair in hidden else used).append(fact)
     return used, held_out
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a sentence says: some beings of a quality do something or, if the verb is the copula, are of it."""
+
+    noun: Row
+    adjective: Row
+    verb: Row
+    plural: bool
+    determiner: str = "le"
+    place: Row | None = None
+
+    def text(self, language: str, error: str = "") -> str:
+        """Return the sentence, right or with one of the errors that `wrong` names."""
+        number, copula = int(self.plural), "copula" in self.verb
+        noun, verb = self.noun[language][number], self.verb[language][number ^ (error in ("be", "être", "verb number"))]
+        before = language == "en" or "before" in self.adjective
+        quality = self._french_adjective(noun, error) if language == "fr" else self.adjective["en"]
+        group = noun if copula else f"{quality} {noun}" if before else f"{noun} {quality}"
+        forms = table("lexicon")["determiners"][self.determiner]
+        if language == "en":
+            word = forms["en"][self.plural]
+            word = "an" if word == "a" and group[0] in "aeiou" else word
+            swapped = {"a": "an", "an": "a", "this": "these", "these": "this"}
+            determiner = (swapped[word] if error in ("a or an", "demonstrative") else word) + " "
+        elif self.plural and error != "determiner number":  # "de petits chats", not "des"
+            determiner = "de " if self.determiner == "un" and before and not copula else forms["plural"]
+        else:
+            gender = self._gender(error == "determiner gender")
+            determiner = forms[gender + ("_vowel" if _VOWEL.match(group) else "")]
+        end = [quality] if copula else []
+        if self.place:
+            end.append(self.place[language])
+        return sentence(" ".join([determiner + group, verb, *end])) + "."
+
+    def _gender(self, other: bool) -> str:
+        return {"m": "f", "f": "m"}[self.noun["gender"]] if other else self.noun["gender"]
+
+    def _french_adjective(self, noun: str, error: str) -> str:
+        gender, attributive = self._gender(error == "adjective gender"), "copula" not in self.verb
+        vowel = "_vowel" if attributive and not self.plural and _VOWEL.match(noun) else ""
+        forms = self.adjective[gender + vowel if gender + vowel in self.adjective else gender]
+        return forms[self.plural ^ (error == "adjective number")]
+
+    def wrong(self, language: str) -> dict[str, str]:
+        """Return wrong versions of the sentence by what is wrong with them."""
+        copula, indefinite = "copula" in self.verb, self.determiner == "un"
+        errors = {"be": copula, "demonstrative": self.determiner == "ce", "a or an": indefinite and not self.plural}
+        if language == "fr":
+            errors = {"être": copula, "adjective gender": True, "adjective number": True}
+            errors |= {"determiner gender": not self.plural, "determiner number": self.plural and not indefinite}
+        errors["verb number"] = not copula
+        wrong = {error: self.text(language, error) for error, possible in errors.items() if possible}
+        return {error: text for error, text in wrong.items() if text != self.text(language)}
+
+
+def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
+    """Return all combinations of noun, quality, action and number, as (used in text, held out)."""
+    words = table("lexicon")
+    everything = [
+        Scene(noun, adjective, verb, plural)
+        for noun, adjective, verb in product(words["nouns"], words["adjectives"], words["verbs"])
+        if ("copula" in verb or "predicate_only" not in adjective) and ("animal" in noun or "color" not in adjective)
+        for plural in (False, True)
+    ]
+    size = round(HELD_OUT_SCENES * len(everything))
+    held_out = set(random.Random(f"{seed}/agreement").sample(range(len(everything)), size))
+    used = [scene for i, scene in enumerate(everything) if i not in held_out]
+    return used, [everything[i] for i in sorted(held_out)]
+
+
+def dressed(scene: Scene, rng: random.Random) -> Scene:
+    """Return the scene with a random determiner and, for an action, half of the time with a place."""
+    words, action = table("lexicon"), "copula" not in scene.verb
+    place = rng.choice(words["places"]) if action and rng.random() < 0.5 else None
+    determiners = [kind for kind in words["determiners"] if action or kind != "un"]  # not "a rabbit is black"
+    return replace(scene, determiner=rng.choice(determiners), place=place)

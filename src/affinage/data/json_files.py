@@ -1,0 +1,42 @@
+"""JSON files: ours are either whole or absent, whatever moment the process is killed at; others' hold whatever."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+
+
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """Write the whole of the parts to `path`, one after the other, or nothing."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.writelines(parts)
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON to `path`, or nothing."""
+    text = json.dumps(value, ensure_ascii=False, indent=2)
+    write_atomically(path, text.encode(errors="backslashreplace") + b"\n")  # JSON spells half a surrogate pair so
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises UserError if it cannot be read, is not JSON, is nested too deep, or is no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"this is not readable JSON: {error}", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise UserError(f"this is not a JSON object but a {type(value).__name__}", where=str(path))
+    return value
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates (JSON's \\ud800) replaced by U+FFFD: UTF-8 has no form for them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
