@@ -3,8 +3,10 @@
 Tiers: a test without a mark is part of `make test`; one marked `full` runs in `make test-all` only.
 """
 
+import ctypes
 import gc
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -44,8 +46,6 @@ import jax
 import pytest
 from hypothesis import settings
 
-from affinage.hardware.devices import give_back_freed_memory
-
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Two slow cores run these tests: a deadline would only measure the machine, and CI must be repeatable.
@@ -79,7 +79,8 @@ def bounded_memory() -> Iterator[None]:
     yield
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_MEMORY:
         jax.clear_caches()
-        give_back_freed_memory()
+        if platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

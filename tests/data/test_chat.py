@@ -7,7 +7,6 @@ import pytest
 from affinage.data.chat import chat_template, encode_conversation, encode_prompt
 from affinage.data.special_tokens import IM_END
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError
 
 TALK = [
     {"role": "user", "content": "Was the cat  there ?"},
@@ -42,13 +41,3 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
     exported.use_template(chat_template(system_prompt))
     assert exported.template.render(talk) == render(talk, system_prompt)
     assert encode_conversation(talk, exported, "") == found and encode_prompt(talk[:-1], exported, "") == prompt
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [[], [{"role": "robot", "content": "x"}], [{"role": "user"}], [TALK[0], {"role": "system", "content": "late"}]],
-    ids=["none", "role", "no content", "late system message"],
-)
-def test_what_is_no_conversation_is_refused(bpe: Tokenizer, messages: list[dict[str, str]]):
-    with pytest.raises(UserError):
-        encode_conversation(messages, bpe, "")

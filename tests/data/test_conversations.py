@@ -85,6 +85,7 @@ CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {
 BAD = [
     {"text": "x"},
     {"messages": []},
+    {"messages": [QUESTION, SYSTEM]},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"prompt": "x", "completion": None},
     {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
@@ -132,8 +133,9 @@ PAIRS = [
 @pytest.mark.parametrize("item", PAIRS)
 def test_pairs_of_published_forms_are_read(item: dict):
     pair = parse_pair(item, where="", name="")
-    assert (pair.prompt, pair.chosen, pair.rejected) == ([QUESTION], [ANSWER], [WORSE])
-    assert parse_pair(item | {"system": "x"}, where="", name="").prompt == [SYSTEM, QUESTION]
+    assert (pair.talks, pair.prompt) == ([[QUESTION, ANSWER], [QUESTION, WORSE]], 1)
+    pair = parse_pair(item | {"system": "x"}, where="", name="")
+    assert (pair.talks, pair.prompt) == ([[SYSTEM, QUESTION, ANSWER], [SYSTEM, QUESTION, WORSE]], 2)
 
 
 @pytest.mark.parametrize(

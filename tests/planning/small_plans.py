@@ -14,7 +14,6 @@ from affinage.planning.comms import links_of
 from affinage.planning.plan import Plan, make_plan, planned_graph
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
-EXPERTS = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256}"
 
 
 @functools.cache

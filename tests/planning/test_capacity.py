@@ -15,7 +15,7 @@ WHERE = find_slice("v4-16")
 def compiler(fixed, per_layer, room=30.75, silent=False):
     """Refuses what needs more than a line says; as the real one, it may not tell how much."""
 
-    def report(recipe, overrides, where, counted):
+    def report(recipe, overrides, where):
         layers = int(overrides[-1].partition("repeat=")[2])
         needed = int((fixed + per_layer * layers) * GiB)
         fits = needed <= room * GiB
@@ -29,9 +29,8 @@ def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent
     monkeypatch.setattr("affinage.planning.capacity.compile_on", compiler(fixed, per_layer, silent=silent))
     found = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
     assert found.largest.layers == int((30.75 - fixed) / per_layer // 2) * 2
-    assert len({one.layers for one in found.attempts}) == len(found.attempts) <= (12 if silent else 5)
+    assert len({each.layers for each in found.attempts}) == len(found.attempts) <= (12 if silent else 5)
     assert found.plan.facts.parameters == found.largest.parameters
-    assert found.fax.parameters == 13.7e9
 
 
 def test_the_mesh_is_of_the_heads():

@@ -74,11 +74,11 @@ def test_a_tuning_is_planned_with_the_state_and_the_products_of_its_step(tmp_pat
     made = tuned("dpo", *changes)
     assert made.section == "dpo" and made.device.seq_len == 256
     found = made.memory.weights, made.memory.frozen, made.memory.optimizer
-    assert found == state_of(made.device.graph, made.settings, {"fsdp": 4}, 256, tmp_path)
+    assert found == state_of(made.device.graph, made.device.settings, {"fsdp": 4}, 256, tmp_path)
     # A GPU pads no narrow matrices; the backward pass of its attention kernel has one product more than are counted.
     on_gpus = tuned("dpo", *changes, on="h100x4")
-    flops = sum(node.flops for node in on_gpus.time.nodes) * on_gpus.device.devices
-    assert 1 <= flops / split_params(made.device.graph, made.settings).step_flops(8, 256) < 1.15
+    flops = sum(node.flops for node in on_gpus.time.nodes) * on_gpus.device.layout.mesh.size
+    assert 1 <= flops / split_params(made.device.graph, made.device.settings).step_flops(8, 256) < 1.15
 
 
 def test_adapters_need_less_of_everything():

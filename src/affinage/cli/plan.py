@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from affinage.model import Graph
     from affinage.planning.capacity import Attempt
     from affinage.planning.compiled import CompileReport
-    from affinage.planning.plan import Counted, Plan, Training
+    from affinage.planning.plan import Plan, Training
 
     View = Iterator[str | Table]
 
@@ -38,9 +38,7 @@ def plan(
     overrides: options.SetOption = None,
     compile_step: Annotated[bool, opt("Compile the step with the slice's own compiler: minutes.", "--compile")] = False,
     which: Annotated[bool, opt("Compare many slices: time and cost on each.", "--which")] = False,
-    search: Annotated[
-        bool, opt("Search for the fastest mesh, micro-batches, remat and optimizer state.", "--search")
-    ] = False,
+    search: Annotated[bool, opt("Search for the fastest mesh, micro-batches and remat.", "--search")] = False,
     width: Annotated[int | None, opt("Find the most layers of this width that the slice's compiler accepts.")] = None,
     tries: Annotated[int, opt("Maximum number of compilations for --width.", min=1)] = 6,
     curve: Annotated[
@@ -51,6 +49,8 @@ def plan(
     as_json: options.JsonOption = False,
 ) -> None:
     """Plan a training: whether it fits a slice, its time and cost, and which claims about it cannot be true.
+
+    A plan that does not fit is an answer, with exit status 0.
 
     Example: affinage plan julian-600m --on v4-32 --compile
 
@@ -65,15 +65,9 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.hardware.slices import find_slice
 
-    one_mesh = compile_step and not (search or width)
-    modes: dict[str, Any] = {
-        "--which": which,
-        "--width": width,
-        "--curve": curve,
-        "--search": search,
-        "--compile": one_mesh,
-    }
-    names = [name for name, wanted in (modes | {"--on": which and on}).items() if wanted]
+    modes: dict[str, Any] = {"--which": which, "--width": width, "--curve": curve, "--search": search}
+    modes |= {"--compile": compile_step and not (search or width), "--on": which and on}
+    names = [name for name, wanted in modes.items() if wanted]
     if len(names) > 1:
         raise UserError(f"{' and '.join(names)} do not go together", where=names[0], fix=f"Leave out {names[1]}.")
     named = None if on is None else find_slice(on)
@@ -112,9 +106,7 @@ class _Planned:
     loaded: "LoadedRecipe"
     section: "Training"
     graph: "Graph"
-    counted: "Counted"
     data_tokens: int | None
-    data_rows: int | None
 
     @property
     def extent(self) -> str:
@@ -131,15 +123,14 @@ class _Planned:
         from affinage.planning.compiled import compile_on
 
         with working(f"the compiler of {where.name}"):
-            return compile_on(self.file, [*self.overrides, *overrides], where, self.counted)
+            return compile_on(self.file, [*self.overrides, *overrides], where)
 
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe
-    from affinage.data.tuning_data import documents_in_a_row
     from affinage.pipeline.models import RECIPE, resolve
-    from affinage.planning.plan import Counted, only, planned_graph, training_settings
+    from affinage.planning.plan import only, planned_graph, training_settings
     from affinage.registry import load_plugins
     from affinage.results import SequencesResult, TokenizerResult, read_result
     from affinage.training.optimizer import check_choices
@@ -147,22 +138,20 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     target = resolve(name, runs)
     run = target.run or runs / loaded.recipe.name
     file = str(loaded.path if target.run is None else run / RECIPE)
-    if training:
-        overrides = [*overrides, *only(training, loaded.recipe)]
-        loaded = load_recipe(file, overrides, left_out=None if target.run is None else [])
+    changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
+    tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
+    if tokenizer and loaded.recipe.tokenizer.kind == "char":  # which has as many ids as there are characters
+        nodes = loaded.recipe.model["nodes"].items()
+        automatic = [node for node, settings in nodes if settings.get("vocab") == "auto"]
+        changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
+    if changed != overrides:
+        loaded = load_recipe(file, changed, left_out=None if target.run is None else [])
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
-
-    packed, tokenizer = (
-        read_result(run / _DATA[section], SequencesResult),
-        read_result(run / "train-tokenizer", TokenizerResult),
-    )
-    characters = loaded.recipe.tokenizer.kind == "char"
-    documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
-    counts = Counted(tokenizer.vocabulary if tokenizer and characters else None, documents)
-    facts = (packed.train.tokens, packed.train.rows) if packed and packed.train else (None, None)
-    return _Planned(name, file, overrides, loaded, section, planned_graph(loaded, counts), counts, *facts)
+    packed = read_result(run / _DATA[section], SequencesResult)
+    tokens = packed.train.tokens if packed and packed.train else None
+    return _Planned(name, file, changed, loaded, section, planned_graph(loaded), tokens)
 
 
 # ---- one plan ----
@@ -171,7 +160,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
 def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
     from affinage.planning.plan import make_plan
 
-    made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens, planned.data_rows)
+    made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
     facts: dict[str, Any] = made.to_dict()
     report = planned.compiled(where) if compile_step else None
     if report is not None:
@@ -185,9 +174,9 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vi
     from affinage.hardware.slices import memory_text
 
     where, facts, memory, time = made.where, made.facts, made.memory, made.time
-    shape = "x".join(map(str, where.shape)) + (f" in each of {where.slices} slices" if where.slices > 1 else "")
+    shape = "x".join(map(str, where.shape))
     chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
-    yield f"{made.recipe} on {where.name}: {chips}; mesh: {_mesh(made.device.sizes) or 'one device'}"
+    yield f"{made.recipe.name} on {where.name}: {chips}; mesh: {_mesh(made.device.sizes) or 'one device'}"
     yield from [str(made.choice)] if made.choice else []
     yield f"{extent}\n"
     whole = f" ({facts.parameters:,} in total)" if facts.active != facts.parameters else ""
@@ -197,13 +186,20 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vi
     yield f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}"
     if facts.epochs is not None:
         yield f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data"
-    disk = memory_text(made.save_bytes * (made.saves + 1))
+    disk = memory_text(made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1))
     yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
     parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size and name != "host"}
     parts |= {f"estimate: {'fits' if made.fits else 'does not fit'}": memory.total, "a program may take": made.capacity}
     parts |= {"beside it, in the host's memory": memory.host} if memory.host else {}
     yield Table(("memory of a device", ""), [(name, memory_text(size)) for name, size in parts.items()])
-    yield from _report_lines(made, report) if report else ()
+    if report is not None:
+        peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
+        verdict = f"fits, {peak}" if report.fits else f"does not fit, {peak}"
+        off = f"the estimate is {memory.total / report.peak_bytes - 1:+.1%} off" if report.fits else report.message
+        yield f"compiler: {verdict} after {report.seconds:.0f} s; {off}"
+        for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
+            if counts is not None:
+                yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
     yield ""
     rows: list[Sequence[Any]] = []
     for node in time.nodes:
@@ -216,32 +212,15 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vi
     rows.append(("step", "", "", "", "", f"{time.seconds:.4f}", time.bound))
     columns = ("seconds of a step", "compute", "memory", "links, hidden", "links, waited for", "takes", "bound by")
     yield Table(columns, rows, left=(0, 6))
-    if time.collectives:
-        along = ", ".join(f"{axis} {spent:.4f}" for axis, spent in time.collectives.items())
-        yield f"seconds of collectives along each axis of the mesh: {along}"
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
-    source = f" ({made.price_source})" if made.price_source else ""
-    cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour{source}"
-    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}"
+    cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
+    source = f" ({made.price_source})" if cost else ""
+    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}{source}"
     yield "\n" + ("" if made.fits else "if it fitted: ") + speed
     yield from (f"\nWarning: {warning}" for warning in made.warnings)
     yield from ["\nClaims that cannot be true:"] if made.contradictions else []
     for claim in made.contradictions:
         yield f"  {claim.claim}: {claim.what}" + (f"; {claim.reading}" if claim.reading else "")
-
-
-def _report_lines(made: "Plan", report: "CompileReport") -> Iterator[str]:
-    from affinage.hardware.slices import memory_text
-
-    peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
-    if report.fits:
-        off = f"the estimate is {made.memory.total / report.peak_bytes - 1:+.1%} off"
-        yield f"compiler: fits, {peak} after {report.seconds:.0f} s; {off}"
-    else:
-        yield f"compiler: does not fit, {peak} after {report.seconds:.0f} s. {report.message}".rstrip()
-    for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
-        if counts is not None:
-            yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
 
 
 # ---- tables of plans ----
@@ -283,22 +262,16 @@ def _which(planned: _Planned, as_json: bool) -> None:
     from affinage.planning.plan import compare
 
     with working("planning"):
-        entries = compare(planned.loaded.recipe, planned.graph)
-    refused = [entry for entry in entries if isinstance(entry, tuple)]
-    plans = [entry for entry in entries if not isinstance(entry, tuple)]
+        plans, refused = compare(planned.loaded.recipe, planned.graph)
     facts = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
-    view = [f"{planned.loaded.recipe.name}; {planned.extent}\n", *comparison_view(plans, refused)]
-    emit({"plans": [made.to_dict() for made in plans], "refused": facts}, as_json, view)
-
-
-def comparison_view(plans: "Sequence[Plan]", refused: "Sequence[tuple[Slice, UserError]]" = ()) -> "View":
-    """A line for every slice, and why others are left out."""
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
-    yield table([_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans])
+    rows = [_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans]
+    view: list[str | Table] = [f"{planned.loaded.recipe.name}; {planned.extent}\n", table(rows)]
     tokens = [made.facts.tokens for made in plans]
     if len(set(tokens)) > 1:
-        yield f"Rows are given per device: {min(tokens):,} to {max(tokens):,} tokens in total. Compare the last cost."
-    yield from (f"Left out: {where.name}: {error.what}" for where, error in refused)
+        view += [f"Rows are given per device: {min(tokens):,} to {max(tokens):,} tokens. Compare the last cost."]
+    view += [f"Left out: {where.name}: {error.what}" for where, error in refused]
+    emit({"plans": [made.to_dict() for made in plans], "refused": facts}, as_json, view)
 
 
 # ---- searches ----
@@ -309,26 +282,26 @@ def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool
     from affinage.hardware.slices import memory_text
     from affinage.planning.search import search
 
-    recipe, section = planned.loaded.recipe, planned.section
+    recipe = planned.loaded.recipe
     with working("searching") as progress:
-        result = search(recipe, planned.graph, where, _BEST, progress)
+        found, candidates, estimated = search(recipe, planned.graph, where, _BEST, progress)
     rows: list[dict[str, Any]] = []
     best: list[dict[str, Any]] = []
     paste = "The compiler refused all of them."
-    for candidate, made in reversed(result.best):  # so that the best one is pasted
+    for candidate, made in reversed(found):  # so that the best one is pasted
         row = {"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches, "remat": candidate.remat}
-        row |= {"moments": candidate.moments, **_row(made, "step", "MFU", "of a device", "may take", "bound by")}
-        facts: dict[str, Any] = {"settings": candidate.settings(section), "plan": made.to_dict()}
-        report = planned.compiled(where, candidate.overrides(recipe, section)) if compile_step else None
+        row |= _row(made, "step", "MFU", "of a device", "may take", "bound by")
+        facts: dict[str, Any] = {"settings": candidate.settings(recipe), "plan": made.to_dict()}
+        report = planned.compiled(where, candidate.overrides(recipe)) if compile_step else None
         if report is not None:
             facts["compiled"] = vars(report)
             row["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
         if report is None or report.fits:
-            paste = f"The best of them, to paste into the recipe:\n\n{candidate.lines(recipe, section)}"
+            paste = f"The best of them, to paste into the recipe:\n\n{candidate.lines(recipe)}"
         rows.insert(0, row)
         best.insert(0, facts)
-    ways = f"{recipe.name} on {where.name}: {result.candidates:,} ways to split it, in full: {result.estimated}\n"
-    counts = {"candidates": result.candidates, "estimated": result.estimated}
+    ways = f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"
+    counts = {"candidates": candidates, "estimated": estimated}
     emit(counts | {"best": best}, as_json, [ways, table(rows), "\n" + paste])
 
 
@@ -336,7 +309,7 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
     """Print every attempt as it comes, and the largest model with its predicted step and the command that plans it."""
     from affinage.hardware.slices import memory_text
     from affinage.pipeline.models import command
-    from affinage.planning.capacity import capacity, shape
+    from affinage.planning.capacity import FAX, capacity, shape
 
     if "blocks" not in planned.loaded.recipe.model["nodes"]:
         fix = "affinage plan capacity --width ..."
@@ -349,22 +322,17 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         print(line, file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
-    result = capacity(planned.file, settings, where, tries=tries, on_attempt=progress, counted=planned.counted)
-    largest, fax, words = result.largest, result.fax, [word for each in result.overrides for word in ("--set", each)]
-    facts: dict[str, Any] = {
-        "layers": largest.layers,
-        "parameters": largest.parameters,
-        "seconds": result.plan.time.seconds,
-        "fax": vars(fax) | {"ratio": largest.parameters / fax.parameters} if fax else None,
-        "overrides": result.overrides,
-        "attempts": [
-            {"layers": each.layers, "parameters": each.parameters, "compiled": vars(each.report)}
-            for each in result.attempts
-        ],
-    }
+    result = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
+    largest, seconds = result.largest, result.plan.time.seconds
+    facts = {"layers": largest.layers, "parameters": largest.parameters, "seconds": seconds}
+    attempts = [{**vars(each), "report": vars(each.report)} for each in result.attempts]
     model = f"{largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
-    view = [f"\n{where.name}: {model}; predicted: {result.plan.time.seconds:.2f} s a step"]
-    if fax:  # its feed-forward width and heads are not published
-        times = f"{largest.parameters / fax.parameters:.2f} times as many"
-        view.append(f"FAX reached {fax.parameters / 1e9:.1f}B at {fax.seconds:.2f} s a step: {times}.")
-    emit(facts, as_json, [*view, "\n" + command("plan", planned.name, "--on", where.name, *words)])
+    view = [f"\n{where.name}: {model}; predicted: {seconds:.2f} s a step"]
+    if (where.name, width) in FAX:  # its feed-forward width and heads are not published
+        parameters, fax_seconds = FAX[where.name, width]
+        facts["times_fax"] = largest.parameters / parameters
+        times = f"{facts['times_fax']:.2f} times as many"
+        view.append(f"FAX reached {parameters / 1e9:.1f}B at {fax_seconds:.2f} s a step: {times}.")
+    words = [word for each in result.overrides for word in ("--set", each)]
+    view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
+    emit(facts | {"overrides": result.overrides, "attempts": attempts}, as_json, view)

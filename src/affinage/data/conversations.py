@@ -38,42 +38,28 @@ Part = SourceFile | DatasetPart
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Messages, and the name by which their line can be found again."""
+class Example:
+    """A conversation; or two that begin alike, of which the first one is to be preferred."""
 
-    id: str
-    messages: list[Message]
+    id: str  # by which its line can be found again
+    talks: list[list[Message]]
+    prompt: int = 0  # messages that both begin with
 
     @property
     def content(self) -> str:
-        """Conversations of equal content are sampled, limited and held out together."""
-        return json.dumps(self.messages)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A conversation up to a question, and a better and a worse way to go on."""
-
-    id: str
-    prompt: list[Message]
-    chosen: list[Message]
-    rejected: list[Message]
+        """Examples of equal content are sampled, limited and held out together: conversations, or prompts of pairs."""
+        return json.dumps(self.talks[0][: self.prompt or None])
 
     @property
     def messages(self) -> list[Message]:
-        """All messages of the pair."""
-        return [*self.prompt, *self.chosen, *self.rejected]
-
-    @property
-    def content(self) -> str:
-        """Pairs of one prompt are sampled, limited and held out together."""
-        return json.dumps(self.prompt)
+        """All messages; the prompt of a pair once."""
+        return [*self.talks[0], *(message for talk in self.talks[1:] for message in talk[self.prompt :])]
 
 
 # ---- forms ----
 
 
-def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Conversation:
+def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Example:
     """Return the conversation of a line in a form, or with `auto` in the first one that its keys fit.
 
     Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
@@ -86,7 +72,7 @@ def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Conve
         raise UserError(what, where=where, fix=f"A conversation has {_CONVERSATION}.")
     parsed = _with_system([_message(each, where) for each in messages], item)
     check_messages(parsed, where=where)
-    return Conversation(_id(item, name), parsed)
+    return Example(_id(item, name), [parsed])
 
 
 def _in_form(item: Item, form: str) -> list[Any] | None:
@@ -100,7 +86,7 @@ def _in_form(item: Item, form: str) -> list[Any] | None:
     return None
 
 
-def parse_pair(item: Item, *, where: str, name: str) -> Pair:
+def parse_pair(item: Item, *, where: str, name: str) -> Example:
     """Return the pair of a line. Raises UserError, with `where`, for a line that is none."""
     if not {"chosen", "rejected"} <= item.keys():
         raise UserError(f"this line has {sorted(item)}, which is no pair", where=where, fix=f"A pair needs {_PAIR}.")
@@ -120,9 +106,10 @@ def parse_pair(item: Item, *, where: str, name: str) -> Pair:
     if not prompt:
         raise UserError("a pair without a prompt", where=where, fix=f"A pair needs {_PAIR}.")
     prompt = _with_system(prompt, item)
-    for answer in (chosen, rejected):
-        check_messages([*prompt, *answer], where=where)
-    return Pair(_id(item, name), prompt, chosen, rejected)
+    talks = [[*prompt, *answer] for answer in (chosen, rejected)]
+    for talk in talks:
+        check_messages(talk, where=where)
+    return Example(_id(item, name), talks, len(prompt))
 
 
 def _id(item: Item, name: str) -> str:
@@ -213,7 +200,7 @@ def check_source(settings: TuningSettings, index: int) -> None:
 
 def read_lines(
     part: Part, settings: SourceSettings, form: str, number: int = 0, count: int = 1
-) -> Iterator[Conversation | Pair | UserError]:
+) -> Iterator[Example | UserError]:
     """Return the lines `number`, `number + count`, ... of a part of a source, an error for one that cannot be used.
 
     `form` is "pair", or see `parse_conversation`. Raises UserError for a file that is damaged.

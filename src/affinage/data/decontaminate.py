@@ -59,9 +59,23 @@ def decontaminate(
     common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > index.boilerplate
 
     def copy(task: tuple[Path, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        path, own = task
-        place = folder / path.parent.relative_to(documents_folder)
-        return _copy(path, own[~common[own[:, KEY]]], place, index)
+        """Copy a file without the documents that have hits; return the statistics and all matches."""
+        (path, hits), stats, matches = task, Stats(), []
+        hits = hits[~common[hits[:, KEY]]]
+
+        def without_items(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
+            verdicts = {}
+            own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
+            for text in np.unique(own[:, TEXT]).tolist():
+                found = _matches(batch.slice(text - before, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
+                matches.extend(found)
+                best = max(found, key=lambda match: int(match["words"]))
+                detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
+                verdicts[text - before] = "in a benchmark", detail
+            return stats.remove_rows(batch, verdicts)
+
+        copy_documents(path, folder / path.parent.relative_to(documents_folder), stats, without_items)
+        return stats.to_json(), matches
 
     total, matches = Stats(), []
     copies = executor.map(copy, list(zip(paths, hits)), folder / "copies", threads=True, label="copying")
@@ -96,27 +110,7 @@ def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
     return found
 
 
-def _copy(path: Path, hits: np.ndarray, folder: Path, index: ItemIndex) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Copy a file without the documents that have hits; return the statistics and all matches."""
-    stats, matches = Stats(), []
-
-    def without_items(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
-        verdicts = {}
-        own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
-        for text in np.unique(own[:, TEXT]).tolist():
-            document = batch.slice(text - before, 1).to_pylist()[0]
-            found = list(_matches(document, own[own[:, TEXT] == text], index))
-            matches.extend(found)
-            best = max(found, key=lambda match: int(match["words"]))
-            detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
-            verdicts[text - before] = "in a benchmark", detail
-        return stats.remove_rows(batch, verdicts)
-
-    copy_documents(path, folder, stats, without_items)
-    return stats.to_json(), matches
-
-
-def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> Iterator[dict[str, Any]]:
+def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> list[dict[str, Any]]:
     """One match for every item that is in a document: the first stretch that the item's runs cover."""
     stretches: dict[int, list[int]] = {}
     for key, start, stop in hits[:, [KEY, START, STOP]].tolist():
@@ -124,16 +118,12 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> It
             stretch = stretches.setdefault(item, [start, stop])
             if start <= stretch[1]:
                 stretch[1] = max(stop, stretch[1])
-    content = document["text"].encode()
-    for item, (start, stop) in sorted(stretches.items()):
-        text = content[start:stop].decode()
-        yield {name: document[name] for name in ("source", "url")} | {
-            "document": document["id"],
-            "benchmark": index.items[item].benchmark,
-            "item": index.items[item].id,
-            "words": len(text.split()),
-            "text": text,
-        }
+    names, matches = {"document": document["id"], "source": document["source"], "url": document["url"]}, []
+    for number, (start, stop) in sorted(stretches.items()):
+        item, text = index.items[number], document["text"].encode()[start:stop].decode()
+        words = len(text.split())
+        matches.append(names | {"benchmark": item.benchmark, "item": item.id, "words": words, "text": text})
+    return matches
 
 
 # ---- tuning data ----

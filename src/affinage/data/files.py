@@ -44,7 +44,7 @@ class SourceFile:
     name: str
     bytes: int
     sha256: str = ""
-    start: int = 0  # a part of a file: the lines, row groups or streams that begin in bytes [start, stop)
+    start: int = 0  # a part of a file: the lines or row groups that begin in bytes [start, stop)
     stop: int | None = None
 
     @property
@@ -76,7 +76,7 @@ def kind_of(name: str, *, code: bool = False) -> str:
 
     In a source of `code`, files of other names are text as well.
     """
-    bare = name.lower().removesuffix(compression_of(name))
+    bare = re.sub(r"\.xml-p\d+p\d+$", ".xml", name.lower().removesuffix(compression_of(name)))  # parts of a dump
     kind = next((kind for kind, suffixes in _KINDS.items() if bare.endswith(suffixes)), "")
     if (kind == "table" and compression_of(name)) or (kind == "warc" and compression_of(name) == ".zst"):
         kind = ""

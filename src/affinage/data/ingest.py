@@ -23,7 +23,6 @@ from affinage.errors import UserError
 TASK_BYTES = 32_000_000  # of files, as stored
 WAVE, WAVE_BYTES = 64, 100_000  # tasks that share what is left of `max_bytes`, at most; text of each, at least
 UNKNOWN_KIND = "unknown kind of file"
-_DIVISIBLE = (("table", ""), ("lines", ""), ("dump", ".bz2"))  # kind and compression of files that are read in parts
 Part = SourceFile | DatasetPart
 _FIXES = {
     "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
@@ -144,7 +143,7 @@ def _divide(whole: Task) -> list[Task]:
         pieces = [part]
         if isinstance(part, SourceFile) and part.bytes > TASK_BYTES:
             kind = kind_of(part.name, code=whole.settings.kind == "code")
-            if (kind, compression_of(part.name)) in _DIVISIBLE:
+            if kind in ("lines", "table") and not compression_of(part.name):
                 starts = range(0, part.bytes, TASK_BYTES)
                 pieces = [replace(part, start=at, stop=min(at + TASK_BYTES, part.bytes)) for at in starts]
         for piece in pieces:

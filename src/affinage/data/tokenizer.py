@@ -235,8 +235,7 @@ class Tokenizer:
 
         Half a surrogate pair is read as U+FFFD, and so are the noncharacters U+10FFFE and U+10FFFF.
         """
-        ids: list[int] = self._fast.encode(_plain(text), add_special_tokens=False).ids
-        return ids
+        return self._fast.encode(_plain(text), add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
         """Return `encode` of every text as an array of `dtype`; affinage's own BPE is compiled."""
@@ -280,7 +279,7 @@ class Tokenizer:
         only in part counts.
         """
         text = encodable(text).replace(_MARK, REPLACEMENT)
-        edits = [(start, end, _name(id_)) for id_, start, end in self.control_spans(text)]
+        edits = [(start, end, f"{_MARK}{id_}{_MARK}") for id_, start, end in self.control_spans(text)]
         if _GUARD in text:
             edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
         parts, place = [], 0
@@ -428,14 +427,9 @@ def _plain(text: str) -> str:
     return encodable(text).replace(_MARK, REPLACEMENT).replace(_GUARD, REPLACEMENT)
 
 
-def _name(id_: int) -> str:
-    """How a control token is spelled where no text can spell it."""
-    return f"{_MARK}{id_}{_MARK}"
-
-
 def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
-    """The content of tokenizer.json with `_name` for every control token, wherever text could become one."""
-    names = {content: _name(id_) for content, id_ in controls.items()}
+    """The content of tokenizer.json, in which every control token is spelled as no text can."""
+    names = {content: f"{_MARK}{id_}{_MARK}" for content, id_ in controls.items()}
     model = dict(state["model"])
     if isinstance(model["vocab"], dict):
         if "merges" in model and not names.keys().isdisjoint(model["vocab"]):

@@ -2,7 +2,6 @@
 
 import heapq
 import io
-import itertools
 import re
 import time
 from collections import Counter, defaultdict
@@ -42,8 +41,9 @@ def train_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
     if settings.kind == "char":
-        texts = (batch["text"].to_pylist() for batch in read_documents(split_folder / "train", ("text",)))
-        characters = set().union(*itertools.chain.from_iterable(texts))
+        characters: set[str] = set()
+        for batch in read_documents(split_folder / "train", ("text",)):
+            characters.update(*batch["text"].to_pylist())
         write_atomically(folder / FILE, characters_json(sorted(characters.difference(FIXED_PIECES))))
     else:
         texts, summary["sample"] = balanced_sample(split_folder / "train", languages, settings.sample_bytes, seed)

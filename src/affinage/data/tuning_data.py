@@ -25,7 +25,7 @@ from affinage.config.data import SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
 from affinage.data.chat import Encoded
-from affinage.data.conversations import Conversation, Pair, Part, open_source, read_lines
+from affinage.data.conversations import Example, Part, open_source, read_lines
 from affinage.data.decontaminate import contaminated
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
@@ -138,7 +138,7 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 # ---- selection ----
 
 
-def _lines(task: TuningTask) -> Iterator[tuple[int, Conversation | Pair | UserError]]:
+def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
     """Return the key of every line of a task and its content, an error where it cannot be used."""
     form = task.source.format if isinstance(task.settings, SftSettings) else "pair"
     for part, number, count in task.parts:
@@ -162,7 +162,7 @@ def read_keys(task: TuningTask) -> dict[str, Any]:
         elif key <= task.largest_key:
             keys.append(key)
             if task.searched is not None:
-                texts.append("\n\n".join(text for text in strings_in(vars(line)) if " " in text))
+                texts.append("\n\n".join(text for text in strings_in(line.messages) if " " in text))
     holders = contaminated(texts, task.searched) if task.searched is not None and texts else set()
     in_benchmark = sorted({keys[place] for place in holders})
     return {"counts": counts, "keys": keys, "first_bad": first_bad, "in_benchmark": in_benchmark}
@@ -238,19 +238,16 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def encode_line(
-    line: Conversation | Pair, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]
-) -> list[Encoded]:
+def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> list[Encoded]:
     """Return a conversation as documents, several where the template must write it several times; a pair as one.
 
     A pair is its sides, one after the other; of them is trained what follows the prompt. What is longer than a row is
     shortened or left out as `truncation` says, and left out if nothing trained remains.
     """
-    pair, seq_len, rule = isinstance(line, Pair), task.seq_len, task.settings.truncation
-    talks, first = [line.messages], 0
-    if isinstance(line, Pair):
-        talks, first = [[*line.prompt, *line.chosen], [*line.prompt, *line.rejected]], len(line.prompt)
-    encode = partial(chat.encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=first)
+    talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
+    encode = partial(
+        chat.encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=line.prompt
+    )
     documents = [document for talk in talks for document in encode(talk)]
     unrolled = len(documents) > len(talks)
     if pair and unrolled:

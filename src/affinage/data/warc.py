@@ -56,7 +56,7 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
         for coding in filter(None, map(str.strip, reversed(codings))):
             # Many archives hold bodies that were decoded already, under the header of before: a body that is not coded
             # as its header says is taken as it is. FastWARC's own decoding ends the whole archive there.
-            with contextlib.suppress(ValueError, zlib.error):
+            with contextlib.suppress(zlib.error):
                 decoded = _decode(content, coding, limit + 1)
                 if decoded is None:
                     return BadRecord(id, "unknown compression", f"{coding} of {url}")
@@ -78,13 +78,4 @@ def _decode(content: bytes, coding: str, limit: int) -> bytes | None:
     if coding in ("gzip", "x-gzip", "deflate"):
         bare = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
         return zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32).decompress(content, limit)
-    if coding == "chunked":  # RFC 9112, section 7.1
-        parts, at, size = [], 0, 1
-        while size and at < len(content):
-            end = content.index(b"\r\n", at)
-            if (size := int(content[at:end].split(b";")[0], 16)) < 0:
-                raise ValueError("not chunked")
-            parts.append(content[end + 2 : end + 2 + size])
-            at = end + 4 + size
-        return b"".join(parts)
     return content if coding in ("identity", "none") or content.lstrip()[:1] == b"<" else None

@@ -1,10 +1,8 @@
-"""Reads MediaWiki XML dumps, such as Wikipedia's: the articles as plain text, streaming, in parts if they have streams.
+"""Reads MediaWiki XML dumps, such as Wikipedia's: the articles as plain text, streaming.
 
-A multistream dump is bzip2 streams end to end, of about 100 pages each, so that parts of it can be read side by side.
 The text is what a reader of the article reads, without tables, references, pictures and boxes.
 """
 
-import bz2
 import itertools
 import re
 import urllib.parse
@@ -19,11 +17,10 @@ from mwparserfromhell.parser import ParserError
 from mwparserfromhell.wikicode import Wikicode
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import CHUNK_BYTES, DamagedFile, SourceFile, compression_of, open_plain, open_stored
+from affinage.data.files import CHUNK_BYTES, DamagedFile, SourceFile, open_plain
 from affinage.data.readers import BadRecord, Record
 
 LICENSE = "cc-by-sa-4.0"
-_STREAM = re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59")  # how a bzip2 stream begins: 10 bytes, at a whole byte
 _HEAD_BYTES = 1_000_000
 _PAGE_BYTES = 16_000_000  # MediaWiki itself takes no article over 2 MB
 _LANGUAGE = re.compile(r'<mediawiki[^>]*\bxml:lang="([\w-]+)"')
@@ -67,10 +64,7 @@ _TIDY = [  # patterns, and what takes their place
 
 
 def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | BadRecord]:
-    """The articles (namespace 0, no redirects) of a dump, or of the streams that begin in the file's part of it.
-
-    Ids are the page ids; what is no article is left out without being counted.
-    """
+    """The articles (namespace 0, no redirects) of a dump; what is no article is left out without being counted."""
     with open_plain(file) as stream:
         start = stream.read(_HEAD_BYTES)
         head = start.decode("utf-8", "replace")
@@ -80,7 +74,7 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
         wiki, language = unescape(base[1]), found[1] if found else ""
         dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
         chunks = itertools.chain([start], iter(partial(stream.read, CHUNK_BYTES), b""))
-        for page in _pages(_streams(file) if compression_of(file.name) == ".bz2" else chunks, file):
+        for page in _pages(chunks):
             try:
                 element = ElementTree.fromstring(page)
                 if element.findtext("ns") != "0" or element.find("redirect") is not None:
@@ -98,30 +92,8 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
                 yield BadRecord(id, "empty", f"no text in the article {title!r}")
 
 
-def _streams(file: SourceFile) -> Iterator[bytes]:
-    """The content of all bzip2 streams that begin in [file.start, file.stop), each to its end."""
-    stop = file.bytes if file.stop is None else file.stop
-    with open_stored(file) as raw:
-        raw.seek(file.start)
-        first = _STREAM.search(raw.read(stop - file.start + 9))
-        position, data = file.start + first.start() if first else stop, b""
-        raw.seek(position)
-        while position < stop:
-            decompressor = bz2.BZ2Decompressor()
-            while not decompressor.eof:
-                if decompressor.needs_input and not (data := data or raw.read(CHUNK_BYTES)):
-                    raise EOFError("the last bzip2 stream has no end")
-                yield decompressor.decompress(data, 1 << 20)
-                data = b""
-            data = decompressor.unused_data
-            position = raw.tell() - len(data)
-
-
-def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes]:
-    """The `<page>` elements, one by one.
-
-    Raises DamagedFile where the end of the dump should be in this content, and is not.
-    """
+def _pages(content: Iterable[bytes]) -> Iterator[bytes]:
+    """The `<page>` elements, one by one."""
     buffer, tail = b"", b""
     for chunk in content:
         tail = (tail + chunk)[-100:]
@@ -131,7 +103,7 @@ def _pages(content: Iterator[bytes], file: SourceFile) -> Iterator[bytes]:
                 yield page[start:] + b"</page>"
         if len(buffer) > _PAGE_BYTES:
             raise DamagedFile(f"a page is over {_PAGE_BYTES / 1e6:.0f} MB")
-    if file.stop in (None, file.bytes) and tail and b"</mediawiki>" not in tail:
+    if b"</mediawiki>" not in tail:
         raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
 
 

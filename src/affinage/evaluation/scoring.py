@@ -17,7 +17,7 @@ from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import multiply_out
 from affinage.parallel import MeshLayout
-from affinage.planning.auto_remat import present
+from affinage.planning.estimate import present
 from affinage.planning.trace import peak_memory
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are

@@ -8,10 +8,7 @@ GiB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of chip, as a vendor sells it.
-
-    JAX may show a chip as several devices (the two TensorCores of a TPU v3); `per_device` figures divide by that.
-    """
+    """One kind of chip. JAX may show it as several devices (the two TensorCores of a TPU v3)."""
 
     name: str  # how people call it
     device_kinds: str  # regular expression that the whole of `jax.Device.device_kind` matches
@@ -28,12 +25,6 @@ class Chip:
     achievable: float = 0.9
     network_bandwidth: float = 0.0  # bytes/s per chip, in one direction, to chips that the links do not reach
     price: float | None = None  # US dollars per chip and hour, on demand; `hardware.price` in a recipe overrides it
-
-    @property
-    def price_source(self) -> str:
-        """Where the price comes from."""
-        seller = "list price" if self.name.startswith("TPU") else "smaller clouds' price"
-        return f"{seller} on demand as remembered in 2025; set hardware.price to yours" if self.price else ""
 
     @property
     def memory_per_device(self) -> int | None:

@@ -61,22 +61,17 @@ device_description_str: "{gpu.name}"
 
 
 def check_compiler(where: Slice) -> None:
-    """Refuse a slice whose compiler is not installed.
-
-    Raises:
-        UserError: with the command that installs it.
-    """
+    """Refuse a slice whose compiler is not installed; raises UserError with the command that installs it."""
     what, fix = "", "Leave out --compile: the estimate needs nothing."
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin") if where.platform == "gpu" else ("libtpu",)
     if where.platform == "tpu" and not where.topology:
         what = f"compiling for {where.name} needs its compiler, which libtpu no longer brings"
-    elif where.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-        what = "compiling for a TPU needs the package `libtpu`"
-        fix = f"Install it: pip install 'affinage[tpu]' (Linux on x86; it needs no TPU). {fix}"
-    elif where.platform == "gpu" and not any(
-        importlib.util.find_spec(plugin) for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    ):
-        what = "compiling for a GPU needs JAX's CUDA plug-in"
-        fix = f"Install it: pip install 'affinage[gpu-plan]' (Linux; 1.7 GB; it needs no GPU). {fix}"
+    elif where.platform != "cpu" and not any(map(importlib.util.find_spec, plugins)):
+        package, extra = "the package `libtpu`", "'affinage[tpu]' (Linux on x86; it needs no TPU)"
+        if where.platform == "gpu":
+            package, extra = "JAX's CUDA plug-in", "'affinage[gpu-plan]' (Linux; 1.7 GB; it needs no GPU)"
+        what = f"compiling for a {where.platform.upper()} needs {package}"
+        fix = f"Install it: pip install {extra}. {fix}"
     if what:
         raise UserError(what, where="--compile", fix=fix)
 
@@ -97,19 +92,18 @@ class DescribedDevices:
             return jax.devices("cpu")[:1]
         if where.platform == "gpu":
             gpu = _GPUS[where.chip.name]
-            _describe_to_cudnn(gpu)
+            _answer_for(gpu)
             described = {"target_config": _target_config(gpu), "topology": "1x{}x{}".format(*where.shape)}
             return list(topologies.get_topology_desc(platform="cuda", **described).devices)
         options: dict[str, Any] = {"chip_config_name": where.variant} if where.variant else {}
-        options |= {"num_slices": where.slices} if where.slices > 1 else {}
         return list(topologies.get_topology_desc(where.topology, "tpu", **options).devices)
 
     def release(self) -> None:
         """Nothing is held."""
 
 
-def _describe_to_cudnn(gpu: _Gpu) -> None:
-    """Answer in the local GPU's place, whose compute capability JAX's wrapper of cuDNN reads; there may be none."""
+def _answer_for(gpu: _Gpu) -> None:
+    """Have JAX's wrapper of cuDNN see this GPU in place of the local one, of which there may be none."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     major, minor = gpu.compute_capability

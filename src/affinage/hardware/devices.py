@@ -1,4 +1,4 @@
-"""The devices that a training computes on, and what is set before JAX starts."""
+"""The devices that a training computes on, what is set before JAX starts, and how fast this machine's processor is."""
 
 import ctypes
 import importlib.metadata
@@ -7,9 +7,11 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
@@ -42,14 +44,14 @@ class Hardware(Protocol):
 
 
 class LocalDevices:
-    """The devices that JAX finds, see `acquire`."""
+    """The devices that JAX finds, see `acquire`; they are this process's until it ends."""
 
     def acquire(self) -> "list[jax.Device]":
         """See `acquire`."""
         return acquire()
 
     def release(self) -> None:
-        """They are this process's until it ends."""
+        """Nothing to do."""
 
 
 def accelerator_is_here() -> bool:
@@ -58,41 +60,21 @@ def accelerator_is_here() -> bool:
 
 
 def prepare() -> None:
-    """Set what only has an effect before JAX is imported. Calling it again, or too late, is harmless."""
+    """Set what only has an effect before JAX is imported. Calling it again, or too late, is harmless.
+
+    Where XLA computes on the CPU, glibc is to keep freed memory: otherwise each step faults the pages of its
+    temporaries in again, more than half of the time of a small step. The price is that the process stays at its peak.
+    """
     if "jax" not in sys.modules:
         if importlib.util.find_spec("libtpu") is not None and not accelerator_is_here():
             # It is there for its compiler: looking for a TPU with it takes a second and prints five lines.
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        keep_freed_memory()
+        chosen = os.environ.get("JAX_PLATFORMS", "")
+        on_cpu = chosen.split(",")[0] == "cpu" if chosen else not accelerator_is_here()
+        if on_cpu and platform.libc_ver()[0] == "glibc":
+            for option, value in _MALLOPT:
+                ctypes.CDLL(None).mallopt(option, value)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory where XLA computes on the CPU; call it before JAX starts threads.
-
-    Else each step faults the pages of its temporaries in again: more than half of the time of a small step. The price
-    is that the process stays at its peak memory.
-    """
-    chosen = os.environ.get("JAX_PLATFORMS", "")
-    on_cpu = chosen.split(",")[0] == "cpu" if chosen else not accelerator_is_here()
-    if on_cpu and platform.libc_ver()[0] == "glibc":
-        for option, value in _MALLOPT:
-            ctypes.CDLL(None).mallopt(option, value)
-
-
-def give_back_freed_memory() -> None:
-    """Give what is free in glibc's heap back to the kernel: for after work that needed far more than what follows."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def compilation_cache() -> Path:
-    """The user's folder of compiled programs. It holds native code: nobody else may write there."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "affinage" / f"programs-jax-{importlib.metadata.version('jax')}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    return folder
 
 
 def acquire() -> "list[jax.Device]":
@@ -105,13 +87,14 @@ def acquire() -> "list[jax.Device]":
     import jax
 
     # The variable itself is left alone: a process that this one starts has a folder by its own environment.
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))
+    if (folder := os.environ.get("JAX_COMPILATION_CACHE_DIR")) is None:
+        folder = str(_compilation_cache())
     jax.config.update("jax_compilation_cache_dir", folder)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # many small programs add up to seconds
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     try:
-        found = list(jax.devices() if Processes.current.together else jax.local_devices())
+        devices = list(jax.devices() if Processes.current.together else jax.local_devices())
     except (RuntimeError, AssertionError) as error:  # an assertion, without words, where the platform has no plug-in
         wanted = os.environ.get("JAX_PLATFORMS", "")
         raise UserError(
@@ -119,18 +102,61 @@ def acquire() -> "list[jax.Device]":
             where=f"JAX_PLATFORMS={wanted}" if wanted else "",
             fix="Unset JAX_PLATFORMS to use what is here, or install JAX for the accelerator, e.g. `jax[cuda12]`.",
         ) from error
-    if found[0].platform == "cpu" and Processes.current.count > 1:
+    if devices[0].platform == "cpu" and Processes.current.count > 1:
         # XLA reads CPU programs back from the cache with the collectives of their loops unordered: processes would mix
         # up each other's messages (jaxlib 0.10).
         jax.config.update("jax_enable_compilation_cache", False)
-    return found
+    return devices
+
+
+def _compilation_cache() -> Path:
+    """The user's folder of compiled programs. It holds native code: nobody else may write there."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "affinage" / f"programs-jax-{importlib.metadata.version('jax')}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
 
 
 def peak_bytes(devices: "Sequence[jax.Device]") -> int:
     """Most bytes in use on the fullest of this process's devices since it began; of a CPU, of the whole process."""
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
-    peaks = [int(found["peak_bytes_in_use"]) for found in stats if "peak_bytes_in_use" in found]
+    peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
     if peaks:
         return max(peaks)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else 1024 * resident
+
+
+# ---- the speed of a processor, which no datasheet has for all its cores ----
+
+
+@cache
+def measured_flops() -> float:
+    """The FLOP/s of all cores in a float32 product of two square matrices as XLA compiles it."""
+    import jax
+    import jax.numpy as jnp
+
+    side = 2048
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        left, product = jnp.ones((side, side), jnp.float32), jax.jit(jnp.matmul)
+        return 2 * side**3 / _best_of_five(lambda: product(left, left).block_until_ready()) * (os.cpu_count() or 1)
+
+
+@cache
+def measured_bandwidth() -> float:
+    """The bytes/s that one core reads and writes when it adds two arrays, of more than most caches, into a third."""
+    import numpy as np
+
+    left, right, total = (np.ones(8 * 2**20, np.float32) for _ in range(3))
+    return 3 * left.nbytes / _best_of_five(lambda: np.add(left, right, out=total))
+
+
+def _best_of_five(work: Callable[[], Any]) -> float:
+    """The processor's own seconds, of all threads together, so that what else runs on the machine hardly counts."""
+    seconds = []
+    for _ in range(6):  # the first compiles
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return min(seconds[1:])

@@ -64,11 +64,6 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int, processes: int = 1) -
     return full | dict.fromkeys(free, count // fixed)
 
 
-def axis_to_free(sizes: Mapping[str, int | str]) -> str:
-    """Return the axis to make auto where a mesh does not fit the devices: one that it has, if possible."""
-    return next((axis for axis in ("fsdp", "data") if axis in sizes), "data")
-
-
 def flags_for(platform: str, devices: int, replaced: Mapping[str, Flag]) -> dict[str, Flag]:
     """Return the table's line for a platform, where there is more than one device, with a recipe's replacements."""
     return {**(FLAGS.get(platform, {}) if devices > 1 else {}), **replaced}

@@ -19,15 +19,14 @@ class Slice:
     chip: Chip
     shape: tuple[int, ...]  # chips along each dimension of the torus, or (boxes, GPUs of a box)
     wrap: tuple[bool, ...]  # for each dimension, whether its ends are linked
-    hosts: int  # machines, of all slices
+    hosts: int  # machines
     topology: str = ""  # its name for libtpu; "" where its compiler does not know it
     variant: str = ""  # libtpu's chip configuration: `megacore` shows the two cores of a chip as one device
-    slices: int = 1  # linked by the network of the data center
 
     @property
     def chips(self) -> int:
-        """Number of chips, of all slices."""
-        return math.prod(self.shape) * self.slices
+        """Number of chips."""
+        return math.prod(self.shape)
 
     @property
     def devices(self) -> int:
@@ -36,13 +35,8 @@ class Slice:
 
     @property
     def platform(self) -> str:
-        """What JAX calls the kind of device: tpu, gpu or cpu."""
-        return "tpu" if self.torus else "cpu" if self.chip.name == "CPU" else "gpu"
-
-    @property
-    def torus(self) -> bool:
-        """Whether the shape is that of a torus of links, not of boxes of GPUs."""
-        return self.chip.name.startswith("TPU")
+        """What JAX calls the kind of device: tpu (linked as a torus), gpu (in boxes) or cpu."""
+        return "tpu" if self.chip.name.startswith("TPU") else "cpu" if self.chip.name == "CPU" else "gpu"
 
 
 class _Family(NamedTuple):
@@ -71,20 +65,15 @@ _TPUS = {
 }
 _GPUS = {"a100": "A100 80GB", "a100-40gb": "A100 40GB", "h100": "H100", "h200": "H200", "b200": "B200", "l4": "L4"}
 _GPUS_OF_BOX = 8
-_JAX_TAKES = "0.75"  # docs.jax.dev/en/latest/gpu_memory_allocation.html
-_COMPARED = (
+_JAX_TAKES = "0.75"  # of a GPU's memory, for arrays: docs.jax.dev/en/latest/gpu_memory_allocation.html
+COMPARED = (  # slices of every kind and of common sizes, for `--which`
     "v2-8 v3-8 v3-32 v4-8 v4-16 v4-32 v4-64 v4-128 v5e-4 v5e-8 v5e-16 v5e-64 v5e-256 v5p-8 v5p-32 v5p-128 v6e-4 v6e-8 "
     "v6e-16 v6e-64 v6e-256 tpu7x-8 tpu7x-64 l4 a100 a100x8 a100x16 h100 h100x8 h100x16 h200 h200x8 b200x8"
 ).split()
 
 
-def compared() -> list[Slice]:
-    """Return slices of every kind and of common sizes: what `--which` compares."""
-    return [find_slice(name) for name in _COMPARED]
-
-
 def find_slice(name: str) -> Slice:
-    """Return the slice that a cloud calls `name`: v4-32, v5litepod-16, h100x8, l4 or cpu; 2xv4-32 are two of them.
+    """Return the slice that a cloud calls `name`: v4-32, v5litepod-16, h100x8, l4 or cpu.
 
     UserError names the nearest one for a name or a size that does not exist.
     """
@@ -94,12 +83,11 @@ def find_slice(name: str) -> Slice:
     gpu = re.fullmatch(r"([a-z0-9-]+?)(?:x(\d+))?", word)
     if gpu and gpu[1] in _GPUS:
         return _gpus(name, gpu[1], int(gpu[2] or 1))
-    tpu = re.fullmatch(r"(?:(\d+)x)?([a-z0-9]+)-(\d+)", word)
-    if tpu and tpu[2] in _TPUS and tpu[1] != "0":
-        single, count = _tpus(name, tpu[2], int(tpu[3])), int(tpu[1] or 1)
-        return dataclasses.replace(single, slices=count, hosts=single.hosts * count)
-    names = [*(f"{family}-N" for family in _TPUS), "2xv4-N (two slices)", *(f"{family}xN" for family in _GPUS), "cpu"]
-    fix = f"{did_you_mean(word, [*_COMPARED, 'v5litepod-16'])} The names are {', '.join(names)}.".lstrip()
+    family, _, number = word.partition("-")
+    if family in _TPUS and number.isdecimal():
+        return _tpus(name, family, int(number))
+    names = [*(f"{family}-N" for family in _TPUS), *(f"{family}xN" for family in _GPUS), "cpu"]
+    fix = f"{did_you_mean(word, [*COMPARED, 'v5litepod-16'])} The names are {', '.join(names)}.".lstrip()
     raise UserError(f"no slice is called `{name}`", where="--on", fix=fix)
 
 
@@ -115,7 +103,7 @@ def slice_of(device_kind: str, devices: int) -> Slice | None:
 
 
 def cpu() -> Chip:
-    """Return this machine's processor with its memory; `affinage.hardware.matmul` measures how fast it multiplies."""
+    """Return this machine's processor with its memory; `devices.measured_flops` measures how fast it multiplies."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Whole steps of benchmarks/step_cpu.py are 47 to 61 % of the measured product at widths 128 and 256, 71 % at 512.
     return Chip("CPU", r"cpu", memory_bytes=pages, usable_bytes=pages, achievable=0.55)
@@ -126,28 +114,22 @@ def _gpus(name: str, word: str, count: int) -> Slice:
     if count < 1 or rest:
         fix = f"Try {word}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}."
         raise UserError(f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}", where="--on", fix=fix)
-    # JAX takes 75 % of a GPU's memory for arrays, unless its environment says otherwise.
     variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     share = next((os.environ[variable] for variable in variables if os.environ.get(variable)), _JAX_TAKES)
-    try:
-        usable = int(float(share) * (named(_GPUS[word]).memory_bytes or 0))
-    except ValueError:
-        raise UserError(
-            f"`{share}` is no share of a memory", where=" or ".join(variables), fix="Such as 0.9."
-        ) from None
-    gpu = dataclasses.replace(named(_GPUS[word]), usable_bytes=usable)
+    known = named(_GPUS[word])
+    gpu = dataclasses.replace(known, usable_bytes=int(float(share) * (known.memory_bytes or 0)))
     return Slice(name, gpu, (boxes, count // boxes), (False, False), boxes)
 
 
 def _tpus(name: str, word: str, number: int) -> Slice:
     family, chips = _TPUS[word], number // _TPUS[word].counts
-    sizes = [n for n in range(1, family.largest + 1) if torus_shape(n, family.dimensions)]
+    sizes = [n for n in range(1, family.largest + 1) if _torus_shape(n, family.dimensions)]
     if number % family.counts or chips not in sizes:
         below = [n for n in sizes if n * family.counts < number][-1:]
         above = [n for n in sizes if n * family.counts > number][:1]
         nearest = " and ".join(f"{word}-{n * family.counts}" for n in below + above)
         raise UserError(f"there is no {name}", where="--on", fix=f"The nearest: {nearest}.")
-    shape = torus_shape(chips, family.dimensions) or ()
+    shape = _torus_shape(chips, family.dimensions) or ()
     # In 3D optical switches close the rings of whole cubes of 4 x 4 x 4 chips.
     cubes = all(side % 4 == 0 for side in shape)
     wrap = tuple(cubes if family.dimensions == 3 else side >= family.full for side in shape)
@@ -157,8 +139,8 @@ def _tpus(name: str, word: str, number: int) -> Slice:
     return Slice(name, named(family.chip), shape, wrap, hosts, topology, family.variant)
 
 
-def torus_shape(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the most compact shape that is offered for a number of chips, smallest dimension first, or None.
+def _torus_shape(chips: int, dimensions: int) -> tuple[int, ...] | None:
+    """The most compact shape that is offered for a number of chips, smallest dimension first, or None.
 
     Three dimensions: up to 32 chips powers of two from 2x2x1, from there on multiples of 4 along each. Two: powers of
     two up to 16 x 16, on older chips to 32 x 32.

@@ -12,7 +12,7 @@ from affinage.model import Graph
 from affinage.model.analysis import parameters
 from affinage.planning.compiled import CompileReport, compile_on
 from affinage.planning.per_device import per_device
-from affinage.planning.plan import NOTHING_COUNTED, Counted, Plan, make_plan, planned_graph, training_settings
+from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
 
 HEAD = 128  # of attention
 _FFN, _FFN_MULTIPLE = 8 / 3, 512  # times the width, rounded up to it: a gated layer with the parameters of 4 x width
@@ -20,25 +20,14 @@ _MOST_TENSOR = 64
 _STEP = 2  # layers between two models
 _SHARE_OF_STATE = 0.92  # of a device's memory, where the first proposal is
 
-
-@dataclass(frozen=True)
-class FaxRow:
-    """A line of FAX's table 1: the largest model of a width that it trained on a slice, at batch 1 and length 2,048."""
-
-    parameters: float
-    seconds: float  # of a step
-
-
-FAX = {
-    ("v4-16", 5120): FaxRow(13.7e9, 0.87),
-    ("v4-128", 10240): FaxRow(86.6e9, 1.52),
-    ("v4-512", 16384): FaxRow(340.0e9, 6.21),
-}
+# FAX's table 1: (slice, width) -> parameters of the largest model that it trained, and seconds of a step, at batch 1
+# and length 2,048.
+FAX = {("v4-16", 5120): (13.7e9, 0.87), ("v4-128", 10240): (86.6e9, 1.52), ("v4-512", 16384): (340.0e9, 6.21)}
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A number of layers, and what the compiler reported."""
+    """A number of layers, the model's parameters, and what the compiler reported."""
 
     layers: int
     parameters: int
@@ -47,21 +36,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What was tried, in that order, and the largest model that fits.
+    """What was tried, in that order, and the largest model that fits."""
 
-    Attributes:
-        attempts: all of them.
-        largest: the one with the most layers that fits.
-        overrides: its settings, beside the recipe's.
-        plan: its estimate, for the time of a step.
-        fax: FAX's model of this width on this slice.
-    """
-
-    attempts: list[Attempt]
-    largest: Attempt
-    overrides: list[str]
-    plan: Plan
-    fax: FaxRow | None
+    attempts: list[Attempt]  # all of them
+    largest: Attempt  # the one with the most layers that fits
+    overrides: list[str]  # its settings, beside the recipe's
+    plan: Plan  # its estimate, for the time of a step
 
 
 def shape(width: int, where: Slice) -> list[str]:
@@ -87,7 +67,6 @@ def capacity(
     *,
     tries: int = 6,
     on_attempt: Callable[[Attempt], None] = lambda _: None,
-    counted: Counted = NOTHING_COUNTED,
 ) -> Capacity:
     """Search the most layers, a multiple of 2, that the slice's compiler lets train.
 
@@ -97,40 +76,35 @@ def capacity(
         where: the slice.
         tries: compilations at most; the search ends when the next larger model was refused, or with these.
         on_attempt: called after each compilation.
-        counted: see `planned_graph`.
 
     Raises:
         UserError: if no model was found that fits.
     """
 
-    def with_layers(layers: int) -> tuple[list[str], Recipe, Graph]:
+    def with_layers(layers: int) -> tuple[list[str], Graph, Recipe, float]:
+        """The overrides, the model, the recipe, and bytes of weights and moments on a device."""
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
         loaded = load_recipe(recipe, settings)
-        return settings, loaded.recipe, planned_graph(loaded, counted)
+        _, training, context = training_settings(loaded.recipe)
+        graph = planned_graph(loaded)
+        device = per_device(graph, training, loaded.recipe.mesh, context, where, loaded.recipe.parallel)
+        return settings, graph, loaded.recipe, device.bytes_of(device.state)
 
-    def state(layers: int) -> float:
-        """Bytes of weights and moments on a device."""
-        _, model, graph = with_layers(layers)
-        _, settings, context = training_settings(model)
-        device = per_device(graph, settings, model.mesh, context, where, model.parallel)
-        return device.bytes_of(device.state)
-
-    two, four = state(2), state(4)
+    two, four = with_layers(2)[-1], with_layers(4)[-1]
     per_layer, room = (four - two) / 2, where.chip.memory_per_device or 0
     layers: int | None = _whole((_SHARE_OF_STATE * room - (2 * two - four)) / per_layer)
     attempts: list[Attempt] = []
     while layers is not None and len(attempts) < tries:
-        settings, _, graph = with_layers(layers)
-        attempts.append(Attempt(layers, parameters(graph).total, compile_on(recipe, settings, where, counted)))
+        settings, graph, *_ = with_layers(layers)
+        attempts.append(Attempt(layers, parameters(graph).total, compile_on(recipe, settings, where)))
         on_attempt(attempts[-1])
         layers = _next(attempts, per_layer, room)
     largest = max((each for each in attempts if each.report.fits), key=lambda each: each.layers, default=None)
     if largest is None:
         what = f"none of {', '.join(str(each.layers) for each in attempts)} layers fits {where.name}"
         raise UserError(what, where="--on", fix="Take a larger slice or a smaller width.")
-    settings, model, graph = with_layers(largest.layers)
-    fax = FAX.get((where.name, graph.shapes["blocks"].width))
-    return Capacity(attempts, largest, settings, make_plan(model, graph, where), fax)
+    settings, graph, model, _ = with_layers(largest.layers)
+    return Capacity(attempts, largest, settings, make_plan(model, graph, where))
 
 
 def _whole(layers: float) -> int:

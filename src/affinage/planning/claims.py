@@ -19,23 +19,15 @@ _DAY = 86_400
 
 @dataclass(frozen=True)
 class Facts:
-    """What follows from a recipe.
-
-    Attributes:
-        rows: sequences of a step.
-        context: tokens of a sequence.
-        active: of the parameters, what one token uses.
-        flops: of the whole training, counted node by node (see `affinage.model.analysis`).
-        data_tokens: of the training data, None if they are not known.
-    """
+    """What follows from a recipe."""
 
     steps: int
-    rows: int
-    context: int
+    rows: int  # sequences of a step
+    context: int  # tokens of a sequence
     parameters: int
-    active: int
-    flops: int
-    data_tokens: int | None
+    active: int  # of the parameters, what one token uses
+    flops: int  # of the whole training, counted node by node (see `affinage.model.analysis`)
+    data_tokens: int | None  # of the training data, None if they are not known
 
     @property
     def tokens(self) -> int:
@@ -61,15 +53,8 @@ class Facts:
 def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, data_tokens: int | None = None) -> Facts:
     """The figures of a training with `rows` sequences of `context` tokens in a step."""
     count = parameters(graph)
-    return Facts(
-        steps=settings.steps,
-        rows=rows,
-        context=context,
-        parameters=count.total,
-        active=count.active,
-        flops=split_params(graph, settings).step_flops(rows, context) * settings.steps,
-        data_tokens=data_tokens,
-    )
+    flops = split_params(graph, settings).step_flops(rows, context) * settings.steps
+    return Facts(settings.steps, rows, context, count.total, count.active, flops, data_tokens)
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ class Contradiction:
 
 def contradictions(facts: Facts, claims: Claims) -> list[Contradiction]:
     """Every claim that the recipe, or another claim, contradicts."""
-    return [*_of_size(facts, claims), *_of_data(facts, claims), *_of_sft(claims)]
+    return [*_of_size(facts, claims), *_of_data(facts, claims)]
 
 
 def _of_size(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
@@ -93,12 +78,10 @@ def _of_size(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     if not _close(facts.tokens, tokens):
         rows = _claimed_rows(facts, claims)
         share = f": {rows // where.devices} on each of the {where.devices} devices of a {where.name}" if where else ""
-        yield Contradiction(
-            "tokens",
-            f"{facts.steps:,} steps × {facts.rows:,} sequences × {facts.context:,} tokens is {_count(facts.tokens)} "
-            f"tokens, not {_count(tokens)}",
-            f"{_count(facts.steps * rows * facts.context)} would be {rows:,} sequences a step{share}",
-        )
+        made = f"{facts.steps:,} steps × {facts.rows:,} sequences × {facts.context:,} tokens"
+        what = f"{made} is {_count(facts.tokens)} tokens, not {_count(tokens)}"
+        reading = f"{_count(facts.steps * rows * facts.context)} would be {rows:,} sequences a step{share}"
+        yield Contradiction("tokens", what, reading)
     if claims.parameters is not None and not _close(facts.parameters, claims.parameters):
         what = f"the model has {facts.parameters:,} parameters, not {_count(claims.parameters)}"
         yield Contradiction("parameters", what)
@@ -106,25 +89,21 @@ def _of_size(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     written = f"6 × {_count(size)} × {_count(tokens)} = {flops:.2g} FLOP"
     if claims.flops is not None and not _close(flops, claims.flops, _ROUGHLY):
         yield Contradiction("flops", f"6·N·D = {written}, not {claims.flops:.2g}")
-    if where is None or claims.days is None or where.chip.bfloat16_flops is None:
+    if where is None or claims.days is None or claims.mfu is None or where.chip.bfloat16_flops is None:
         return
-    peak = where.chip.bfloat16_flops * where.chips
+    peak = where.chip.bfloat16_flops * where.chips  # FLOP/s
     implied = flops / (claims.days * _DAY * peak)
-    if claims.mfu is not None and not _close(implied, claims.mfu, _ROUGHLY):
-        other = 6 * size * facts.tokens / (claims.days * _DAY * peak)
-        also = (
-            "" if _close(facts.tokens, tokens, _ROUGHLY) else f", or of {other:.0%} for {_count(facts.tokens)} tokens"
-        )
-        yield Contradiction(
-            "days",
-            f"{written} at an MFU of {claims.mfu:.0%} take {flops / (claims.mfu * peak) / _DAY:.2f} days of a "
-            f"{where.name}, not {claims.days:g}",
-            f"{claims.days:g} days would be an MFU of {implied:.1%}{also}",
-        )
+    if not _close(implied, claims.mfu, _ROUGHLY):
+        needed = f"{flops / (claims.mfu * peak) / _DAY:.2f} days of a {where.name}"
+        what = f"{written} at an MFU of {claims.mfu:.0%} take {needed}, not {claims.days:g}"
+        reading = f"{claims.days:g} days would be an MFU of {implied:.1%}"
+        if not _close(facts.tokens, tokens, _ROUGHLY):
+            reading += f", or of {implied * facts.tokens / tokens:.0%} for {_count(facts.tokens)} tokens"
+        yield Contradiction("days", what, reading)
 
 
 def _of_data(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
-    """Sources, epochs, tokens a parameter, and the tokens of checkpoints."""
+    """Sources, epochs, tokens a parameter, the tokens of checkpoints, and the examples of fine-tuning."""
     tokens, total = claims.tokens or facts.tokens, sum(claims.sources.values())
     if total and claims.tokens is not None and not claims.epochs and not _close(total, tokens):
         reading = f"{_count(tokens)} would be {tokens / total:.2f} epochs over them"
@@ -143,35 +122,22 @@ def _of_data(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     of_step = rows * facts.context
     wrong = [point for point in claims.checkpoints if not _close(point.tokens / of_step, point.step, _ROUGHLY)]
     if wrong:
-        reached = wrong[0].tokens
-        steps = " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
-        yield Contradiction(
-            "checkpoints",
-            f"{_count(reached)} tokens are said to be reached at {steps}; "
-            f"{rows:,} × {facts.context:,} tokens a step reach them at step {reached / of_step:,.0f}",
-        )
-
-
-def _of_sft(claims: Claims) -> Iterator[Contradiction]:
-    """Sources and steps of fine-tuning."""
+        reached, steps = wrong[0].tokens, " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
+        what = f"{_count(reached)} tokens are said to be reached at {steps}"
+        each = f"{rows:,} × {facts.context:,} tokens a step reach them at step {reached / of_step:,.0f}"
+        yield Contradiction("checkpoints", f"{what}; {each}")
     sft = claims.sft
-    if sft.examples is None:
-        return
     total = sum(sft.sources.values())
-    if total and not _close(total, sft.examples):
+    if sft.examples and total and not _close(total, sft.examples):
         what = f"the sources sum to {_count(total)} examples, not {_count(sft.examples)}"
         yield Contradiction("sft.sources", what)
-    if sft.batch_size is None or sft.steps_per_epoch is None:
-        return
-    steps = math.ceil(sft.examples / sft.batch_size)
-    if not _close(steps, sft.steps_per_epoch):
-        packed = steps / sft.steps_per_epoch
-        yield Contradiction(
-            "sft.steps_per_epoch",
-            f"{_count(sft.examples)} examples at batch {sft.batch_size} are {steps:,} steps an epoch, "
-            f"not {sft.steps_per_epoch:,}",
-            f"packing {packed:.1f} conversations to a row makes both true" if packed > 1 else "",
-        )
+    if sft.examples and sft.batch_size and sft.steps_per_epoch:
+        steps = math.ceil(sft.examples / sft.batch_size)
+        if not _close(steps, sft.steps_per_epoch):
+            made = f"{_count(sft.examples)} examples at batch {sft.batch_size} are {steps:,} steps an epoch"
+            packed = steps / sft.steps_per_epoch
+            reading = f"packing {packed:.1f} conversations to a row makes both true" if packed > 1 else ""
+            yield Contradiction("sft.steps_per_epoch", f"{made}, not {sft.steps_per_epoch:,}", reading)
 
 
 def _claimed_rows(facts: Facts, claims: Claims) -> int:

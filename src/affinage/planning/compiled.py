@@ -21,7 +21,7 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.described import NO_AUTOTUNING, DescribedDevices, check_compiler
 from affinage.hardware.slices import Slice, find_slice
-from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
+from affinage.planning.plan import make_plan, planned_graph, training_settings
 from affinage.registry import load_plugins
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -33,34 +33,22 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler reported.
+    """What the compiler reported."""
 
-    Attributes:
-        fits: whether the program exists.
-        peak_bytes: of one device, arguments included; of a program that does not fit, what the compiler said it needs.
-        argument_bytes: of the state and the batch.
-        temporary_bytes: beside them.
-        host_bytes: offloaded to the host's memory.
-        collectives: names and their number in the program, those of a loop once; None if unknown.
-        attention: kernels of attention and their number, in the same way.
-        seconds: the compilation took.
-        message: of the compiler, if it refused.
-    """
-
-    fits: bool
+    fits: bool  # whether the program exists
+    # of one device, arguments included; of a program that does not fit, what the compiler said it needs
     peak_bytes: int
-    argument_bytes: int = 0
-    temporary_bytes: int = 0
-    host_bytes: int = 0
+    argument_bytes: int = 0  # of the state and the batch
+    temporary_bytes: int = 0  # beside them
+    host_bytes: int = 0  # offloaded to the host's memory
+    # names and their number in the program, those of a loop once; None if unknown
     collectives: dict[str, int] | None = None
-    attention: dict[str, int] | None = None
-    seconds: float = 0.0
-    message: str = ""
+    attention: dict[str, int] | None = None  # kernels of attention and their number, in the same way
+    seconds: float = 0.0  # the compilation took
+    message: str = ""  # of the compiler, if it refused
 
 
-def compile_on(
-    recipe: str, overrides: Sequence[str], where: Slice, counted: Counted = NOTHING_COUNTED
-) -> CompileReport:
+def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> CompileReport:
     """Compile a recipe's training step for a slice, in a process of its own, which loads the recipe's plug-ins.
 
     Raises:
@@ -81,7 +69,7 @@ def compile_on(
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        request = json.dumps([recipe, list(overrides), where.name, asdict(counted)])
+        request = json.dumps([recipe, list(overrides), where.name])
         command = [sys.executable, "-m", "affinage.planning.compiled", str(answer), request]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not answer.is_file():
@@ -92,12 +80,8 @@ def compile_on(
     return CompileReport(**result)
 
 
-def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> CompileReport:
-    """The same in this process.
-
-    Raises:
-        UserError: if the step cannot be laid out on the slice.
-    """
+def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> CompileReport:
+    """The same in this process; raises UserError if the step cannot be laid out on the slice."""
     import numpy as np
 
     from affinage.model.forward import batch_shapes
@@ -108,7 +92,7 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
     loaded = load_recipe(recipe, overrides)
     load_plugins(loaded)
     name, settings, context = training_settings(loaded.recipe)
-    graph = planned_graph(loaded, counted)
+    graph = planned_graph(loaded)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
     hardware = DescribedDevices(where)
     mesh = make_mesh(sizes, hardware.acquire())
@@ -128,17 +112,16 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
         name=name,
         parallel=parallel,
     )
-    program = Trainer(job, mesh, batch)
+    trainer = Trainer(job, mesh, batch)
     start = time.monotonic()
     try:
-        compiled: Any = program.compile_training()
+        compiled: Any = trainer.compile_training()
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "hbm" not in str(error).lower():
             raise
         return out_of_memory(str(error), time.monotonic() - start)
-    memory = compiled.memory_analysis()
+    memory, room = compiled.memory_analysis(), where.chip.memory_per_device
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    room = where.chip.memory_per_device
     try:
         text = compiled.as_text()
     except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
@@ -172,10 +155,10 @@ def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
     return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
 
 
-if __name__ == "__main__":  # with the file for the answer, and JSON of recipe, overrides, slice and what was counted
-    _recipe, _overrides, _name, _counted = json.loads(sys.argv[2])
+if __name__ == "__main__":  # with the file for the answer, and JSON of recipe, overrides and slice
+    _recipe, _overrides, _name = json.loads(sys.argv[2])
     try:
-        _answer = asdict(compile_step(_recipe, _overrides, find_slice(_name), Counted(**_counted)))
+        _answer = asdict(compile_step(_recipe, _overrides, find_slice(_name)))
     except UserError as _error:
         _answer = {"error": {"what": _error.what, "where": _error.where, "fix": _error.fix}}
     Path(sys.argv[1]).write_text(json.dumps(_answer))

@@ -1,20 +1,31 @@
-"""Memory and time of a training step on one device, from the operations of its trace.
+"""Memory and time of a training step on one device, from the operations of its trace; and `parallel.remat: auto`.
 
 Memory is the most that is live at once. Time is the sum over operations of the longer of multiplying and moving bytes:
 matrix products reach `Chip.achievable` of the peak and the memory reaches MEMORY_ACHIEVABLE of its bandwidth. The
 collectives that XLA runs beside a node's products take the time that these leave uncovered; the others are added.
 """
 
+import dataclasses
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import Slice
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from affinage.config.parallel import ParallelSettings, Remat, RematSettings
+from affinage.config.training import TrainSettings
+from affinage.hardware.chips import Chip, chip
+from affinage.hardware.slices import Slice, cpu, memory_text
+from affinage.model import Graph
+from affinage.parallel import MeshLayout
 from affinage.planning.comms import collectives, links_of
 from affinage.planning.per_device import PerDevice
 from affinage.planning.trace import Op
+from affinage.training.layerwise import LAYERWISE_REMAT
 
 MEMORY_ACHIEVABLE = 0.9  # measured on an H100 and an H200: copies at 3.0 of 3.35 and 4.3 of 4.8 TB/s
 HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
@@ -23,35 +34,20 @@ _LAUNCH = 3e-6  # seconds that a GPU takes to start a kernel, and that pass even
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while it trains. The first four are its state, the others exist during a step.
+    """Bytes on one device while it trains. The first five are there always, the others exist during a step."""
 
-    Attributes:
-        weights: the parameters that are trained.
-        frozen: those that are not, under adapters.
-        optimizer: what the optimizer stores for them, such as two moments.
-        ema: the moving average of the parameters.
-        batch: the arrays of the rows.
-        weight_copies: in the dtype of the products.
-        gradients: sums of gradients, and those of the micro-batch at hand.
-        activations: kept by the forward pass for the backward pass.
-        logits: of the tokens at hand, and what is computed of them.
-        buffers: of collectives: weights that are gathered, gradients that are not summed over the devices yet.
-        working: other values of the layer, or of the part of the loss, at hand.
-        host: kept by the forward pass in the host's memory, for this device.
-    """
-
-    weights: int
-    frozen: int
-    optimizer: int
-    ema: int
-    batch: int
-    weight_copies: int
-    gradients: int
-    activations: int
-    logits: int
-    buffers: int
-    working: int
-    host: int = 0
+    weights: int  # the parameters that are trained
+    frozen: int  # those that are not, under adapters
+    optimizer: int  # what the optimizer stores for them, such as two moments
+    ema: int  # the moving average of the parameters
+    batch: int  # the arrays of the rows
+    weight_copies: int  # in the dtype of the products
+    gradients: int  # sums of gradients, and those of the micro-batch at hand
+    activations: int  # kept by the forward pass for the backward pass
+    logits: int  # of the tokens at hand, and what is computed of them
+    buffers: int  # of collectives: weights that are gathered, gradients that are not summed over the devices yet
+    working: int  # other values of the layer, or of the part of the loss, at hand
+    host: int = 0  # kept by the forward pass in the host's memory, for this device
 
     @property
     def total(self) -> int:
@@ -61,7 +57,7 @@ class Memory:
 
 def step_memory(device: PerDevice) -> Memory:
     """Memory of the training step that would run; it is traced, not compiled."""
-    peak, state = device.traced.peak, device.state
+    state, peak = device.state, device.traced.peak
     kinds = ("gradients", "activations", "logits", "buffers", "working")
     return Memory(
         weights=device.bytes_of(state.params),
@@ -75,27 +71,19 @@ def step_memory(device: PerDevice) -> Memory:
     )
 
 
+# ---- time ----
+
+
 @dataclass(frozen=True)
 class NodeTime:
-    """Seconds of a step that one node takes.
+    """Seconds of a step that one node takes."""
 
-    Attributes:
-        name: of the node.
-        compute: of operations that multiply for longer than they move bytes.
-        memory: of the others.
-        hidden: of collectives, and copies to and from the host, beside the products.
-        exposed: of collectives that are waited for.
-        flops: of its matrix products on one device, those that are computed again included.
-        axes: of collectives along each mesh axis, hidden and exposed.
-    """
-
-    name: str
-    compute: float
-    memory: float
-    hidden: float
-    exposed: float
-    flops: float
-    axes: Mapping[str, float]
+    name: str  # of the node
+    compute: float  # of operations that multiply for longer than they move bytes
+    memory: float  # of the others
+    hidden: float  # of collectives, and copies to and from the host, beside the products
+    exposed: float  # of collectives that are waited for
+    flops: float  # of its matrix products on one device, those that are computed again included
 
     @property
     def seconds(self) -> float:
@@ -110,25 +98,17 @@ class NodeTime:
     @property
     def bound(self) -> str:
         """What takes longest."""
-        parts = {"compute": self.compute, "memory": self.memory, "links": self.uncovered}
-        return max(parts, key=lambda name: parts[name])
+        return _largest({"compute": self.compute, "memory": self.memory, "links": self.uncovered})
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, of all micro-batches together.
+    """Seconds of one step, of all micro-batches together."""
 
-    Attributes:
-        nodes: of the model, in its order.
-        update: clipping, moments, weights.
-        adding: gradients of micro-batches to their sums.
-        bubble: that stages of a pipeline wait.
-    """
-
-    nodes: tuple[NodeTime, ...]
-    update: float
-    adding: float
-    bubble: float
+    nodes: tuple[NodeTime, ...]  # of the model, in its order
+    update: float  # clipping, moments, weights
+    adding: float  # gradients of micro-batches to their sums
+    bubble: float  # that stages of a pipeline wait
 
     @cached_property
     def seconds(self) -> float:
@@ -137,7 +117,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by what bounds them: compute, memory, links, pipeline bubble."""
+        """Seconds by what bounds them."""
         return {
             "compute": sum(node.compute for node in self.nodes),
             "memory": sum(node.memory for node in self.nodes) + self.update + self.adding,
@@ -148,13 +128,11 @@ class StepTime:
     @property
     def bound(self) -> str:
         """What most of the step is bound by."""
-        return max(self.parts, key=lambda name: self.parts[name])
+        return _largest(self.parts)
 
-    @property
-    def collectives(self) -> dict[str, float]:
-        """Seconds of collectives along each mesh axis that has any, be they beside the products or waited for."""
-        totals = {axis: sum(node.axes.get(axis, 0.0) for node in self.nodes) for axis in AXES}
-        return {axis: seconds for axis, seconds in totals.items() if seconds}
+
+def _largest(parts: Mapping[str, float]) -> str:
+    return max(parts, key=lambda name: parts[name])
 
 
 def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:
@@ -167,7 +145,7 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
             bound that needs no trace of the step itself.
     """
     own = whole or device
-    shared = device.devices / own.devices
+    shared = math.prod(device.sizes.values()) / math.prod(own.sizes.values())
     links = links_of(where, device.sizes)
     ops: dict[str, list[Op]] = {node.name: [] for node in device.graph.nodes}
     others: list[Op] = []
@@ -177,34 +155,24 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
     # Of a pipeline's M + P - 1 ticks every stage waits in P - 1 (GPipe; Huang et al., 2019).
     idle = (device.stages - 1) / (device.pipeline_parts * device.parallel.pipeline_rounds)
     nodes, bubble = [], 0.0
-    pending: dict[str, float] = {}  # collectives of nodes whose operations are those of the next, as logits' of a loss
+    pending = 0.0  # of collectives of nodes whose operations are those of the next, as logits' of a loss
     for node in device.graph.nodes:
         part = (1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0) / shared
         compute, memory = (seconds * part for seconds in _seconds(ops[node.name], where))
-        beside, waited = collectives(device, node, links)
+        hidden, exposed = collectives(device, node, links)
+        hidden, pending = hidden + pending, 0.0
         if not compute + memory and node.name != device.graph.loss:
-            pending = {axis: pending.get(axis, 0.0) + seconds for axis, seconds in beside.items()}
-            beside = {}
-        else:
-            beside = {axis: beside.get(axis, 0.0) + pending.get(axis, 0.0) for axis in {**beside, **pending}}
-            pending = {}
-        hidden, exposed = sum(beside.values()), sum(waited.values())
+            hidden, pending = 0.0, hidden
         if node.repeat is not None:
             hidden = max(hidden, 2 * own.traced.offloaded / shared * where.chip.devices / HOST_BANDWIDTH)
-        time = NodeTime(
-            name=node.name,
-            compute=compute,
-            memory=memory,
-            hidden=hidden,
-            exposed=exposed,
-            flops=sum(op.flops * op.times for op in ops[node.name]) * part,
-            axes={axis: beside.get(axis, 0.0) + waited.get(axis, 0.0) for axis in AXES if axis in {**beside, **waited}},
-        )
-        nodes.append(time)
-        bubble += time.seconds * idle if node.repeat else 0.0
+        flops = sum(op.flops * op.times for op in ops[node.name]) * part
+        nodes.append(NodeTime(node.name, compute, memory, hidden, exposed, flops))
+        bubble += nodes[-1].seconds * idle if node.repeat else 0.0
     stored = device.bytes_of(device.state) / own.bytes_of(own.state) if whole else 1.0
-    update = stored * sum(_seconds([op for op in others if op.times == 1], where))
-    return StepTime(tuple(nodes), update, stored * sum(_seconds([op for op in others if op.times > 1], where)), bubble)
+    update, adding = (
+        stored * sum(_seconds([op for op in others if (op.times > 1) == repeated], where)) for repeated in (False, True)
+    )
+    return StepTime(tuple(nodes), update, adding, bubble)
 
 
 def _seconds(ops: Iterable[Op], where: Slice) -> tuple[float, float]:
@@ -223,3 +191,74 @@ def _seconds(ops: Iterable[Op], where: Slice) -> tuple[float, float]:
         else:
             memory += moving * op.times
     return compute, memory
+
+
+# ---- remat: auto ----
+
+ROOM = 0.9  # of a device's memory that the estimate may take
+# What is computed again, from nothing to most; inputs of blocks can wait in the host's memory if there is another.
+LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("block_input",)), "full")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The setting that `auto` stands for, and the bytes of a device that it needs (estimated) and that there are."""
+
+    remat: Remat
+    needed: int
+    capacity: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimate leaves some room."""
+        return self.needed <= ROOM * self.capacity
+
+    def __str__(self) -> str:
+        remat = self.remat
+        setting = remat if isinstance(remat, str) else remat.model_dump(mode="json", exclude_defaults=True)
+        why = "the least that fits" if self.fits else "nothing fits; this needs least"
+        return f"remat: {setting} ({why}: {memory_text(self.needed)} of {memory_text(self.capacity)}, estimated)"
+
+
+def choose_remat(device: PerDevice) -> Choice:
+    """The first setting of the ladder whose estimate stays below 90 % of a device's memory.
+
+    If the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
+    """
+    capacity, choices = device.chip.memory_per_device or 0, []
+    for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else LADDER:
+        if device.platform == "cpu" and not isinstance(remat, str):
+            continue
+        parallel = device.parallel.model_copy(update={"remat": remat})
+        needed = step_memory(dataclasses.replace(device, parallel=parallel)).total
+        choices.append(Choice(remat, needed, capacity))
+        if not capacity or choices[-1].fits:
+            return choices[-1]
+    return min(choices, key=lambda choice: choice.needed)
+
+
+def remat_for_devices(
+    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, layout: MeshLayout, rows: int, context: int
+) -> Choice:
+    """The same for the devices of a mesh that are here. All hosts take what the first of them chose."""
+    devices = list(layout.mesh.devices.flat)
+    sizes = dict(layout.mesh.shape)
+    device = PerDevice(graph, settings, sizes, rows, context, parallel, present(devices), devices[0].platform)
+    choice = choose_remat(device)
+    if jax.process_count() > 1:
+        index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))
+        choice = dataclasses.replace(choice, remat=LADDER[index])
+    return choice
+
+
+def present(devices: Sequence[jax.Device]) -> Chip:
+    """The chip of these devices, with the memory that they report if the table does not know it."""
+    first = devices[0]
+    if first.platform == "cpu":
+        here = [device for device in devices if device.process_index == first.process_index]
+        return dataclasses.replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
+    known = chip(first.device_kind)
+    if known.memory_per_device is None or first.platform == "gpu":
+        limit = (first.memory_stats() or {}).get("bytes_limit")
+        return known if limit is None else dataclasses.replace(known, usable_bytes=limit)
+    return known

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array
 from typing_extensions import override
 
@@ -18,14 +18,13 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import Chip
-from affinage.hardware.mesh import AXES, axis_sizes, axis_to_free
+from affinage.hardware.mesh import AXES, axis_sizes
 from affinage.hardware.slices import Slice
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
-from affinage.model.layer import Axes, ParamSpec, PyTree, map_parameters, parameters_in
+from affinage.model.layer import Axes, parameters_in
 from affinage.model.layers.kernels import queries_are_split
-from affinage.model.layers.moe import MoeSettings
 from affinage.parallel import Pipeline
 from affinage.parallel.sharding import (
     STAGES,
@@ -45,35 +44,22 @@ from affinage.training.layerwise import as_it_is_done, check_update
 from affinage.training.state import ParamSplit, TrainState, abstract_state, split_params
 from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
-# Named axes of the collectives of a traced step.
-_COLLECTIVE_AXES = {"experts": "owner", "sequence": "neighbor", "stages": "stage"}
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
 _BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})
 
 
 @dataclass(frozen=True)
 class PerDevice:
-    """A model and its batch, divided over a mesh of devices that need not exist.
+    """A model and its batch, divided over a mesh of devices that need not exist."""
 
-    Attributes:
-        graph: the whole model.
-        settings: of the training.
-        sizes: devices along each mesh axis.
-        rows: sequences of the global batch.
-        seq_len: tokens of a row.
-        parallel: how the work is split beside the mesh.
-        chip: of every device.
-        platform: cpu, gpu or tpu.
-    """
-
-    graph: Graph
-    settings: TrainSettings
-    sizes: Mapping[str, int]
-    rows: int
-    seq_len: int
-    parallel: ParallelSettings
-    chip: Chip
-    platform: str
+    graph: Graph  # the whole model
+    settings: TrainSettings  # of the training
+    sizes: Mapping[str, int]  # devices along each mesh axis
+    rows: int  # sequences of the global batch
+    seq_len: int  # tokens of a row
+    parallel: ParallelSettings  # how the work is split beside the mesh
+    chip: Chip  # of every device
+    platform: str  # cpu, gpu or tpu
 
     @property
     def micro_batches(self) -> int:
@@ -84,11 +70,6 @@ class PerDevice:
     def stages(self) -> int:
         """Stages of a pipeline, 1 without one."""
         return self.sizes[STAGES]
-
-    @property
-    def devices(self) -> int:
-        """Devices of the mesh."""
-        return math.prod(self.sizes.values())
 
     @property
     def pipeline(self) -> Pipeline:
@@ -129,26 +110,14 @@ class PerDevice:
         """Tokens of a row on one device."""
         return max(1, self.seq_len // self.parts("sequence"))
 
-    @property
-    def owners(self) -> int:
-        """Devices that experts lie on and that send each other their tokens.
-
-        1 if that is left to XLA's partitioner: the experts of a device are then a smaller layer.
-        """
-        parts = self.parts("experts")
-        return parts if self.parts("batch") == self.parts("expert_rows") * parts else 1
-
     @cached_property
     def local_graph(self) -> Graph:
         """The model that one device multiplies with: its layers, heads, hidden units, ids and experts."""
-        return _parsed(self._local_text, self.owners)
+        return _parsed(self._local_text)
 
     @cached_property
     def _local_text(self) -> str:
-        """JSON of the local model, but with the experts of all `owners`.
-
-        The settings of nodes are divided along the logical axes of their parameters.
-        """
+        """JSON of the local model: the settings of nodes divided along the logical axes of their parameters."""
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             if isinstance(entry.get("vocab"), int):
@@ -162,7 +131,7 @@ class PerDevice:
                 }
             if isinstance(ffn, dict):
                 ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
-                if "experts" in ffn and self.owners == 1:
+                if "experts" in ffn:
                     ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
             if "repeat" in entry:
                 entry["repeat"] //= self.stages
@@ -171,32 +140,19 @@ class PerDevice:
         return json.dumps(graph)
 
     @cached_property
-    def shares(self) -> dict[tuple[int, ...], float]:
-        """Shape of a whole weight in `local_graph` -> the part of it that one device stores."""
-        shares: dict[tuple[int, ...], float] = {}
-        pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
-        for whole, local in pairs:
-            spec = partition_spec(whole.axes, self.layout.mesh, self.table)
-            elements = math.prod(shard_shape(whole.shape, spec, self.sizes))
-            shares[local.shape] = min(shares.get(local.shape, 1.0), elements / local.size)
-        return shares
-
-    @cached_property
     def split(self) -> ParamSplit:
         """What is trained of the whole model."""
         return split_params(self.graph, self.settings)
 
     @cached_property
     def state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state of the whole model."""
+        """Shapes, dtypes and shardings of the state of the whole model; raises UserError if a size does not divide."""
         return abstract_state(self.split, self.settings, optimizer_of(self.split, self.settings), self.layout)
 
     def bytes_of(self, tree: Any) -> int:
         """Bytes on one device of a part of the state."""
-        return sum(
-            math.prod(shard_shape(leaf.shape, leaf.sharding.spec, self.sizes)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-        )
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def batch(self) -> dict[str, Any]:
@@ -212,10 +168,14 @@ class PerDevice:
             platform=self.platform,
         )
 
+    @property
+    def matrix_unit(self) -> int:
+        """Rows and columns that a TPU multiplies at once; 1 on other chips, whose units are smaller than any model."""
+        return 1 if self.platform != "tpu" else 256 if self.chip.name in _WIDER_UNITS else 128
+
     @cached_property
     def traced(self) -> Traced:
         """The operations of the step of one device; all devices have equal ones."""
-        settings, dtype = self.settings, str(self.apply_config.compute_dtype)
         changed: dict[str, Any] = {"sharding": {}, "xla_flags": {}}  # which are in the shapes, or not in the program
         if self.stages > 1:
             changed["pipeline_micro_batches"] = self.pipeline_parts
@@ -224,28 +184,30 @@ class PerDevice:
             capability = (8, 0) if self.chip.name in _BEFORE_HOPPER else HOPPER
         jaxpr, count = _trace(
             self._local_text,
-            type(settings),
-            settings.model_dump_json(),
+            type(self.settings),
+            self.settings.model_dump_json(),
             self.parallel.model_copy(update=changed).model_dump_json(),
             self.local_rows // self.stages,
             self.local_seq_len,
-            (dtype, self.platform, capability),
-            (self.owners, self.parts("sequence"), self.stages),
+            (str(self.apply_config.compute_dtype), self.platform, capability),
+            self.parts("sequence"),
+            self.stages,
         )
-        kinds = [node.layer for node in self.local_graph.nodes]
+        shares: dict[tuple[int, ...], float] = {}
+        pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
+        for whole, local in pairs:
+            sharding = NamedSharding(self.layout.mesh, partition_spec(whole.axes, self.layout.mesh, self.table))
+            share = math.prod(sharding.shard_shape(whole.shape)) / local.size
+            shares[local.shape] = min(shares.get(local.shape, 1.0), share)
+        nodes = self.local_graph.nodes
         weights = Weights(
             count=count,
-            shares=self.shares,
-            vocabularies={vocabulary for kind in kinds if (vocabulary := getattr(kind, "vocab", None))},
-            kernel_flops={node.name: self._kernel_flops(node) for node in self.local_graph.nodes},
+            shares=shares,
+            vocabularies={vocab for node in nodes if (vocab := getattr(node.layer, "vocab", None))},
+            kernel_flops={node.name: self._kernel_flops(node) for node in nodes},
             matrix_unit=self.matrix_unit,
         )
         return walk(jaxpr, self.platform, weights)
-
-    @property
-    def matrix_unit(self) -> int:
-        """Rows and columns that a TPU multiplies at once; 1 on other chips, whose units are smaller than any model."""
-        return 1 if self.platform != "tpu" else 256 if self.chip.name in _WIDER_UNITS else 128
 
     def _kernel_flops(self, node: Any) -> float:
         """Operations of one product of a kernel of attention, on the device whose queries see most keys."""
@@ -255,8 +217,7 @@ class PerDevice:
         head, first = attention.head_width(self.graph.shapes[node.inputs[0]].width), 0
         if self.platform == "tpu" and queries_are_split(self.seq_len, self.parts("sequence")):
             first = self.seq_len - self.local_seq_len
-        pairs = attention.pairs(self.seq_len, first)
-        rows = self.local_rows / self.pipeline_parts
+        pairs, rows = attention.pairs(self.seq_len, first), self.local_rows / self.pipeline_parts
         return 2.0 * rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
 
 
@@ -279,7 +240,7 @@ def per_device(
         raise UserError(
             f"the mesh has {used} device{'s' if used > 1 else ''}, the slice {devices}",
             where="mesh",
-            fix=f"Set one axis to auto, which takes all there are: --set mesh.{axis_to_free(mesh)}=auto.",
+            fix="Set one axis to auto, which takes all there are, such as --set mesh.data=auto.",
         )
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
@@ -296,57 +257,13 @@ def per_device(
     return device
 
 
-def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The part of an array of `shape` that one device holds."""
-    parts = []
-    for index, size in enumerate(shape):
-        entry = spec[index] if index < len(spec) else None
-        axes = (entry,) if isinstance(entry, str) else entry or ()
-        parts.append(-(-size // math.prod(sizes[axis] for axis in axes)))
-    return tuple(parts)
-
-
-def sent_per_token(experts: MoeSettings, length: int, owners: int) -> float:
-    """Rows of the buffers that go to the owners of experts and back, for each token of rows of `length`."""
-    if experts.capacity_factor is None:  # nothing is dropped, so there is room for all choices at every owner
-        return owners * experts.top_k
-    return experts.experts * experts.capacity(length) / length
-
-
 def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Auto,) * len(AXES))
 
 
-class _OwnExperts(MoeSettings):
-    """Experts of which one device has its part; its router knows all of them."""
-
-    owners: int
-    """Devices that the experts lie on."""
-
-    @override
-    def parameters(self, width: int, std: float) -> PyTree:
-        own = self.experts // self.owners
-
-        def part(_: Any, parameter: ParamSpec) -> ParamSpec:
-            return replace(parameter, shape=(own, *parameter.shape[1:])) if "experts" in parameter.axes else parameter
-
-        return map_parameters(part, super().parameters(width, std))
-
-
 @lru_cache(maxsize=64)
-def _parsed(text: str, owners: int) -> Graph:
-    """The graph as one of `owners` devices holds it."""
-    graph = parse(json.loads(text))
-    if owners == 1:
-        return graph
-
-    def own(kind: Any) -> Any:
-        ffn = getattr(kind, "ffn", None)
-        if not isinstance(ffn, MoeSettings):
-            return kind
-        return kind.model_copy(update={"ffn": _OwnExperts(**dict(ffn), owners=owners)})
-
-    return replace(graph, nodes=tuple(replace(node, layer=own(node.layer)) for node in graph.nodes))
+def _parsed(text: str) -> Graph:
+    return parse(json.loads(text))
 
 
 @lru_cache(maxsize=128)
@@ -358,19 +275,18 @@ def _trace(
     rows: int,
     seq_len: int,
     target: tuple[str, str, tuple[int, int] | None],
-    sizes: tuple[int, int, int],
+    neighbors: int,
+    stages: int,
 ) -> tuple[Jaxpr, int]:
     """The training step of one device, and how many of its arguments are weights (the first ones).
 
-    Devices of many meshes run the same step, so all arguments can be hashed: model, settings and parallel settings are
-    JSON, the model with the experts of all owners; `rows` of a micro-batch have `seq_len` tokens here; `target` is the
-    dtype of the products, the platform, and the capability of a GPU; `sizes` are those of `_DeviceLayout`.
+    Devices of many meshes run the same step, so all arguments can be hashed: model and settings are JSON; `rows` of a
+    micro-batch have `seq_len` tokens here; `target` is the dtype of the products, the platform, and the capability of a
+    GPU; see `_DeviceLayout` for the others.
     """
-    layout = _DeviceLayout(_abstract_mesh({}), TABLE, *sizes)  # type: ignore[arg-type]
-    graph = _parsed(graph_text, layout.owners)
-    settings = kind.model_validate_json(settings_text)
-    parallel = ParallelSettings.model_validate_json(parallel_text)
-    split = split_params(graph, settings)
+    graph, settings = _parsed(graph_text), kind.model_validate_json(settings_text)
+    parallel, split = ParallelSettings.model_validate_json(parallel_text), split_params(graph, settings)
+    layout = _DeviceLayout(_abstract_mesh({}), TABLE, neighbors, stages)  # type: ignore[arg-type]
     dtype, platform, capability = target
     config = ApplyConfig(
         compute_dtype=jnp.dtype(dtype),
@@ -382,7 +298,7 @@ def _trace(
         planned=True,
     )
     config = with_remat(config, parallel.remat)
-    if layout.pipeline > 1:
+    if stages > 1:
         config = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(config)
     step = step_of(split, settings, config, seed=0)
     state = abstract_state(split, settings, optimizer_of(split, settings), layout)
@@ -393,7 +309,8 @@ def _trace(
         return step(rest._replace(params=params, frozen=frozen), batch)
 
     weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
-    traced = jax.make_jaxpr(of_weights, axis_env=layout.named_axes)(weights, rest, batch)
+    axes = [(name, size) for name, size in (("neighbor", neighbors), ("stage", stages)) if size > 1]
+    traced = jax.make_jaxpr(of_weights, axis_env=axes)(weights, rest, batch)
     return traced.jaxpr, len(jax.tree.leaves(weights))
 
 
@@ -401,30 +318,17 @@ def _trace(
 class _DeviceLayout(MeshLayout):
     """The layout of one device, which has everything whole; what goes to others in a run goes over named axes.
 
-    Attributes:
-        owners: devices that the experts lie on.
-        neighbors: devices that the positions of a row lie on.
-        pipeline: stages, of which the device has one.
+    `neighbors` are devices that the positions of a row lie on; the device has one of `pipeline` stages.
     """
 
-    owners: int = 1
     neighbors: int = 1
     pipeline: int = 1
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _DeviceLayout) and self._sizes == other._sizes
+        return isinstance(other, _DeviceLayout) and hash(self) == hash(other)
 
     def __hash__(self) -> int:
-        return hash(self._sizes)
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.owners, self.neighbors, self.pipeline
-
-    @property
-    def named_axes(self) -> list[tuple[str, int]]:
-        """Named axes and their sizes, for `jax.make_jaxpr`."""
-        return [(name, size) for name, size in zip(_COLLECTIVE_AXES.values(), self._sizes, strict=True) if size > 1]
+        return hash((self.neighbors, self.pipeline))
 
     @property
     @override
@@ -438,11 +342,11 @@ class _DeviceLayout(MeshLayout):
 
     @override
     def parts(self, *axes: str) -> int:
-        return self.owners if axes == ("experts",) else self.neighbors if axes == ("sequence",) else 1
+        return self.neighbors if axes == ("sequence",) else 1
 
     @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        return (_COLLECTIVE_AXES[axis],) if axis in _COLLECTIVE_AXES and self.parts(axis) > 1 else ()
+        return ("neighbor",) if axis == "sequence" and self.neighbors > 1 else ()
 
     @override
     def whole(self, length: int, axis: str) -> int:
@@ -458,10 +362,6 @@ class _DeviceLayout(MeshLayout):
 
     @override
     def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
-        if self.owners > 1 and "experts" in after:
-            return jax.lax.all_to_all(x, "owner", after.index("experts"), 0, tiled=True)
-        if self.owners > 1 and "experts" in before:
-            return jax.lax.all_to_all(x, "owner", 0, before.index("experts"), tiled=True)
         if self.neighbors > 1 and "sequence" in before:
             return jax.lax.all_gather(x, "neighbor", axis=before.index("sequence"), tiled=True)
         if self.neighbors > 1 and "sequence" in after:

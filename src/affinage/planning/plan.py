@@ -5,76 +5,49 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 
 from affinage.config.load import LoadedRecipe
 from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import Recipe
-from affinage.config.training import DpoSettings, TrainSettings, TuningSettings
+from affinage.config.training import DpoSettings, TrainSettings
 from affinage.errors import UserError
-from affinage.hardware.matmul import measured_bandwidth, measured_flops
+from affinage.hardware.devices import measured_bandwidth, measured_flops
 from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import Slice, compared, find_slice, memory_text, slice_of
+from affinage.hardware.slices import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
-from affinage.planning.auto_remat import Choice, choose_remat
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
-from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
+from affinage.planning.estimate import Choice, Memory, StepTime, choose_remat, step_memory, step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.trace import padding
 
 Training = Literal["pretrain", "sft", "dpo"]
-TRAININGS = get_args(Training)
 NEARLY_FULL = 0.9
-_ANSWER = 128  # tokens of a prompt with an answer, if nobody has counted them yet
+_ANSWER = 128  # tokens of a prompt with an answer, before anybody has counted them
 _HOUR = 3600
-_FEW_EPOCHS = 4  # repeated data are worth nearly as much as new ones up to here (Muennighoff et al., 2023)
+_REMEMBERED = "on demand as remembered in 2025; set hardware.price to yours"
 _WORTH_A_HINT = 0.03  # share of a step
 _SMALL_BATCH = 0.25  # share of a step that does not grow with the batch
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A training on a slice, estimated.
+    """A training on a slice, estimated."""
 
-    Attributes:
-        recipe: its name.
-        section: of the recipe, the training: pretrain, sft or dpo.
-        where: the slice.
-        device: the step of one device.
-        memory: of one device.
-        time: of one step.
-        facts: what the settings come to.
-        contradictions: of the recipe's claims.
-        price: US dollars per chip and hour, None if it is not known.
-        price_source: where it comes from.
-        unused_price: the recipe's, if it is that of other chips.
-        choice: what `remat: auto` stands for here.
-        data_rows: of the training data, None if they are not packed yet.
-        saves: checkpoints that are kept.
-    """
-
-    recipe: str
-    section: str
-    where: Slice
-    device: PerDevice
-    memory: Memory
-    time: StepTime
-    facts: Facts
-    contradictions: tuple[Contradiction, ...]
-    price: float | None
-    price_source: str = ""
-    unused_price: float | None = None
-    choice: Choice | None = None
-    data_rows: int | None = None
-    saves: int = 1
-
-    @property
-    def settings(self) -> TrainSettings:
-        """Of the training."""
-        return self.device.settings
+    recipe: Recipe  # the training is its first
+    section: Training  # of the recipe: pretrain, sft or dpo
+    where: Slice  # the slice
+    device: PerDevice  # the step of one device
+    memory: Memory  # of one device
+    time: StepTime  # of one step
+    facts: Facts  # what the settings come to
+    contradictions: tuple[Contradiction, ...]  # of the recipe's claims
+    price: float | None  # US dollars per chip and hour, None if it is not known
+    price_source: str  # where it comes from
+    choice: Choice | None  # what `remat: auto` stands for here
 
     @property
     def capacity(self) -> int:
@@ -94,7 +67,7 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of all steps; validation, checkpoints and compilation are not in it."""
-        return self.time.seconds * self.settings.steps
+        return self.time.seconds * self.facts.steps
 
     @property
     def tokens_per_second(self) -> float:
@@ -133,9 +106,8 @@ class Plan:
         where, device, time = self.where, self.device, self.time
         derived = ("tokens", "flops_by_rule", "tokens_per_parameter", "epochs")
         place = {name: getattr(where, name) for name in ("name", "chips", "devices", "hosts", "shape")}
-        step = {"seconds": time.seconds, "bound": time.bound, "collectives": time.collectives}
         return {
-            "recipe": self.recipe,
+            "recipe": self.recipe.name,
             "stage": self.section,
             "slice": place | {"chip": where.chip.name},
             "mesh": {axis: size for axis, size in device.sizes.items() if size > 1} or {"data": 1},
@@ -147,7 +119,7 @@ class Plan:
             "contradictions": [dataclasses.asdict(claim) for claim in self.contradictions],
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
             "fits": self.fits,
-            "step": step | dataclasses.asdict(time),
+            "step": {"seconds": time.seconds, "bound": time.bound} | dataclasses.asdict(time),
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "seconds": self.seconds,
@@ -165,11 +137,11 @@ def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
     Raises:
         UserError: for a recipe that trains nothing.
     """
-    for name in TRAININGS:
-        settings = getattr(recipe, name)
-        if settings is not None:
-            return name, settings, getattr(settings, "seq_len", None) or recipe.packing.seq_len
-    raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
+    if not recipe.trainings:
+        raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
+    settings = getattr(recipe, recipe.trainings[0])
+    name: Any = recipe.trainings[0]
+    return name, settings, getattr(settings, "seq_len", None) or recipe.packing.seq_len
 
 
 def only(stage: Training, recipe: Recipe) -> list[str]:
@@ -178,45 +150,26 @@ def only(stage: Training, recipe: Recipe) -> list[str]:
     Raises:
         UserError: if the recipe does not have it.
     """
-    if getattr(recipe, stage) is None:
+    if stage not in recipe.trainings:
         raise UserError(f"{recipe.name} has no `{stage}`", where="--training", fix=f"Add a `{stage}:` section.")
-    return [f"{name}=null" for name in TRAININGS if name != stage and getattr(recipe, name) is not None]
+    return [f"{name}=null" for name in recipe.trainings if name != stage]
 
 
-@dataclass(frozen=True)
-class Counted:
-    """What a run's data have shown of its model so far.
-
-    Attributes:
-        vocabulary: the size that `vocab: auto` stands for; None: what the tokenizer is to have.
-        documents: of a row of pairs; None: as if each had 128 tokens.
-    """
-
-    vocabulary: int | None = None
-    documents: int | None = None
-
-
-NOTHING_COUNTED = Counted()
-
-
-def planned_graph(loaded: LoadedRecipe, counted: Counted = NOTHING_COUNTED) -> Graph:
-    """The model of a recipe, with the loss of the training that is planned."""
+def planned_graph(loaded: LoadedRecipe) -> Graph:
+    """The model of a recipe, with the loss of the training that is planned and the vocabulary that is requested."""
     recipe = loaded.recipe
-    graph = parse(recipe.model, loaded.locate, vocabulary=counted.vocabulary or recipe.tokenizer.vocab_size)
-    if recipe.pretrain is not None or recipe.sft is not None or recipe.dpo is None:
+    graph = parse(recipe.model, loaded.locate, vocabulary=recipe.tokenizer.vocab_size)
+    if recipe.trainings != ["dpo"] or recipe.dpo is None:
         return graph
-    _, _, context = training_settings(recipe)
-    return preferring(graph, recipe.dpo, context, counted.documents)
+    return preferring(graph, recipe.dpo, training_settings(recipe)[2])
 
 
-def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int | None) -> Graph:
-    """The model with the loss of preferences; `documents` as in `Counted`."""
+def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int | None = None) -> Graph:
+    """The model with the loss of preferences; `documents` of a row, None: as if each had 128 tokens."""
     return preference_graph(graph, settings, documents or 2 * max(1, round(context / (2 * _ANSWER))))
 
 
-def make_plan(
-    recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None, data_rows: int | None = None
-) -> Plan:
+def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
     """Estimate a recipe on a slice; nothing is compiled and no device is used.
 
     Args:
@@ -224,7 +177,6 @@ def make_plan(
         graph: as `planned_graph` makes it.
         where: the slice.
         data_tokens: of the training data, if they have been packed.
-        data_rows: the same.
 
     Raises:
         UserError: as training would: for a mesh, a batch and a model that do not divide.
@@ -240,25 +192,11 @@ def make_plan(
     # The claims are about pretraining.
     claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
     # A recipe's price is that of the chips of its own slice, or, if it names none, of whatever is planned for.
-    own, price, unused, source = _own_slice(recipe), recipe.hardware.price, None, "hardware.price"
+    own, price, source = _own_slice(recipe), recipe.hardware.price, "hardware.price"
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
-        price, unused, source = where.chip.price, price, where.chip.price_source
-    return Plan(
-        recipe=recipe.name,
-        section=section,
-        where=where,
-        device=device,
-        memory=step_memory(device),
-        time=step_time(device, where),
-        facts=facts,
-        contradictions=tuple(claimed),
-        price=price,
-        price_source=source,
-        unused_price=unused,
-        choice=choice,
-        data_rows=data_rows,
-        saves=recipe.runtime.checkpoint.keep_last,
-    )
+        price, source = where.chip.price, _REMEMBERED
+    memory, time = step_memory(device), step_time(device, where)
+    return Plan(recipe, section, where, device, memory, time, facts, tuple(claimed), price, source, choice)
 
 
 def forecast(
@@ -299,19 +237,18 @@ def default_slice(recipe: Recipe) -> Slice:
     return find_slice(_own_slice(recipe) or "cpu")
 
 
-def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:
-    """The recipe on all slices of `compared`: those that fit first, then by cost of a token; the impossible last."""
+def compare(recipe: Recipe, graph: Graph) -> tuple[list[Plan], list[tuple[Slice, UserError]]]:
+    """The recipe on all slices of `COMPARED`, those that fit first, then by cost of a token; and the impossible."""
     if _own_slice(recipe) is None:  # a price without a slice cannot be that of all chips
         recipe = recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"price": None})})
-    plans: list[Plan] = []
-    refused: list[Plan | tuple[Slice, UserError]] = []
-    for where in compared():
+    plans, refused = [], []
+    for where in map(find_slice, COMPARED):
         try:
             plans.append(make_plan(recipe, graph, where))
         except UserError as error:
             refused.append((where, error))
     plans.sort(key=lambda plan: (not plan.fits, math.inf if plan.cost is None else plan.cost_per_billion))
-    return [*plans, *refused]
+    return plans, refused
 
 
 def measured(where: Slice) -> Slice:
@@ -323,68 +260,52 @@ def measured(where: Slice) -> Slice:
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
-    device, settings, time = plan.device, plan.settings, plan.time
+    device, time, unit = plan.device, plan.time, plan.device.matrix_unit
     if not plan.fits:
         remat = "" if plan.choice else ", or `--set parallel.remat=auto` to compute activations again"
         excess = memory_text(plan.memory.total - plan.capacity)
         yield f"does not fit: {excess} too much; find settings that fit with --search{remat}"
     elif plan.nearly_full:
         yield "nearly full: check with the compiler whether it fits, with --compile"
-    if plan.unused_price is not None:
-        unused, chip = f"${plan.unused_price:,.2f} per chip and hour", plan.where.chip.name
-        yield f"the recipe's price of {unused} is not that of {chip}; set it with `--set hardware.price=...`"
-    yield from _attention_warnings(plan)
+    for node in device.graph.nodes:
+        attention = getattr(node.layer, "attention", None)
+        if attention is not None and plan.where.platform != "cpu":
+            yield from _attention_warnings(plan, node, attention)
     for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
-        lost = 1 - 1 / padding(vocab, device.matrix_unit)
+        lost = 1 - 1 / padding(vocab, unit)
         if lost > _WORTH_A_HINT:
             yield (
-                f"a vocabulary of {vocab:,} does not divide by {device.matrix_unit}, the matrix unit: {lost:.0%} of "
-                "the logits' products are lost"
+                f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit: {lost:.0%} of the logits' "
+                "products are lost"
             )
     growing = sum(node.compute + node.memory for node in time.nodes)
     fixed = 1 - growing / time.seconds
     if fixed > _SMALL_BATCH and device.stages == 1:
         gain = 2 * time.seconds / (time.seconds + growing) - 1
         yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
-    if plan.facts.epochs is not None and plan.facts.epochs > _FEW_EPOCHS:
-        yield f"{plan.facts.epochs:.1f} epochs over the data: beyond {_FEW_EPOCHS} they are worth less and less"
-    if isinstance(settings, TuningSettings) and settings.num_epochs is not None and plan.data_rows is not None:
-        last = max(1, int(plan.data_rows * settings.num_epochs / device.rows))
-        if last < settings.steps and settings.mixture is None:
-            yield f"num_epochs: {settings.num_epochs:g} ends the training after step {last:,} of {settings.steps:,}"
 
 
-def _attention_warnings(plan: Plan) -> Iterator[str]:
+def _attention_warnings(plan: Plan, node: Any, attention: Any) -> Iterator[str]:
     """What keeps attention from the chip's fast path."""
     device = plan.device
-    for node in device.graph.nodes:
-        attention, ffn = (getattr(node.layer, half, None) for half in ("attention", "ffn"))
-        if plan.where.platform == "gpu" and getattr(ffn, "capacity_factor", 0.0) is None:
-            yield (
-                f"experts of `{node.name}` have no capacity: on GPUs XLA may pad their groups with zeros, which takes "
-                "as many times longer as there are experts; a `capacity_factor` avoids that"
-            )
-        if attention is None or plan.where.platform == "cpu":
-            continue
-        if attention.dropout > 0:
-            graph = device.graph.to_dict()
-            graph["nodes"][node.name]["attention"]["dropout"] = 0.0
-            without = dataclasses.replace(device, graph=parse(graph))
-            then, now = (
-                f"{step_time(each, plan.where).seconds:.3g} s and {memory_text(step_memory(each).total)}"
-                for each in (without, device)
-            )
-            yield (
-                f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. "
-                f"With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now {now}"
-            )
-            continue
-        head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
-        lost = 1 - 1 / padding(head, device.matrix_unit)
-        share = lost * sum(op.times * op.flops for op in device.traced.ops if op.kind == "pallas_call")
-        share /= max(1.0, sum(op.times * op.flops for op in device.traced.ops))
-        if share > _WORTH_A_HINT:
-            yield (
-                f"heads of {head} use {1 - lost:.0%} of a matrix unit of {device.matrix_unit}: with fewer, wider heads "
-                f"about {share:.0%} of the products' time is saved"
-            )
+    if attention.dropout > 0:
+        graph = device.graph.to_dict()
+        graph["nodes"][node.name]["attention"]["dropout"] = 0.0
+        without = dataclasses.replace(device, graph=parse(graph))
+        then = f"{step_time(without, plan.where).seconds:.3g} s and {memory_text(step_memory(without).total)}"
+        yield (
+            f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. With "
+            f"`--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now {plan.time.seconds:.3g} s "
+            f"and {memory_text(plan.memory.total)}"
+        )
+        return
+    head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
+    used = 1 / padding(head, device.matrix_unit)
+    products = [(op.kind, op.times * op.flops) for op in device.traced.ops]
+    of_kernels = sum(flops for kind, flops in products if kind == "pallas_call")
+    share = (1 - used) * of_kernels / max(1.0, sum(flops for _, flops in products))
+    if share > _WORTH_A_HINT:
+        yield (
+            f"heads of {head} use {used:.0%} of a matrix unit of {device.matrix_unit}: with fewer, wider heads about "
+            f"{share:.0%} of the products' time is saved"
+        )

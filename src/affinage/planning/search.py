@@ -1,6 +1,6 @@
 """The fastest ways to split a training over a slice, and over ever larger slices.
 
-A search goes over meshes x micro-batches x recomputation x dtype of the moments.
+A search goes over meshes x micro-batches x recomputation.
 """
 
 import itertools
@@ -14,13 +14,12 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from affinage.config.parallel import RematPreset
 from affinage.config.recipe import Recipe
-from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
-from affinage.planning.comms import links_of
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
@@ -28,15 +27,13 @@ from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import split_params
 
-REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
-MOMENTS = ("float32", "bfloat16")
+REMATS: tuple[RematPreset, ...] = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
 MOST_MICRO_BATCHES = 64
 MOST_STAGES = 16  # of a pipeline: more wait longer than other axes do
 MOST_CHIPS = 4096  # of a curve
 _CURVE_SIZES = (1, 2, 4, 8)  # of `tensor` and of `context` on a curve
-# By how much a step must be faster for other moments than the recipe's, which change its result, and for twice as many
-# micro-batches, which have costs that the estimate does not know.
-_FOREIGN_MOMENTS, _MORE_MICRO_BATCHES = 1.02, 1.01
+# By how much a step must be faster for twice as many micro-batches, which have costs that the estimate does not know.
+_MORE_MICRO_BATCHES = 1.01
 _BOUND = 0.98  # of the bound below: the parts of a divided step can be a little cheaper than its share of the whole
 
 Order = tuple[Any, ...]
@@ -45,72 +42,53 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that a search chooses.
-
-    Attributes:
-        mesh: devices along each axis, all of them.
-        micro_batches: parts of a batch.
-        remat: preset of what is recomputed.
-        moments: dtype that the optimizer's moments are stored in.
-    """
+    """Settings that a search chooses: devices along each axis, parts of a batch, and what is recomputed."""
 
     mesh: tuple[int, ...]
     micro_batches: int
-    remat: str
-    moments: str
+    remat: RematPreset
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axes of more than one device, `data` if there is none."""
         return {a: n for a, n in zip(AXES, self.mesh, strict=True) if n > 1} or {"data": 1}
 
-    def settings(self, section: str, mesh: dict[str, int] | None = None) -> dict[str, Any]:
-        """As a recipe has them, for its training `section`."""
-        training = {"gradient_accumulation_steps": self.micro_batches, "optimizer": {"state_dtype": self.moments}}
-        return {"mesh": mesh or self.sizes, "parallel": {"remat": self.remat}, section: training}
+    def settings(self, recipe: Recipe) -> dict[str, Any]:
+        """As the recipe has them. Mappings are merged there, so axes that only the recipe names become 1."""
+        mesh = dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes
+        training = {"gradient_accumulation_steps": self.micro_batches}
+        return {"mesh": mesh, "parallel": {"remat": self.remat}, recipe.trainings[0]: training}
 
-    def lines(self, recipe: Recipe, section: str) -> str:
-        """The YAML to paste into the recipe. Mappings are merged there, so axes that only the recipe names become 1."""
-        written = self.settings(section, dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes)
-        return yaml.safe_dump(written, sort_keys=False, default_flow_style=None).rstrip()
+    def lines(self, recipe: Recipe) -> str:
+        """The YAML to paste into the recipe."""
+        return yaml.safe_dump(self.settings(recipe), sort_keys=False, default_flow_style=None).rstrip()
 
-    def overrides(self, recipe: Recipe, section: str) -> list[str]:
+    def overrides(self, recipe: Recipe) -> list[str]:
         """The same for `--set`."""
-        return [
-            f"mesh={json.dumps(dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes)}",
-            f"parallel.remat={self.remat}",
-            f"{section}.gradient_accumulation_steps={self.micro_batches}",
-            f"{section}.optimizer.state_dtype={self.moments}",
-        ]
+        mesh, *others = self.settings(recipe).items()
+        dotted = {f"{section}.{key}": value for section, settings in others for key, value in settings.items()}
+        return [f"{key}={json.dumps(value)}" for key, value in [mesh, *dotted.items()]]
 
     def put_into(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings."""
         name, settings, _ = training_settings(recipe)
-        optimizer = settings.optimizer.model_copy(update={"state_dtype": self.moments})
-        changed = {"gradient_accumulation_steps": self.micro_batches, "optimizer": optimizer}
         parallel = recipe.parallel.model_copy(update={"remat": self.remat})
-        training = settings.model_copy(update=changed)
+        training = settings.model_copy(update={"gradient_accumulation_steps": self.micro_batches})
         return recipe.model_copy(update={"mesh": self.sizes, "parallel": parallel, name: training})
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best of a search, best first; the number of candidates, and of those that were estimated in full."""
-
-    best: list[tuple[Candidate, Plan]]
-    candidates: int
-    estimated: int
 
 
 def search(
     recipe: Recipe, graph: Graph, where: Slice, count: int = 3, progress: Callable[[str], None] = lambda _: None
-) -> Found:
-    """The `count` fastest settings that fit, by the estimate.
+) -> tuple[list[tuple[Candidate, Plan]], int, int]:
+    """The `count` fastest settings that fit, best first, by the estimate.
 
     Candidates are estimated in the order of a time that they cannot stay below, until the best are known: the result is
-    the same as if all had been estimated. Other moments than the recipe's must save 2 %, twice the micro-batches 1 %;
-    equals are ordered by what recomputes less and has the simpler mesh. A sharding table of the recipe's is kept, and
-    so are the rounds and micro-batches of its pipeline. `progress` is called with lines about the state of the search.
+    the same as if all had been estimated. Twice the micro-batches must save 1 %; equals are ordered by what recomputes
+    less and has the simpler mesh. A sharding table of the recipe's is kept, and so are the rounds and micro-batches of
+    its pipeline. `progress` is called with lines about the state of the search.
+
+    Returns:
+        The best, the number of candidates, and of those that were estimated in full.
 
     Raises:
         UserError: if nothing fits, and for settings that go with no way to split.
@@ -122,7 +100,7 @@ def search(
     progress(f"the ways to split {recipe.name} over {where.name}")
     wholes: dict[str, PerDevice] = {}
     queue = [
-        (order(candidate, bound(device, where, wholes), settings), candidate)
+        (order(candidate, bound(device, where, wholes)), candidate)
         for candidate, device in candidates(recipe, graph, where)
     ]
     estimated = 0
@@ -136,11 +114,11 @@ def search(
         if plan.memory.total > share * plan.capacity:
             refused.append(candidate)
             return None
-        return order(candidate, plan.time.seconds, settings), plan
+        return order(candidate, plan.time.seconds), plan
 
     for share in (NEARLY_FULL, 1.0):
         if best := _fastest(queue, count, partial(estimate, share, [])):
-            return Found(best, len(queue), estimated)
+            return best, len(queue), estimated
     what = f"nothing fits: none of {len(queue)} ways to split {recipe.name} over {where.name}"
     if not queue:
         what = f"no mesh of {where.name} divides {recipe.name}, or its weights and moments alone fill each device"
@@ -168,48 +146,49 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     """Those that divide, and whose weights and moments alone do not fill a device."""
     _, settings, seq_len = training_settings(recipe)
     # Layers that are updated one by one are one program with all of them.
-    remats: tuple[str, ...] = (LAYERWISE_REMAT,) if settings.optimizer_in_backward else REMATS
-    for mesh in _meshes(graph, where.devices):
-        for parts, moments in itertools.product(_micro_batches(settings, where.devices), MOMENTS):
-            sizes = dict(zip(AXES, mesh, strict=True))
-            settled = Candidate(mesh, parts, "none", moments).put_into(recipe)
-            _, chosen, _ = training_settings(settled)
-            try:
-                device = per_device(graph, chosen, sizes, seq_len, where, settled.parallel)
-                links_of(where, sizes)
-                state = device.bytes_of(device.state)
-            except UserError:
+    remats = (LAYERWISE_REMAT,) if settings.optimizer_in_backward else REMATS
+    rows = rows_per_step(settings, where.devices)
+    micro_batches = [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
+    for mesh, parts in itertools.product(_meshes(graph, where.devices), micro_batches):
+        settled = Candidate(mesh, parts, "none").put_into(recipe)
+        try:
+            device = per_device(
+                graph,
+                training_settings(settled)[1],
+                dict(zip(AXES, mesh, strict=True)),
+                seq_len,
+                where,
+                settled.parallel,
+            )
+            if device.bytes_of(device.state) > (where.chip.memory_per_device or 0):
                 continue
-            if state > (where.chip.memory_per_device or 0):
-                continue
-            for remat in remats:
-                candidate = Candidate(mesh, parts, remat, moments)
-                yield candidate, replace(device, parallel=candidate.put_into(recipe).parallel)
+        except UserError:
+            continue
+        for remat in remats:
+            candidate = Candidate(mesh, parts, remat)
+            yield candidate, replace(device, parallel=candidate.put_into(recipe).parallel)
 
 
 def bound(device: PerDevice, where: Slice, wholes: dict[str, PerDevice]) -> float:
     """Seconds that a step cannot stay below: its share of the whole step's operations, its own collectives and bubble.
 
-    The whole step is that of one device with all rows at once; `wholes` has one for each kind of program.
+    The whole step is that of one device with all rows at once; `wholes` has one for each preset of `remat`.
     """
-    kind = f"{device.parallel.remat} {device.settings.optimizer.state_dtype}"
+    kind = str(device.parallel.remat)
     if kind not in wholes:
         settings = device.settings.model_copy(update={"gradient_accumulation_steps": 1})
         wholes[kind] = replace(device, settings=settings, sizes=dict.fromkeys(AXES, 1))
     return _BOUND * step_time(device, where, whole=wholes[kind]).seconds
 
 
-def order(candidate: Candidate, seconds: float, settings: TrainSettings) -> Order:
+def order(candidate: Candidate, seconds: float) -> Order:
     """Seconds with what a difference within the estimate's error must outweigh, then what is simpler."""
-    foreign = candidate.moments != settings.optimizer.state_dtype
-    handicap = (_FOREIGN_MOMENTS if foreign else 1.0) * _MORE_MICRO_BATCHES ** math.log2(candidate.micro_batches)
     return (
-        seconds * handicap,
+        seconds * _MORE_MICRO_BATCHES ** math.log2(candidate.micro_batches),
         REMATS.index(candidate.remat),
         sum(size > 1 for size in candidate.mesh),
         tuple(reversed(candidate.mesh)),
         candidate.micro_batches,
-        candidate.moments,
     )
 
 
@@ -221,7 +200,6 @@ def _needs_more(candidate: Candidate, refused: Candidate) -> bool:
         # Only the gradients of several micro-batches are summed in arrays of their own.
         and (candidate.micro_batches > 1 or refused.micro_batches == 1)
         and REMATS.index(candidate.remat) <= REMATS.index(refused.remat)
-        and MOMENTS.index(candidate.moments) <= MOMENTS.index(refused.moments)
     )
 
 
@@ -231,16 +209,10 @@ def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
     searched = [axis for axis in AXES if (axis != "pipeline" or repeated) and (axis != "expert" or experts)]
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for sizes in itertools.product(divisors, repeat=len(searched)):
-        if math.prod(sizes) == devices:
-            named = dict(zip(searched, sizes, strict=True))
-            stages = named.get("pipeline", 1)
-            if stages <= MOST_STAGES and not any(layers % stages for layers in repeated):
-                yield tuple(named.get(axis, 1) for axis in AXES)
-
-
-def _micro_batches(settings: TrainSettings, devices: int) -> list[int]:
-    rows = rows_per_step(settings, devices)
-    return [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
+        named = dict(zip(searched, sizes, strict=True))
+        stages = named.get("pipeline", 1)
+        if math.prod(sizes) == devices and stages <= MOST_STAGES and not any(layers % stages for layers in repeated):
+            yield tuple(named.get(axis, 1) for axis in AXES)
 
 
 # ---- curves ----
@@ -307,7 +279,8 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
 
 
 def _larger(first: Slice) -> Iterator[Slice]:
-    if first.platform == "gpu":  # h100 or h100x8
+    """A slice and those of twice, four times, ... its size, while there are any: h100x8, h100x16; v4-8, v4-16."""
+    if first.platform == "gpu":
         family, joint, count = first.name.partition("x")[0], "x", first.devices
     else:
         family, joint, number = first.name.rpartition("-")

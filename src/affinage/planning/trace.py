@@ -4,41 +4,35 @@ An operation that writes its result to memory (a matrix product, loop, gather, s
 element-wise operations, reshapes and broadcasts make is computed inside the operation that reads it, and keeps alive
 what it was made from; an optimization barrier stores it. A loop writes stacked results and carries in place, and the
 values of one turn exist once. A loop inside a loop stacks in memory of its own, and reads a copy of its turn's part of
-the outer stack. Weights that a loop reads in a narrower dtype are copied whole before it. GPUs and TPUs differ in what
-they keep for a matrix product, see `_Walker`. What leaves the program takes the memory of the state that went in.
-
-docs/planning.md compares the result with what the compilers of TPUs and GPUs allocate.
+the outer stack. Weights that a loop reads in a narrower dtype are copied whole before it. What leaves the program takes
+the memory of the state that went in. docs/planning.md compares the result with what compilers allocate.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 # Not listed: element-wise operations, broadcasts, reshapes, slices, converts and the like, which are never stored.
 _STORED = frozenset(
     "dot_general conv_general_dilated while gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
-    "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax ragged_dot "
+    "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax "
     "ragged_dot_general random_bits all_gather reduce_scatter psum ppermute all_to_all".split()
 )
-_PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
-# Primitives that only wrap a program, and the parameter that holds it.
-_WRAPPERS = dict.fromkeys("shard_map jit pjit checkpoint remat2".split(), "jaxpr")
-_WRAPPERS |= dict.fromkeys("closed_call custom_jvp_call custom_vjp_call".split(), "call_jaxpr")
-_WRAPPERS |= {"custom_vjp_call_jaxpr": "fun_jaxpr", "custom_vmap_call": "call"}
+_PRODUCTS = frozenset("dot_general ragged_dot_general conv_general_dilated".split())
+_WRAPPERS = frozenset(
+    "shard_map jit pjit checkpoint remat2 closed_call custom_jvp_call custom_vjp_call custom_vmap_call".split()
+)
 _REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
 _CUDNN = "dot_product_attention"  # in the names of the primitives of JAX's wrapper
 _CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}
-# A TPU's kernel reads and writes rows padded to a multiple of 128 lanes. XLA lays out its own arrays without padding,
-# except for rows that it gathers and that no matrix product reads. A product of groups of rows is a kernel, too.
-_LANES = 128
-
+_LANES = 128  # a TPU's kernel reads and writes rows padded to a multiple of them; XLA's own arrays are not padded
 _MOST_READ = 4  # times the bytes of an element-wise result, that it is made from before it is stored
 
 Padded = frozenset[tuple[int, ...]]  # last two dimensions of what kernels read and write
@@ -46,41 +40,25 @@ Padded = frozenset[tuple[int, ...]]  # last two dimensions of what kernels read 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation that writes to memory.
+    """One operation that writes to memory."""
 
-    Attributes:
-        kind: its primitive.
-        scope: the name stack that it was traced in, such as `transpose(jvp(blocks))`.
-        flops: multiplications and additions of its matrix products, of dimensions rounded up to the matrix unit.
-        bytes_in: read from memory.
-        bytes_out: written to memory.
-        live: bytes beside the program's arguments while it runs, by what they are: weights (copies), gradients,
-            activations, logits, buffers (gathered weights, gradients before they are summed over devices), working
-            (one turn of an inner loop).
-        times: how often it runs.
-        dtype: of the factors of its matrix products.
-        kernels: programs that a GPU launches for it.
-    """
-
-    kind: str
-    scope: str
-    flops: float
-    bytes_in: float
-    bytes_out: float
+    kind: str  # its primitive
+    scope: str  # the name stack that it was traced in, such as `transpose(jvp(blocks))`
+    flops: float  # multiplications and additions of its matrix products, of dimensions rounded up to the matrix unit
+    bytes_in: float  # read from memory
+    bytes_out: float  # written to memory
+    # bytes beside the program's arguments while it runs, by what they are: weights (copies), gradients,
+    # activations, logits, buffers (gathered weights, gradients before they are summed over devices), working
+    # (one turn of an inner loop)
     live: Mapping[str, float]
-    times: int = 1
-    dtype: str = ""
-    kernels: int = 1
+    times: int = 1  # how often it runs
+    dtype: str = ""  # of the factors of its matrix products
+    kernels: int = 1  # programs that a GPU launches for it
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A walked program.
-
-    Attributes:
-        ops: its operations in order, those of loops once with their number of turns.
-        offloaded: bytes that it sends to the host's memory.
-    """
+    """A program's operations in order, those of loops once with their number of turns, and bytes sent to the host."""
 
     ops: tuple[Op, ...]
     offloaded: float = 0.0
@@ -93,21 +71,15 @@ class Traced:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a trace must know of the weights of one device.
+    """What a trace must know of the weights of one device."""
 
-    Attributes:
-        count: arguments that are weights, the first ones.
-        shares: shape of a weight as it is multiplied -> the part of it that one device stores.
-        vocabularies: widths that mark logits.
-        kernel_flops: by node, operations of one of the products of its attention, in one layer and micro-batch.
-        matrix_unit: rows and columns that are multiplied at once; 1: none that a model is too narrow for.
-    """
-
-    count: int = 0
+    count: int = 0  # arguments that are weights, the first ones
+    # shape of a weight as it is multiplied -> the part of it that one device stores
     shares: Mapping[tuple[int, ...], float] = field(default_factory=dict)
-    vocabularies: Collection[int] = ()
+    vocabularies: Collection[int] = ()  # widths that mark logits
+    # by node, operations of one of the products of its attention, in one layer and micro-batch
     kernel_flops: Mapping[str, float] = field(default_factory=dict)
-    matrix_unit: int = 1
+    matrix_unit: int = 1  # rows and columns that are multiplied at once; 1: none that a model is too narrow for
 
 
 def peak_memory(function: Callable[..., Any], *abstract: Any, platform: str) -> float:
@@ -119,7 +91,9 @@ def walk(jaxpr: Jaxpr, platform: str, weights: Weights) -> Traced:
     """The operations of a traced program as it would be compiled for a platform (cpu, gpu or tpu)."""
     # XLA removes what nothing reads, such as a forward pass of which a backward pass that computes it again has all.
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    padded = _rows_of_kernels(jaxpr) if platform == "tpu" else frozenset()
+    kernels = [equation for equation in _equations(jaxpr) if equation.primitive.name == "pallas_call"]
+    shapes = [_shape(atom) for equation in kernels for atom in (*equation.invars, *equation.outvars)]
+    padded = frozenset(shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES)
     inputs = []
     for index, variable in enumerate(jaxpr.invars):
         share = weights.shares.get(_shape(variable)) if index < weights.count else None
@@ -140,7 +114,6 @@ class _Value:
     share: float | None = None  # of a weight and of a mere rewriting of it
     narrowed: float = 0.0  # of a weight that is read in a narrower dtype: bytes of that copy
     read: float = 0.0  # bytes to read it
-    row: int = 0  # width of rows that a TPU gathered, each padded to whole lanes
     stacked: bool = False  # turn by turn by a loop, in memory of its own
     cut: bool = False  # one turn's part of what a loop reads turn by turn
 
@@ -170,7 +143,7 @@ class _Walker:
     def __init__(self, platform: str, weights: Weights, padded: Padded, scope: str = "") -> None:
         self.platform, self.weights, self.padded, self.scope = platform, weights, padded, scope
         self.steps: list[_Step] = []
-        self.copies: dict[_Value, _Value] = {}  # what loops read in place of a value
+        self.copies: dict[_Value, _Value] = {}  # what loops and products read in place of a value
         self.offloaded = 0.0
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
@@ -183,73 +156,65 @@ class _Walker:
 
         narrow, outer = _read_narrower(jaxpr, self.padded), self.scope
         for equation in jaxpr.eqns:
-            stack = str(equation.source_info.name_stack)
-            self.scope = "/".join(filter(None, (outer, stack)))
+            self.scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
             results = self._apply(equation, [read(atom) for atom in equation.invars], narrow)
             values |= dict(zip(equation.outvars, results, strict=True))
         self.scope = outer
         return [read(atom) for atom in jaxpr.outvars]
 
     def _apply(self, equation: Any, arguments: list[_Value], narrow: Mapping[Any, float]) -> list[_Value]:
-        name = equation.primitive.name
-        if name in _WRAPPERS and _WRAPPERS[name] in equation.params:
-            inner = equation.params[_WRAPPERS[name]]
-            return self.run(getattr(inner, "jaxpr", inner), arguments)
+        name, on_tpu = equation.primitive.name, self.platform == "tpu"
+        if name in _WRAPPERS:
+            return self.run(next(_bodies(equation)), arguments)
         if name == "cond":  # the last branch is the usual one: that of true
             return self.run(equation.params["branches"][-1].jaxpr, arguments[1:])
         if name == "scan":
             return self._scan(equation, arguments)
-        if name == "optimization_barrier":
-            return self._barrier(equation, arguments, narrow)
-        if name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars))):
-            return self._offload(equation, arguments)
-        tpu = self.platform == "tpu"
-        if tpu and name == "ragged_dot_general":
-            return [self._grouped_product(equation, arguments)]
-        stored = name in _STORED or _CUDNN in name
-        if tpu and name == "scatter-add" and _is_one_of_a_row(equation, arguments[0]):
-            stored = False
-        if name in _PRODUCTS and not tpu:
-            arguments = [
-                self._materialized(atom, value) for atom, value in zip(equation.invars, arguments, strict=True)
-            ]
         sizes = [narrow.get(variable, _bytes(variable, self.padded)) for variable in equation.outvars]
-        pairs = zip(equation.outvars, sizes, strict=True)
-        results = [self._result(variable, size, name, arguments, stored=stored) for variable, size in pairs]
-        if not stored and not tpu and any(map(_reads_much, results)):
-            # Such as the residual stream of layers that are no loop, of which every reader would read all layers again.
+        outputs = list(zip(equation.outvars, sizes, strict=True))
+        if name == "optimization_barrier":  # keeps XLA from computing a value inside of its readers
             results = [
-                self._stored(variable, size, None, "activations")
-                for variable, size in zip(equation.outvars, sizes, strict=True)
+                value if value.stored or value.share is not None else self._stored(variable, size)
+                for (variable, size), value in zip(outputs, arguments, strict=True)
             ]
-            stored = True
-        if tpu and name == "gather":
-            *others, width = equation.invars[0].aval.shape
-            whole_rows = others and width > 1 and equation.params["slice_sizes"][-1] == width
-            results[0].row = width if whole_rows else 0
-        elif name in _PRODUCTS:
-            for root in _roots(arguments):
-                root.row = 0
-        if stored:
-            share = self.weights.shares.get(_shape(equation.outvars[0]), 1.0) if name == "dot_general" else 1.0
-            unsummed = _bytes(equation.outvars[0], self.padded) * (1 - share)
-            self._append(equation, arguments, results, unsummed=unsummed)
+            if new := [result for result, value in zip(results, arguments, strict=True) if result is not value]:
+                self._append(equation, arguments, new)
+            return results
+        offloads = name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars)))
+        if offloads:
+            self.offloaded += sum(_whole(variable) for variable in equation.outvars if _on_host(variable))
+        if name in _PRODUCTS and not on_tpu:
+            arguments = [self._in_memory(atom, value) for atom, value in zip(equation.invars, arguments, strict=True)]
+        if not (offloads or name in _STORED or _CUDNN in name):
+            results = [self._fused(size, name, arguments) for size in sizes]
+            # A value that is made from much, such as the residual stream of layers that are no loop, is stored after
+            # all: every reader would read all of that again.
+            much = (v.share is None and sum(r.read for r in v.sources) > _MOST_READ * v.size > 0 for v in results)
+            if on_tpu or not any(much):
+                return results
+            results = [self._stored(variable, size) for variable, size in outputs]
+        else:
+            results = [self._stored(v, size, self.weights.shares.get(_shape(v))) for v, size in outputs]
+        share = self.weights.shares.get(_shape(equation.outvars[0]), 1.0) if name == "dot_general" else 1.0
+        self._append(equation, arguments, results, unsummed=_bytes(equation.outvars[0], self.padded) * (1 - share))
         return results
 
-    def _append(self, equation: Any, reads: Sequence[_Value], writes: Sequence[_Value], **more: Any) -> None:
+    def _append(self, equation: Any, reads: Sequence[_Value], writes: Sequence[_Value], unsummed: float = 0.0) -> None:
         name, flops, dtype = equation.primitive.name, 0.0, ""
         if name in _PRODUCTS:
             flops, dtype = _flops_of_product(equation, self.weights.matrix_unit), str(equation.invars[0].aval.dtype)
         elif name == "pallas_call" or _CUDNN in name:
+            inside = (inner for body in _bodies(equation) for inner in _equations(body))
+            products = next((count for way, count in _CUDNN_PRODUCTS.items() if way in name), 0)
+            products = products or sum(inner.primitive.name == "dot_general" for inner in inside)
             node = next((node for node in self.weights.kernel_flops if node in self.scope), "")
-            flops = _products_of_kernel(equation) * self.weights.kernel_flops.get(node, 0.0)
+            flops = products * self.weights.kernel_flops.get(node, 0.0)
         roots = _roots(reads)
         op = Op(name, self.scope, flops, sum(v.read for v in roots), sum(v.size for v in writes), {}, 1, dtype)
-        self.steps.append(_Step(op, roots, tuple(writes), **more))
+        self.steps.append(_Step(op, roots, tuple(writes), unsummed=unsummed))
 
-    def _result(self, variable: Any, size: float, name: str, arguments: Sequence[_Value], *, stored: bool) -> _Value:
-        if stored:
-            return self._stored(variable, size, self.weights.shares.get(_shape(variable)), "gradients")
+    def _fused(self, size: float, name: str, arguments: Sequence[_Value]) -> _Value:
+        """A value that is computed in the operations that read it."""
         share = arguments[0].share if name in _REWRITINGS and arguments else None
         if share is None:
             return _Value(size, stored=False, sources=_roots(arguments))
@@ -257,14 +222,14 @@ class _Walker:
             arguments[0].narrowed = size
         return _Value(size * share, "weights", False, _roots(arguments), share)
 
-    def _stored(self, variable: Any, size: float, share: float | None, kind: str) -> _Value:
+    def _stored(self, variable: Any, size: float, share: float | None = None, kind: str = "gradients") -> _Value:
         size *= 1.0 if share is None else share
         if share is None:
             shape = _shape(variable)
             kind = "logits" if len(shape) > 1 and shape[-1] in self.weights.vocabularies else "activations"
         return _Value(size, kind, share=share, read=size)
 
-    def _materialized(self, atom: Any, value: _Value) -> _Value:
+    def _in_memory(self, atom: Any, value: _Value) -> _Value:
         """A factor of a product as it lies in memory: what element-wise operations compute is written once. Weights are
         copied once into the dtype of the product, gathered from the devices that have parts of them."""
         roots = value.roots()
@@ -275,49 +240,11 @@ class _Walker:
         if in_place and not (gathered and not any(root.size for root in roots)):
             return value
         if value not in self.copies:
-            self.copies[value] = copy = self._stored(atom, _bytes(atom), None, "activations")
+            self.copies[value] = copy = self._stored(atom, _bytes(atom))
             copy.kind = copy.kind if value.share is None else "buffers" if gathered else "weights"
             op = Op("fusion", self.scope, 0.0, sum(v.read for v in roots), copy.size, {})
             self.steps.append(_Step(op, roots, (copy,)))
         return self.copies[value]
-
-    def _grouped_product(self, product: Any, arguments: Sequence[_Value]) -> _Value:
-        """A TPU's product of groups of rows, a kernel: it reads what is stored, and writes float32 for its readers."""
-        reads = []
-        for atom, value in zip(product.invars, arguments, strict=True):
-            if _are_rows(atom) and (not value.stored or value.kind == "argument"):
-                copy = _Value(size := _bytes(atom, self.padded), read=size)
-                op = Op("fusion", self.scope, 0.0, sum(v.read for v in value.roots()), size, {})
-                self.steps.append(_Step(op, value.roots(), (copy,)))
-                value = copy
-            reads.append(value)
-        (variable,) = product.outvars
-        result = written = self._result(variable, _bytes(variable), product.primitive.name, arguments, stored=True)
-        if _are_rows(variable):
-            whole = _bytes(variable, self.padded)
-            written = _Value(size := whole * 4 / variable.aval.dtype.itemsize, read=size)
-            result = _Value(whole, stored=False, sources=frozenset({written}))
-        self._append(product, reads, (written,))
-        return result
-
-    def _barrier(self, equation: Any, arguments: list[_Value], narrow: Mapping[Any, float]) -> list[_Value]:
-        """What a barrier keeps XLA from computing inside of its readers is stored."""
-        results = []
-        for variable, value in zip(equation.outvars, arguments, strict=True):
-            size = narrow.get(variable, _bytes(variable, self.padded))
-            inlined = not value.stored and value.share is None
-            results.append(self._stored(variable, size, None, "activations") if inlined else value)
-        new = [result for result, value in zip(results, arguments, strict=True) if result is not value]
-        if new:
-            self._append(equation, arguments, new)
-        return results
-
-    def _offload(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
-        """Copies to the host's memory, which hold nothing here, and back."""
-        self.offloaded += sum(_whole(variable) for variable in equation.outvars if _on_host(variable))
-        results = [self._stored(v, _bytes(v, self.padded), None, "activations") for v in equation.outvars]
-        self._append(equation, arguments, results)
-        return results
 
     def _scan(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
         if "num_carry" in equation.params:  # JAX 0.10; later versions have a tree
@@ -353,17 +280,14 @@ class _Walker:
             share = value.share if copied else self.weights.shares.get(_shape(variable))
             # What an inner loop has stacked for a kernel is padded in that stack alone.
             size = _bytes(variable, frozenset() if value.stacked else self.padded)
-            if value.roots() and {root.row for root in value.roots()} == {*_shape(variable)[-1:]}:
-                size *= padding(_shape(variable)[-1], _LANES)
             result = self._stored(variable, size, share, "weights" if copied else "gradients")
             result.stacked = index >= carries
             results.append(result)
-        made = [copy for copy in copies if copy is not None]
-        new = [copy for copy in made if not any(copy in step.writes for step in self.steps)]
+        read = [copy for copy in copies if copy is not None]
+        new = [copy for copy in read if not any(copy in step.writes for step in self.steps)]
         # What the loop reads and writes is counted by the operations of its turns.
         op = Op("scan", self.scope, 0.0, 0.0, sum(copy.size for copy in new), {})
-        step = _Step(op, _roots([*arguments, *made]), (*results, *new), tuple(inside), turns)
-        self.steps.append(step)
+        self.steps.append(_Step(op, _roots([*arguments, *read]), (*results, *new), tuple(inside), turns))
         return results
 
     def _copy_for_loop(self, outer: _Value, inner: _Value, turns: int) -> _Value | None:
@@ -418,21 +342,28 @@ def _roots(values: Sequence[_Value]) -> frozenset[_Value]:
     return frozenset(root for value in values for root in value.roots() if root.size or root.read)
 
 
-def _reads_much(value: _Value) -> bool:
-    """Whether a value that is not stored is made from so much that computing it in every reader does not pay."""
-    return value.share is None and sum(root.read for root in value.sources) > _MOST_READ * value.size > 0
+def _bodies(equation: Any) -> Iterator[Jaxpr]:
+    return (getattr(body, "jaxpr", body) for body in jaxprs_in_params(equation.params))
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Those of a program and of all programs inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in _bodies(equation):
+            yield from _equations(body)
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
     return getattr(variable.aval, "shape", ())
 
 
-def _bytes(variable: Any, padded: Padded = frozenset()) -> float:
-    return 0.0 if _on_host(variable) else _whole(variable, padded)
-
-
 def _on_host(variable: Any) -> bool:
     return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _bytes(variable: Any, padded: Padded = frozenset()) -> float:
+    return 0.0 if _on_host(variable) else _whole(variable, padded)
 
 
 def _whole(variable: Any, padded: Padded = frozenset()) -> float:
@@ -446,37 +377,6 @@ def _whole(variable: Any, padded: Padded = frozenset()) -> float:
     return float(math.prod(aval.shape) * aval.dtype.itemsize * fill)
 
 
-def _is_one_of_a_row(scatter: Any, onto: _Value) -> bool:
-    """Whether one number of every row of zeros is set, such as the gradient of a token's logit.
-
-    A TPU's compiler compares positions with the index instead, inside of what reads the rows.
-    """
-    operand, _, updates = (atom.aval for atom in scatter.invars)
-    rows = operand.shape[: len(scatter.params["dimension_numbers"].operand_batching_dims)]
-    constant = not onto.stored and not onto.sources
-    return constant and len(rows) == len(operand.shape) - 1 and updates.size == math.prod(rows)
-
-
-def _are_rows(atom: Any) -> bool:
-    """Whether what a product of groups reads or writes has rows of tokens, not a matrix for every group."""
-    return len(atom.aval.shape) == 2
-
-
-def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
-    rows: set[tuple[int, ...]] = set()
-    for equation in jaxpr.eqns:
-        atoms: list[Any] = [*equation.invars, *equation.outvars]
-        if equation.primitive.name == "pallas_call":
-            shapes = [_shape(atom) for atom in atoms]
-            rows |= {shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES}
-        elif equation.primitive.name == "ragged_dot_general":
-            rows |= {_shape(atom) for atom in atoms if _are_rows(atom)}
-        else:
-            for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                rows |= _rows_of_kernels(getattr(inner, "jaxpr", inner))
-    return frozenset(rows)
-
-
 def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
     """Results that are only read in fewer bytes, and so stored in them: by a conversion, which the operation that
     makes them does itself, or by products whose other factor is narrower."""
@@ -488,8 +388,7 @@ def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
     returned = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     narrowed = {}
     for variable, reading in readers.items():
-        names = {equation.primitive.name for equation in reading}
-        whole = _bytes(variable, padded)
+        names, whole = {equation.primitive.name for equation in reading}, _bytes(variable, padded)
         if variable in returned:
             continue
         if names == {"convert_element_type"} and len(reading) == 1:
@@ -501,20 +400,18 @@ def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
 
 
 def _flops_of_product(product: Any, unit: int) -> float:
-    left, right, result = product.invars[0].aval.shape, product.invars[1].aval, product.outvars[0].aval.size
+    left, right = (atom.aval for atom in product.invars[:2])
+    numbers = product.params.get("dimension_numbers")
     if product.primitive.name == "conv_general_dilated":
-        return 2.0 * result * right.size / right.shape[product.params["dimension_numbers"].rhs_spec[0]]
-    numbers, groups = product.params.get("dimension_numbers"), 1
-    if numbers is None:
+        return 2.0 * product.outvars[0].aval.size * right.size / right.shape[numbers.rhs_spec[0]]
+    groups: Sequence[int] = ()
+    if numbers is None:  # each row is multiplied by the matrix of its group
         ragged = product.params["ragged_dot_dimension_numbers"]
-        numbers = ragged.dot_dimension_numbers
-        (contracted, _), _ = numbers
-        if set(ragged.lhs_ragged_dimensions) & set(contracted):  # each group has its part of them
-            groups = product.invars[2].aval.shape[-1]
-    (contracted, _), (_, batch) = numbers
-    inner = math.prod(left[axis] for axis in contracted)
-    columns = right.size // inner // math.prod(right.shape[axis] for axis in batch)
-    flops = 2.0 * result * inner / groups
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    (contracted, of_right), (_, batch) = numbers
+    inner = math.prod(left.shape[axis] for axis in contracted)
+    columns = right.size // math.prod(right.shape[axis] for axis in (*of_right, *batch, *groups))
+    flops = 2.0 * left.size * columns
     if unit == 1 or columns == 1:
         return flops
     return flops * padding(inner, unit) * padding(columns, unit)
@@ -523,18 +420,3 @@ def _flops_of_product(product: Any, unit: int) -> float:
 def padding(size: int, unit: int) -> float:
     """By how much a size grows where it is rounded up to whole units."""
     return -(-size // unit) * unit / size
-
-
-def _products_of_kernel(kernel: Any) -> int:
-    """Matrix products of a kernel of attention over its pairs of tokens."""
-    name = kernel.primitive.name
-    if _CUDNN in name:
-        return next(count for way, count in _CUDNN_PRODUCTS.items() if way in name)
-
-    def products(jaxpr: Jaxpr) -> int:
-        inner = (jax.extend.core.jaxprs_in_params(equation.params) for equation in jaxpr.eqns)
-        own = sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns)
-        return own + sum(products(getattr(one, "jaxpr", one)) for several in inner for one in several)
-
-    body = kernel.params["jaxpr"]
-    return products(getattr(body, "jaxpr", body))
