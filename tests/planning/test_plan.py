@@ -51,7 +51,6 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
     [
         (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn"), "cudnn"),
         (("pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"), "gradient_accumulation_"),
-        (("pretrain.optimizer_in_backward=true", "parallel.remat=dots"), "`dots`"),
         (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
     ],
     ids=str,

@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 from affinage.errors import Preempted
-from affinage.training import goodput, train
-from affinage.training.goodput import ACCOUNTS, GoodputTimer
+from affinage.training import metrics, train
+from affinage.training.metrics import ACCOUNTS, GoodputTimer
 
 SLOW = 0.05  # seconds to make a batch
 
@@ -61,7 +61,7 @@ def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(
 
 def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now, time=lambda: clock.now)
-    monkeypatch.setattr(goodput, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     accounts = GoodputTimer()
     with accounts.account("compute"):
         clock.now += 1

@@ -13,8 +13,8 @@ from affinage.data.dataloader import DataLoader
 from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
-from affinage.training.goodput import GoodputTimer
 from affinage.training.job import Extension
+from affinage.training.metrics import GoodputTimer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
 from curves import curve
 from token_rows import write_tokens

@@ -114,8 +114,8 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> li
     """One match for every item that is in a document: the first stretch that the item's runs cover."""
     stretches: dict[int, list[int]] = {}
     for key, start, stop in hits[:, [KEY, START, STOP]].tolist():
-        for item in index.of(key):
-            stretch = stretches.setdefault(item, [start, stop])
+        for number in index.of(key):
+            stretch = stretches.setdefault(number, [start, stop])
             if start <= stretch[1]:
                 stretch[1] = max(stop, stretch[1])
     names, matches = {"document": document["id"], "source": document["source"], "url": document["url"]}, []

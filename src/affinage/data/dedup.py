@@ -74,7 +74,7 @@ def dedup(
         return stats.to_json()
 
     total = Stats()
-    starts = _starts(files)[len(released) :]
+    starts = _starts(files)[len(released) : -1]
     for counts in executor.map(copy, list(zip(own, starts)), folder, threads=True, label="copying"):
         total.merge(counts)
     order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id")]
@@ -85,8 +85,8 @@ def dedup(
 
 
 def _starts(files: Sequence[Path]) -> list[int]:
-    """The number of the first document of every file among those of all files."""
-    return np.cumsum([0, *(sum(group.rows for group in row_groups(path)) for path in files)]).tolist()[:-1]
+    """The number of the first document of every file among those of all files, and the number of all."""
+    return np.cumsum([0, *(sum(group.rows for group in row_groups(path)) for path in files)]).tolist()
 
 
 def find_duplicates(
@@ -102,12 +102,13 @@ def find_duplicates(
         partial(_sign, settings, scratch), list(enumerate(files)), scratch / "sign", threads=True, label="signing"
     )
     signatures = [scratch / f"signatures-{number}" for number in range(len(files))]
-    shared = np.False_  # pass 2: documents that share the key of a band with another one
+    starts = _starts(files)
+    shared = np.zeros(starts.pop(), bool)  # pass 2: documents that share the key of a band with another one
     for band in range(settings.num_buckets):
         keys = _joined(signatures, len(_FACTS) + settings.num_buckets, len(_FACTS) + band)
         shared |= _buckets(keys)[0] >= 0
     shared.tofile(scratch / "candidates")
-    tasks = [(number, path, start) for (number, path), start in zip(enumerate(files), _starts(files))]
+    tasks = [(number, path, start) for (number, path), start in zip(enumerate(files), starts)]
     executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
     return _compare(settings, scratch, released, len(files))
 

@@ -142,10 +142,10 @@ def cached(url: str, sha256: str = "") -> Path:
             place, facts = _facts(url)
             write_json(place, facts | {"sha256": digest})
             os.replace(part, path)
-        digest = _facts(url)[1].get("sha256")
-        if sha256 and digest != sha256:
+        found = _facts(url)[1].get("sha256")
+        if sha256 and found != sha256:
             path.unlink()
-            what = f"the file at {url} is not the expected one: its SHA-256 is {digest}, not {sha256}"
+            what = f"the file at {url} is not the expected one: its SHA-256 is {found}, not {sha256}"
             raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
     return path
 
@@ -160,10 +160,12 @@ def _download(url: str, part: Path) -> None:
             part.unlink()
             raise ConnectionError("the server has less than was downloaded")
         answer.raise_for_status()
-        # What a server checks before it sends the rest only; a weak ETag says that contents are alike, not the same.
-        etag, changed = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
-        validator = changed if not etag or etag.startswith("W/") else etag
-        write_json(place, {"url": url, "version": _version_in(answer.headers), "validator": validator})
-        with part.open("ab" if answer.status_code == 206 else "wb") as file:
+        resumed = answer.status_code == 206
+        if not resumed:
+            # What a server checks before it sends the rest; a weak ETag says that contents are alike, not the same.
+            etag, changed = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
+            validator = changed if not etag or etag.startswith("W/") else etag
+            write_json(place, {"url": url, "version": _version_in(answer.headers), "validator": validator})
+        with part.open("ab" if resumed else "wb") as file:
             for chunk in answer.iter_content(1 << 15):
                 file.write(chunk)

@@ -92,9 +92,10 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
         if split is not None:
             documents = read_documents(split / "train", ["text"])  # nothing is read yet
             counts.append(_counted(index, [split], (batch.column("text") for batch in documents)))
-        for chat in chats if tokenizer is not None else ():
-            texts = texts_of_rows(chat / "train", Tokenizer(tokenizer))
-            counts.append(_counted(index, [chat, tokenizer], texts))
+        if tokenizer is not None:
+            for chat in chats:
+                texts = texts_of_rows(chat / "train", Tokenizer(tokenizer))
+                counts.append(_counted(index, [chat, tokenizer], texts))
         return contamination(index, counts)
 
     return search

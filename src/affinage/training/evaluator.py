@@ -8,9 +8,8 @@ from typing import Any
 import jax
 
 from affinage.cluster.processes import Processes
-from affinage.training.goodput import GoodputTimer
 from affinage.training.job import ValidationSet
-from affinage.training.metrics import METRICS, MetricLogger, read_lines
+from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger, read_lines
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import PreemptionGuard, Watchdog

@@ -21,6 +21,7 @@ from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 
 PyTree = Any
+Say = Callable[[str], None]
 FILE = "health.jsonl"
 _ROLLBACKS = 10  # of a run, after which another one does not help
 
@@ -36,21 +37,15 @@ class TrainingDiverged(Exception):
 class HealthMonitor:
     """Decides about every unhealthy step, in order. Its `facts` are part of every checkpoint.
 
-    Every unhealthy step has a line in health.jsonl: step, cause, action, loss, spike_score, grad_norm, learning_rate,
-    and what `documents` knows of its batch, by its number from 1. A run that resumes drops the lines after `start`,
-    except those of rollbacks. Without a folder nothing is written, as in all processes but the first.
+    Every unhealthy step has a line in health.jsonl: step, cause, action, loss, spike_score, grad_norm, learning_rate.
+    A run that resumes drops the lines after `start`, except those of rollbacks. Without a folder nothing is written, as
+    in all processes but the first.
     """
 
     def __init__(
-        self,
-        settings: HealthSettings,
-        folder: Path | None,
-        start: int,
-        facts: Mapping[str, Any],
-        documents: Callable[[int], Any] | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        self, settings: HealthSettings, folder: Path | None, start: int, facts: Mapping[str, Any], say: Say = print
     ) -> None:
-        self._settings, self._documents, self._say = settings, documents, say
+        self._settings, self._say = settings, say
         self._path = None if folder is None else folder / FILE
         self.skipped: list[int] = list(facts.get("skipped", ()))  # steps within the window
         self.rollbacks: list[list[int]] = [list(pair) for pair in facts.get("rollbacks", ())]  # [seen at, back to]
@@ -88,25 +83,24 @@ class HealthMonitor:
         self.skipped = sorted({*(s for s in self.skipped if s > step - self._settings.window), step})
         if torn or policy == "rollback":  # an update that was applied to some layers only cannot be skipped
             self.rollback_from = step
-        if why := self._exceeded(step):
-            self._write("stopped", documents=self._batch(step))
+        if why := self._why_to_stop(step):
+            self._write("stopped")
             raise TrainingDiverged(step, f"{why}, the last at step {step}, whose loss was {self._event['loss']}")
         if self.rollback_from is None:
-            self._write("skipped", documents=self._batch(step))
+            self._write("skipped")
 
     def rolled_back(self, to: int) -> None:
         """The run is back at a checkpoint, and continues with the batch after the unhealthy one."""
         seen_at = self.rollback_from
         assert seen_at is not None
         self._say(f"step {seen_at:,} was unhealthy: back to step {to:,}, without the batches since")
-        self._write("rolled back", back_to=to, left_out=seen_at - to, documents=self._batch(seen_at))
+        self._write("rolled back", back_to=to, left_out=seen_at - to)
         self.data_offset += seen_at - to
         self.rollbacks.append([seen_at, to])
         self.skipped = [step for step in self.skipped if step <= to]
         self.rollback_from = None
 
-    def _exceeded(self, step: int) -> str:
-        """Why the run must stop, "" if it need not."""
+    def _why_to_stop(self, step: int) -> str:
         in_a_row, limits = 0, self._settings
         while step - in_a_row in self.skipped:
             in_a_row += 1
@@ -117,9 +111,6 @@ class HealthMonitor:
         if len(self.skipped) >= limits.max_skips:
             return f"{len(self.skipped)} updates within {limits.window} steps had to be skipped"
         return ""
-
-    def _batch(self, step: int) -> Any:
-        return None if self._documents is None else self._documents(step + self.data_offset)
 
     def _write(self, action: str, **more: Any) -> None:
         if self._path is not None:
@@ -142,34 +133,27 @@ def data_offset_at(training: Path, step: int) -> int:
 
 def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_offset: int) -> UserError:
     """The error for the user, with a diagnosis of the step at which the training diverged, also in diagnosis.json."""
-    job, batch_number = trainer.job, error.step + data_offset
-    batch = trainer.put(next(trainer.batches(batch_number - 1)), trainer.rows)
+    batch = trainer.put(next(trainer.batches(error.step + data_offset - 1)), trainer.rows)
     params = trainer.split.full_params(state.params, state.frozen)
-    facts = {
-        "step": error.step,
-        **diagnose(job.graph, trainer.apply_config, params, state.ema_params, batch),
-        "documents": None if job.documents is None else job.documents(batch_number),
-    }
-    path = job.folder / "diagnosis.json"
+    found = diagnose(trainer.job.graph, trainer.apply_config, params, state.ema_params, batch)
+    facts, path = {"step": error.step, **found}, trainer.job.folder / "diagnosis.json"
     if Processes.current.first:
         path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     listed = "".join(f"\n    {name}: {value}"[:305] for name, value in facts.items())
-    return UserError(
-        f"{error}{listed}",
-        where=str(path),
-        fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak_lr, more warm-up or "
-        "a smaller optimizer.max_grad_norm help against divergence; health.on_spike: rollback against bad batches.",
+    fix = (
+        "Look at the curve of grad_norm and the documents (`affinage data lineage`). A lower schedule.peak_lr or more "
     )
+    fix += "warm-up help against divergence, health.on_spike: rollback against bad batches."
+    return UserError(f"{error}{listed}", where=str(path), fix=fix)
 
 
 def diagnose(
     graph: Graph, config: ApplyConfig, params: PyTree, ema_params: PyTree, batch: Mapping[str, Array]
 ) -> dict[str, Any]:
-    """Look for what is not finite in one forward and backward pass.
+    """Return what is not finite in one forward and backward pass.
 
-    Returns:
-        first: in words, the first node with something that is not finite: its weights, else its value on the way
-        forward, else its gradient on the way back; "nothing" if all are finite. gradient_norms: {node: norm}.
+    `first` is the first node with something that is not finite: its weights, else its value on the way forward, else
+    its gradient on the way back; "nothing" if all are finite. `gradient_norms`: {node: norm}.
     """
 
     def loss(params: PyTree) -> tuple[Array, dict[str, Bool[Array, ""]]]:
@@ -184,15 +168,14 @@ def diagnose(
 
     weights, values, norms = jax.device_get(jax.jit(examine)(params))
     nodes = [node.name for node in graph.nodes]
-    first = [f"the weights of {name}" for name in nodes if not weights.get(name, True)]
-    first += [f"the value of {name}" for name in nodes if not values.get(name, True)]
-    first += [f"the gradient of {name}" for name in reversed(nodes) if not jnp.isfinite(norms.get(name, 0.0))]
-    return {"first": (*first, "nothing")[0], "gradient_norms": {name: float(norm) for name, norm in norms.items()}}
+    found = [f"the weights of {name}" for name in nodes if not weights.get(name, True)]
+    found += [f"the value of {name}" for name in nodes if not values.get(name, True)]
+    found += [f"the gradient of {name}" for name in reversed(nodes) if not math.isfinite(norms.get(name, 0.0))]
+    return {"first": (*found, "nothing")[0], "gradient_norms": {name: float(norm) for name, norm in norms.items()}}
 
 
 def _all_finite(trees: Mapping[str, PyTree]) -> dict[str, Bool[Array, ""]]:
-    """Whether all floating-point numbers of each tree are finite, by its name."""
-
+    """Whether all numbers of each tree are finite, by its name."""
     leaves = {
         name: [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)] for name, tree in trees.items()
     }

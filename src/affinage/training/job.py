@@ -35,7 +35,6 @@ class Feed(Protocol):
 
         Keys and shapes are the same every time: `tokens` [B, S] and whatever else the graph's loss reads.
         """
-        ...
 
 
 class ValidationSet(Protocol):
@@ -44,11 +43,9 @@ class ValidationSet(Protocol):
     @property
     def bytes(self) -> int:
         """Length of the text of these rows in UTF-8, for bits per byte."""
-        ...
 
     def __iter__(self) -> Iterator[HostBatch]:
         """All rows once; the last batch is filled up with rows whose `loss_mask` is 0."""
-        ...
 
 
 class Extension(NamedTuple):
@@ -65,15 +62,13 @@ class Monitor(Protocol):
 
     def due(self, step: int) -> bool:
         """Whether it looks at the state after this step."""
-        ...
 
     def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, str]:
         """JSON-able scores of the state, None without any; and why the training should end here, "" if it should not.
 
-        Must not keep the state, and gives the same for a step again after a resume. `stop` is called now and then; when
-        it returns true the look is given up, and (None, "") is returned: it is made again once the training resumes.
+        Must not keep the state. `stop` is called now and then; when it returns true the look is given up, with
+        (None, ""): it is made again, with the same scores, once the training resumes.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +87,6 @@ class TrainJob:
     name: str = "train"  # of the run in messages, e.g. pretrain
     data: Mapping[str, Any] = field(default_factory=dict)  # JSON-able facts that identify the feed's batches
     code: Mapping[str, str] = field(default_factory=dict)  # hashes of plug-ins that decide about the numbers
-    documents: Callable[[int], Any] | None = None  # what the batch of a step, from 1, was made of, as JSON
     on_step: tuple[Hook, ...] = ()  # called in turn after every step
     measured: Callable[[Mapping[str, Any]], None] = lambda _: None  # gets every line of metrics.jsonl
     monitor: Monitor | None = None  # scores the state on the way, and may end the training

@@ -13,10 +13,9 @@ from affinage.parallel import make_mesh
 from affinage.tracking import Trackers
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.evaluator import Evaluator
-from affinage.training.goodput import GoodputTimer
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain
 from affinage.training.job import TrainJob
-from affinage.training.metrics import METRICS, ConsoleWriter, MetricLogger
+from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, MetricLogger
 from affinage.training.profiler import Profiler
 from affinage.training.summary import facts_for_trackers, write_summary
 from affinage.training.trainer import Trainer
@@ -70,14 +69,13 @@ def train(job: TrainJob) -> dict[str, Any]:
         trackers = stack.enter_context(Trackers(makers, run, job.folder, console.say))
         logger = stack.enter_context(MetricLogger(trainer, goodput, start, trackers, console))
         own_folder = job.folder if processes.first else None
-        health = meta.get("health", {})
-        monitor = HealthMonitor(job.settings.health, own_folder, start, health, job.documents, console.say)
+        monitor = HealthMonitor(job.settings.health, own_folder, start, meta.get("health", {}), console.say)
         profiler = stack.enter_context(Profiler(job.runtime.profiled, job.folder))
         if start:
             console.say(f"resuming from checkpoint {start:,}")
         why_ended = evaluator(start, state, logger, resumed=True)
         processes.barrier("the first step", seconds=IO_TIMEOUT)
-        preemption.steps_to_lose()
+        preemption.steps_to_lose = True
         if preemption.reached():
             raise Preempted(f"{job.name} stopped by {preemption.signal_name} before a new step; nothing to save")
 
@@ -121,7 +119,6 @@ def train(job: TrainJob) -> dict[str, Any]:
             if saving or stopping or why_ended:
                 if stopping:
                     console.say(f"{preemption.signal_name}: saving step {step:,}; a second Ctrl-C leaves without it")
-                logger.check_folder()
                 checkpointer.save(step, state, monitor.facts())
                 logger.restart_clock()
             if stopping:
@@ -134,7 +131,6 @@ def train(job: TrainJob) -> dict[str, Any]:
         if why_ended:
             console.say(f"ends at step {step:,}: {why_ended}")
         checkpointer.wait()
-        logger.check_folder()
         summary = write_summary(trainer, goodput, monitor.facts(), checkpointer.resumed_at, step, ended=why_ended)
         checkpointer.finish_upload(preemption, console)
     return summary

@@ -1,12 +1,11 @@
-"""Metrics of steps: from the devices to metrics.jsonl, the console and trackers, without stalling the devices."""
+"""Metrics of steps, from the devices to metrics.jsonl, the console and trackers; and where the time of a run went."""
 
 import contextlib
 import json
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,9 +15,7 @@ from rich.progress import BarColumn, Progress
 
 from affinage.cluster.processes import Processes
 from affinage.durations import duration
-from affinage.errors import UserError
 from affinage.tracking import Trackers
-from affinage.training.goodput import GoodputTimer
 from affinage.training.trainer import Trainer
 
 METRICS = "metrics.jsonl"
@@ -35,20 +32,12 @@ Unhealthy = list[tuple[int, dict[str, float]]]  # (step, metrics) of those that 
 class MetricLogger:
     """Takes the metrics of every step while they are still being computed, and writes them a little later.
 
-    A line of metrics.jsonl has `step`, the metrics of `make_train_step` and of the graph, and
-
-    - `tokens` since the beginning, and `tokens_per_second`;
-    - `mfu`: FLOPs of the model (`affinage.model.analysis`: 6 per weight and token and 12 per pair of attention, nothing
-      for recomputation) over the datasheet's dense bfloat16 peak of all devices; null where that is unknown;
-    - `step_time`, and `data_time`, for which the loop waited for its batch: seconds, means since the line before;
-    - `goodput`: see `GoodputTimer`.
-
-    Other lines have `step` and `validation: {name: {loss, bits_per_byte}}`, or `evaluation` with scores of benchmarks.
+    docs/metrics.md describes the lines of metrics.jsonl; times in them are means since the line before, in seconds.
     No step appears twice: lines after the step `start` that a run resumes from are dropped. What is not finite is null.
     """
 
     def __init__(
-        self, trainer: Trainer, goodput: GoodputTimer, start: int, trackers: Trackers, console: "ConsoleWriter"
+        self, trainer: Trainer, goodput: "GoodputTimer", start: int, trackers: Trackers, console: "ConsoleWriter"
     ) -> None:
         self._trainer, self._goodput, self._trackers, self._console = trainer, goodput, trackers, console
         self._path = trainer.job.folder / METRICS if Processes.current.first else None
@@ -105,18 +94,6 @@ class MetricLogger:
             self._file = self._path.open("a", buffering=1, encoding="utf-8")  # a kill keeps what was written
         self.restart_clock()
 
-    def check_folder(self) -> None:
-        """Raise UserError if somebody has deleted or moved the folder that the training writes to."""
-        if self._path is not None and self._file is not None:
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
-                    return
-            raise UserError(
-                "the folder of this training was deleted or moved while it was running",
-                where=str(self._path.parent),
-                fix="Run the same command again: it resumes from the newest checkpoint that is there.",
-            )
-
     def _finish(self, count: int) -> Unhealthy:
         """Wait for the oldest steps in flight, and write the lines that are due; they share one step time."""
         group = [self._pending.popleft() for _ in range(count)]
@@ -160,7 +137,6 @@ class MetricLogger:
     def _write(self, row: Mapping[str, Any]) -> dict[str, Any]:
         clean: dict[str, Any] = finite(row)
         if self._file is not None:
-            self.check_folder()
             self._file.write(json.dumps(clean) + "\n")
         self._trackers.log(clean)
         self._trainer.job.measured(clean)
@@ -188,6 +164,73 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# lost: work that was done and not saved, before a kill or a rollback. paused: between two starts. idle: all the rest,
+# such as opening files.
+ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost", "paused", "idle")
+
+
+class GoodputTimer:
+    """Seconds by account, over all starts of a run. The clock never stops: at any moment one account is running.
+
+    Args:
+        written: a file that the training writes to; its time of change says when the start before this one ended.
+    """
+
+    def __init__(self, written: Path | None = None) -> None:
+        self._seconds = dict.fromkeys(ACCOUNTS, 0.0)
+        self._running, self._since, self._started = "idle", time.perf_counter(), time.time()
+        self._last = written.stat().st_mtime if written is not None and written.exists() else 0.0
+
+    def resume(self, meta: Mapping[str, Any]) -> None:
+        """Add the accounts of the starts before this one, as the checkpoint that was restored has them.
+
+        What was done after it is `lost`.
+        """
+        for account, seconds in meta.get("seconds", {}).items():
+            self._seconds[account] += seconds
+        if (saved := meta.get("clock")) is not None:
+            last = max(saved, min(self._last, self._started))
+            self._seconds["lost"] += last - saved
+            self._seconds["paused"] += self._started - last
+
+    @contextlib.contextmanager
+    def account(self, name: str) -> Iterator[None]:
+        """Inside, the time goes to this account, except for what is inside of another one in it."""
+        before = self._running
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Take seconds from one account to another."""
+        self._switch(self._running)
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def lose_since(self, meta: Mapping[str, Any]) -> None:
+        """Account for a rollback to the checkpoint with these facts: what came after it was for nothing."""
+        for account in ("compute", "data", "validation", "save"):
+            self.move(self.seconds()[account] - meta.get("seconds", {}).get(account, 0.0), account, "lost")
+
+    def seconds(self) -> dict[str, float]:
+        """The accounts, rounded."""
+        self._switch(self._running)
+        return {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+
+    @property
+    def goodput(self) -> float:
+        """The share of all seconds since the first start in which the devices computed steps that count."""
+        self._switch(self._running)
+        return self._seconds["compute"] / max(sum(self._seconds.values()), 1e-9)
+
+    def _switch(self, account: str) -> None:
+        now = time.perf_counter()
+        self._seconds[self._running] += now - self._since
+        self._running, self._since = account, now
 
 
 class ConsoleWriter:
@@ -234,7 +277,8 @@ class ConsoleWriter:
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
     """Loss, tokens/s, MFU if the peak is known, gradient norm, learning rate, time left, for people."""
-    loss, grad_norm = ("not finite" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "grad_norm"))
+    loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+    grad_norm = "not finite" if row["grad_norm"] is None else f"{row['grad_norm']:.2f}"
     speed = row["tokens_per_second"]
     parts = [f"loss {loss}", f"{speed:,.0f} tok/s"]
     if row["mfu"] is not None:

@@ -76,9 +76,9 @@ def clipped(grads: PyTree, norm: Float[Array, ""], max_norm: float | None) -> Py
 def map_like_params(
     function: Callable[[Any, Any], Any], state: PyTree, params: PyTree, others: Callable[[Any], Any]
 ) -> PyTree:
-    """Map the arrays of an optimizer's state that stand for a parameter, by the same path at the end and shape.
+    """Map the arrays of an optimizer's state by `function`, which also gets the parameter that an array stands for.
 
-    `function` takes the array and the parameter, or its shape; `others` takes every other array, such as counts.
+    It is the one with the same path at the end and shape; `others` takes every other array, such as counts.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 

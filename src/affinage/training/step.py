@@ -45,21 +45,22 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
     if replicas > 1:
         config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).without(REPLICAS))
 
-    def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
-        full = split.full_params(params, state.frozen)
-        outputs = apply(graph, full, batch, dataclasses.replace(config, key=key, ema_params=state.ema_params))
-        loss = outputs.values[graph.loss]
-        return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
-
-    def gradient(state: TrainState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
-        grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, batch, key)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
-
     update = make_update(make_optimizer(settings.optimizer, decayed(split.trainable)), settings, seed=seed)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
-        grads, sums = accumulate(lambda part: gradient(state, part, key), batch, parts, replicas)
+        with_key = dataclasses.replace(config, key=key, ema_params=state.ema_params)
+
+        def loss_sum(params: PyTree, part: Batch) -> tuple[Float[Array, ""], Sums]:
+            outputs = apply(graph, split.full_params(params, state.frozen), part, with_key)
+            loss = outputs.values[graph.loss]
+            return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
+
+        def gradient(part: Batch) -> tuple[PyTree, Sums]:
+            grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, part)
+            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
+
+        grads, sums = accumulate(gradient, batch, parts, replicas)
         loss_tokens, means = sums["loss"][1], means_of(sums)
         # Of the sum, not of the mean: XLA would write the mean out before it has the norm.
         grad_norm = optax.tree.norm(grads) / jnp.maximum(loss_tokens, 1.0)
@@ -192,8 +193,8 @@ def make_validation_step(split: ParamSplit, *, config: ApplyConfig) -> Callable[
 
     def step(weights: EvalWeights, batch: Batch) -> dict[str, Any]:
         params, ema_params, frozen = weights
-        full = split.full_params(params, frozen)
-        outputs = apply(split.graph, full, batch, dataclasses.replace(config, key=None, ema_params=ema_params))
+        without_key = dataclasses.replace(config, key=None, ema_params=ema_params)
+        outputs = apply(split.graph, split.full_params(params, frozen), batch, without_key)
         loss = outputs.values[split.graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))

@@ -13,8 +13,7 @@ from affinage.hardware.devices import peak_bytes
 from affinage.model.analysis import parameters
 from affinage.model.layer import parameters_in
 from affinage.secrets import masked
-from affinage.training.goodput import GoodputTimer
-from affinage.training.metrics import METRICS, read_lines
+from affinage.training.metrics import METRICS, GoodputTimer, read_lines
 from affinage.training.trainer import Trainer
 
 
@@ -24,13 +23,11 @@ def write_summary(
     health: Mapping[str, Any],
     resumed_at: Sequence[int],
     steps: int,
-    *,
     ended: str,
 ) -> dict[str, Any]:
     """Return the JSON-able summary of a run that ended after a number of steps; the first process writes summary.json.
 
-    `seconds` splits the time since the first start into the accounts of `affinage.training.goodput`. The speed and
-    `mfu` are over the whole run, from the seconds of its steps alone. `ended`: why before its last step.
+    The speed and `mfu` are from the seconds of the steps alone. `ended`: why the run ended before its last step.
     """
     rows = read_lines(trainer.job.folder / METRICS)
     lines = [row for row in rows if "loss" in row]
@@ -70,14 +67,8 @@ def write_summary(
 
 def facts_for_trackers(trainer: Trainer) -> dict[str, Any]:
     """What trackers get to know about a run, as JSON."""
-    facts = {
-        "settings": trainer.job.settings.model_dump(mode="json"),
-        "seed": trainer.job.seed,
-        "parameters": parameters(trainer.job.graph).total,
-        "flops_per_step": trainer.flops_per_step,
-        "devices": _devices(trainer),
-        "versions": versions(),
-    }
+    settings, seed = trainer.job.settings.model_dump(mode="json"), trainer.job.seed
+    facts = {"settings": settings, "seed": seed, "devices": _devices(trainer), "versions": versions()}
     return dict(json.loads(masked(json.dumps(facts))))
 
 

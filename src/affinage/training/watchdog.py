@@ -41,8 +41,8 @@ class PreemptionGuard:
 
     def __init__(self, name: str, *, grace: float) -> None:
         self.signal_name = ""
-        self._name, self._grace = name, grace
-        self._steps_to_lose = self._reached = False
+        self.steps_to_lose = False  # whether there are steps that no checkpoint has
+        self._name, self._grace, self._reached = name, grace, False
         self._since: float | None = None
         self._pressed = float("inf")  # when the watchdog saw the first signal
         self._wakeup: socket.socket | None = None  # gets the number of every signal, also during native code
@@ -65,10 +65,6 @@ class PreemptionGuard:
             return None
         return self._since + self._grace - _TO_LEAVE - time.monotonic()
 
-    def steps_to_lose(self) -> None:
-        """From here on there are steps that no checkpoint has."""
-        self._steps_to_lose = True
-
     def look(self) -> None:
         """Leave the process where a signal requires it; the watchdog's thread calls this every second.
 
@@ -81,7 +77,7 @@ class PreemptionGuard:
                 numbers = self._wakeup.recv(16)
         for number in SIGNALS:
             if number in numbers:
-                if not self._steps_to_lose:
+                if not self.steps_to_lose:
                     leave(f"{self._name} received {number.name} before a new step; there is nothing to save")
                 if number == signal.SIGINT and time.monotonic() - self._pressed > ONE_PRESS:
                     leave(f"{self._name} received a second {number.name}; the last checkpoint stays", EXIT_INTERRUPTED)
@@ -128,9 +124,8 @@ class Watchdog:
 
     What takes longer than `hang_timeout`, and longer than its own limit, is reported once, with the stacks of all
     threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
-    somebody starts it again: `affinage launch`, or whoever starts several processes. If native code keeps every thread
-    of Python from running, or the disk keeps this one, `faulthandler` writes the stacks to standard error and leaves
-    with status 1. The thread also looks at `preemption`.
+    somebody starts it again: `affinage launch`, or whoever starts several processes. If native code or the disk keeps
+    this thread from running, `faulthandler` writes the stacks to standard error and leaves with status 1.
     """
 
     def __init__(self, name: str, folder: Path, settings: RuntimeSettings, preemption: PreemptionGuard) -> None:

@@ -114,31 +114,6 @@ def _fact_tasks(facts: Sequence[Fact], language: str, rng: random.Random) -> dic
     return {"facts": [seen for seen, _ in pairs], "facts_unseen": [unseen for _, unseen in pairs], "cross": cross}
 
 
-def _arithmetic_items(held_out: Sequence[Fact], language: str, rng: random.Random) -> list[Item]:
-    """Return calculations that no text shows, each in two ways in words and in digits."""
-    items = []
-    for fact in held_out:
-        for form, index in ((language, 0), (language, 1), ("digits", 0)):
-            context, right, _ = fact.choices(form, index, ())
-            near = [int(fact.object) + step for step in (-10, -3, -2, -1, 1, 2, 3, 10)]
-            near = rng.sample([number for number in near if number >= 0], WRONG)
-            wrong = [(str(number), table("lexicon")["numbers"][form][number]) for number in near]
-            item = {**_choices(context, right, wrong, rng), "operation": fact.relation}
-            items.append(item | {slot: int(fact.forms["digits"][slot]) for slot in "ab"})
-    return items
-
-
-def _agreement_items(held_out: Sequence[Scene], language: str, rng: random.Random) -> list[Item]:
-    """Return minimal pairs of sentences, one right and one wrong, of combinations that no text shows."""
-    items = []
-    for scene in rng.sample(held_out, AGREEMENT_ITEMS):
-        scene = dressed(scene, rng)
-        phenomenon, wrong = rng.choice(sorted(scene.wrong(language).items()))
-        pair = rng.sample([scene.text(language), wrong], 2)
-        items.append({"choices": pair, "answer": 1 - pair.index(wrong), "phenomenon": phenomenon})
-    return items
-
-
 def build_tasks(
     facts: Sequence[Fact], sums: Sequence[Fact], scenes: Sequence[Scene], asked: Sequence[Exchange], seed: int
 ) -> dict[str, list[Item]]:
@@ -146,9 +121,21 @@ def build_tasks(
     tasks: dict[str, list[Item]] = {}
     for language in LANGUAGES:
         items = _fact_tasks(facts, language, random.Random(f"{seed}/tasks/{language}"))
+        items |= {"arithmetic": [], "agreement": []}
         rng = random.Random(f"{seed}/tasks/skills/{language}")
-        items["arithmetic"] = _arithmetic_items(sums, language, rng)
-        items["agreement"] = _agreement_items(scenes, language, rng)
+        for fact in sums:  # each in two ways in words and in digits
+            for form, index in ((language, 0), (language, 1), ("digits", 0)):
+                context, right, _ = fact.choices(form, index, ())
+                near = [int(fact.object) + step for step in (-10, -3, -2, -1, 1, 2, 3, 10)]
+                near = rng.sample([number for number in near if number >= 0], WRONG)
+                wrong = [(str(number), table("lexicon")["numbers"][form][number]) for number in near]
+                item = {**_choices(context, right, wrong, rng), "operation": fact.relation}
+                items["arithmetic"].append(item | {slot: int(fact.forms["digits"][slot]) for slot in "ab"})
+        for scene in rng.sample(scenes, AGREEMENT_ITEMS):  # minimal pairs of sentences, one right and one wrong
+            scene = dressed(scene, rng)
+            phenomenon, error = rng.choice(sorted(scene.wrong(language).items()))
+            pair = rng.sample([scene.text(language), error], 2)
+            items["agreement"].append({"choices": pair, "answer": 1 - pair.index(error), "phenomenon": phenomenon})
         chosen = rng.sample([exchange for exchange in asked if exchange.lang == language], CHAT_ITEMS)
         items["chat"] = [{"question": each.question, "answer": each.answer, "kind": each.kind} for each in chosen]
         tasks |= {f"pocket_{kind}_{language}": found for kind, found in items.items()}

@@ -156,7 +156,12 @@ class Scene:
         number, copula = int(self.plural), "copula" in self.verb
         noun, verb = self.noun[language][number], self.verb[language][number ^ (error in ("be", "être", "verb number"))]
         before = language == "en" or "before" in self.adjective
-        quality = self._french_adjective(noun, error) if language == "fr" else self.adjective["en"]
+        quality = self.adjective["en"]
+        if language == "fr":
+            gender = self._gender(error == "adjective gender")
+            vowel = "_vowel" if not copula and not self.plural and _VOWEL.match(noun) else ""
+            forms = self.adjective[gender + vowel if gender + vowel in self.adjective else gender]
+            quality = forms[self.plural ^ (error == "adjective number")]
         group = noun if copula else f"{quality} {noun}" if before else f"{noun} {quality}"
         forms = table("lexicon")["determiners"][self.determiner]
         if language == "en":
@@ -176,12 +181,6 @@ class Scene:
 
     def _gender(self, other: bool) -> str:
         return {"m": "f", "f": "m"}[self.noun["gender"]] if other else self.noun["gender"]
-
-    def _french_adjective(self, noun: str, error: str) -> str:
-        gender, attributive = self._gender(error == "adjective gender"), "copula" not in self.verb
-        vowel = "_vowel" if attributive and not self.plural and _VOWEL.match(noun) else ""
-        forms = self.adjective[gender + vowel if gender + vowel in self.adjective else gender]
-        return forms[self.plural ^ (error == "adjective number")]
 
     def wrong(self, language: str) -> dict[str, str]:
         """Return wrong versions of the sentence by what is wrong with them."""
