@@ -5,8 +5,7 @@ from small_plans import plan_of, told
 
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
-from affinage.planning.capacity import capacity, shape
-from affinage.planning.compiled import CompileReport, compile_on
+from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 
 GiB = 2**30
 WHERE = find_slice("v4-16")
@@ -26,11 +25,11 @@ def compiler(fixed, per_layer, room=30.75, silent=False):
 
 @pytest.mark.parametrize(("fixed", "per_layer", "silent"), [(2.0, 0.22, False), (9.0, 0.3, True)])
 def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent, monkeypatch):
-    monkeypatch.setattr("affinage.planning.capacity.compile_on", compiler(fixed, per_layer, silent=silent))
-    found = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
-    assert found.largest.layers == int((30.75 - fixed) / per_layer // 2) * 2
-    assert len({each.layers for each in found.attempts}) == len(found.attempts) <= (12 if silent else 5)
-    assert found.plan.facts.parameters == found.largest.parameters
+    monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(fixed, per_layer, silent=silent))
+    attempts, largest, _, made = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
+    assert largest.layers == int((30.75 - fixed) / per_layer // 2) * 2
+    assert len({each.layers for each in attempts}) == len(attempts) <= (12 if silent else 5)
+    assert made.facts.parameters == largest.parameters
 
 
 def test_the_mesh_is_of_the_heads():
@@ -60,6 +59,6 @@ def test_the_real_compiler_holds_no_gradients_of_all_layers():
 
 
 def test_the_verb_compares_with_what_fax_reached(capsys, monkeypatch):
-    monkeypatch.setattr("affinage.planning.capacity.compile_on", compiler(2.0, 0.22))
+    monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(2.0, 0.22))
     _, out, err = told(capsys, "capacity", "--on", "v4-16", "--width", "5120")
     assert "FAX reached 13.7B at 0.87 s" in out and "refused" in err and "--set" in out

@@ -90,6 +90,14 @@ def test_adapters_need_less_of_everything():
     assert low.memory.weight_copies == pytest.approx(whole.memory.weight_copies, rel=0.1)
 
 
+def test_experts_on_several_devices_take_what_they_take_on_one():
+    apart, together = (
+        plan_of("moe-small", "v4-8", f"mesh={mesh}").memory.activations
+        for mesh in ("{data: 2, expert: 2}", "{data: 4}")
+    )
+    assert apart == pytest.approx(together, rel=0.05)
+
+
 def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys():
     chosen, length = settings(attention="xla"), 1024
 

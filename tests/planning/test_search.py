@@ -10,7 +10,7 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
-from affinage.planning.search import Candidate, Point, candidates, curve, order, search
+from affinage.planning.search import Candidate, candidates, curve, order, search
 
 TINY = ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
@@ -94,7 +94,7 @@ def test_the_lines_to_paste_and_the_overrides_are_the_settings():
     candidate = Candidate((1, 2, 4, 1, 1, 1), 2, "block")
     # Laid over the recipe's own mesh, as mappings of recipes are, it must be the mesh that was found.
     recipe = load_recipe(SMALL, ["mesh={tensor: 2}"]).recipe
-    pasted = yaml.safe_load(candidate.lines(recipe))
+    pasted = yaml.safe_load(yaml.safe_dump(candidate.settings(recipe)))
     assert {**recipe.mesh, **pasted["mesh"]} == {**dict.fromkeys(recipe.mesh, 1), "data": 2, "fsdp": 4}
     set_again = load_recipe(SMALL, ["mesh={tensor: 2}", *candidate.overrides(recipe)]).recipe
     assert dict(set_again.mesh) == {**recipe.mesh, **pasted["mesh"]} and set_again.parallel.remat == "block"
@@ -114,16 +114,15 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     loaded = load_recipe(SMALL)
     graph = planned_graph(loaded)
     weak, strong = (curve(loaded.recipe, graph, kind, find_slice("v4-8")) for kind in ("weak", "strong"))
-    assert [point.plan.where.name for point in weak] == ["v4-8", "v4-16"]
-    assert [point.plan.device.rows for point in weak] == [64, 128]
-    assert {point.plan.device.rows for point in strong} == {64}
-    assert weak[0].efficiency == strong[0].efficiency == 1.0
-    assert weak[-1].efficiency > strong[-1].efficiency
-    assert strong[0].plan.time.seconds > strong[1].plan.time.seconds
-    stages = Point(plan_of(SMALL, "v4-8", "mesh={pipeline: 2, fsdp: 2}"), 1.0)
-    assert "bubble" in stages.why
-    for point in (*weak, *strong, stages):
-        assert sum(int(part.split()[-1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
+    assert [made.where.name for made, _ in weak] == ["v4-8", "v4-16"]
+    assert [made.device.rows for made, _ in weak] == [64, 128]
+    assert {made.device.rows for made, _ in strong} == {64}
+    assert weak[0][1] == strong[0][1] == 1.0 and weak[-1][1] > strong[-1][1]
+    assert strong[0][0].time.seconds > strong[1][0].time.seconds
+    stages = plan_of(SMALL, "v4-8", "mesh={pipeline: 2, fsdp: 2}")
+    assert "bubble" in stages.time.shares
+    for made in (*(made for made, _ in (*weak, *strong)), stages):
+        assert sum(int(part.split()[-1][:-1]) for part in made.time.shares.split(", ")) == pytest.approx(100, abs=2)
 
 
 def test_a_curve_names_settings_that_go_with_no_mesh():

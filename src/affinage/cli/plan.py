@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
-    from affinage.planning.capacity import Attempt
-    from affinage.planning.compiled import CompileReport
+    from affinage.planning.compiled import Attempt, CompileReport
     from affinage.planning.plan import Plan, Training
 
     View = Iterator[str | Table]
@@ -75,7 +74,7 @@ def plan(
     if on and any(each.startswith("hardware.price=") for each in overrides):  # of the chips that are planned for
         overrides = [f"hardware.slice={on}", *overrides]
     planned = _planned(recipe, overrides, training, runs)
-    from affinage.planning.plan import default_slice
+    from affinage.planning.plan import default_slice, make_plan
 
     where = named or default_slice(planned.loaded.recipe)
     if which:
@@ -85,15 +84,19 @@ def plan(
     elif curve:
         from affinage.planning.search import curve as scaled
 
-        points = scaled(planned.loaded.recipe, planned.graph, curve, where)
-        facts = [point.plan.to_dict() | {"efficiency": point.efficiency, "why": point.why} for point in points]
-        columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost")
-        rows = [_row(p.plan, *columns) | {"of ideal": f"{p.efficiency:.0%}", "a step is": p.why} for p in points]
+        facts, rows = [], []
+        for made, efficiency in scaled(planned.loaded.recipe, planned.graph, curve, where):
+            facts.append(made.to_dict() | {"efficiency": efficiency, "why": made.time.shares})
+            rows.append(_row(made, *"slice chips rows mesh step tokens/s MFU total cost".split()))
+            rows[-1] |= {"of ideal": f"{efficiency:.0%}", "a step is": made.time.shares}
         emit({"curve": facts}, as_json, [table(rows)])
     elif search:
         _search(planned, where, compile_step, as_json)
     else:
-        _plan_one(planned, where, compile_step, as_json)
+        made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
+        report = planned.compiled(where) if compile_step else None
+        view = _plan_view(made, report, planned.extent)
+        emit(made.to_dict() | ({"compiled": vars(report)} if report else {}), as_json, view)
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,8 @@ class _Planned:
     @property
     def extent(self) -> str:
         """What of the recipe is planned, and what is not."""
-        from affinage.pipeline.models import command
-
-        others = [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
-        if self.loaded.recipe.data is not None and self.data_tokens is None:
-            others.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
+        others = ["the data"] if self.loaded.recipe.data is not None and self.data_tokens is None else []
+        others += [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
         return f"planned: {self.section}" + (f"; not planned: {', '.join(others)}" if others else "")
 
     def compiled(self, where: "Slice", overrides: Sequence[str] = ()) -> "CompileReport":
@@ -140,7 +140,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     file = str(loaded.path if target.run is None else run / RECIPE)
     changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
     tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
-    if tokenizer and loaded.recipe.tokenizer.kind == "char":  # which has as many ids as there are characters
+    if tokenizer and tokenizer.vocabulary and loaded.recipe.tokenizer.kind == "char":  # one id for each character
         nodes = loaded.recipe.model["nodes"].items()
         automatic = [node for node, settings in nodes if settings.get("vocab") == "auto"]
         changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
@@ -155,18 +155,6 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
 
 
 # ---- one plan ----
-
-
-def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
-    from affinage.planning.plan import make_plan
-
-    made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
-    facts: dict[str, Any] = made.to_dict()
-    report = planned.compiled(where) if compile_step else None
-    if report is not None:
-        ratio = made.memory.total / report.peak_bytes if report.peak_bytes else None
-        facts["compiled"] = {**vars(report), "estimate_over_compiled": ratio}
-    emit(facts, as_json, _plan_view(made, report, planned.extent))
 
 
 def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "View":
@@ -267,9 +255,6 @@ def _which(planned: _Planned, as_json: bool) -> None:
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
     rows = [_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans]
     view: list[str | Table] = [f"{planned.loaded.recipe.name}; {planned.extent}\n", table(rows)]
-    tokens = [made.facts.tokens for made in plans]
-    if len(set(tokens)) > 1:
-        view += [f"Rows are given per device: {min(tokens):,} to {max(tokens):,} tokens. Compare the last cost."]
     view += [f"Left out: {where.name}: {error.what}" for where, error in refused]
     emit({"plans": [made.to_dict() for made in plans], "refused": facts}, as_json, view)
 
@@ -279,6 +264,8 @@ def _which(planned: _Planned, as_json: bool) -> None:
 
 def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
     """Print the best settings, with the compiler's report of each where the step is compiled."""
+    import yaml
+
     from affinage.hardware.slices import memory_text
     from affinage.planning.search import search
 
@@ -297,7 +284,8 @@ def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool
             facts["compiled"] = vars(report)
             row["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
         if report is None or report.fits:
-            paste = f"The best of them, to paste into the recipe:\n\n{candidate.lines(recipe)}"
+            lines = yaml.safe_dump(candidate.settings(recipe), sort_keys=False, default_flow_style=None)
+            paste = f"The best of them, to paste into the recipe:\n\n{lines.rstrip()}"
         rows.insert(0, row)
         best.insert(0, facts)
     ways = f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"
@@ -309,7 +297,7 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
     """Print every attempt as it comes, and the largest model with its predicted step and the command that plans it."""
     from affinage.hardware.slices import memory_text
     from affinage.pipeline.models import command
-    from affinage.planning.capacity import FAX, capacity, shape
+    from affinage.planning.compiled import FAX, capacity, shape
 
     if "blocks" not in planned.loaded.recipe.model["nodes"]:
         fix = "affinage plan capacity --width ..."
@@ -322,10 +310,10 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         print(line, file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
-    result = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    largest, seconds = result.largest, result.plan.time.seconds
+    tried, largest, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
+    seconds = made.time.seconds
     facts = {"layers": largest.layers, "parameters": largest.parameters, "seconds": seconds}
-    attempts = [{**vars(each), "report": vars(each.report)} for each in result.attempts]
+    attempts = [{**vars(each), "report": vars(each.report)} for each in tried]
     model = f"{largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
     view = [f"\n{where.name}: {model}; predicted: {seconds:.2f} s a step"]
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
@@ -333,6 +321,6 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
         facts["times_fax"] = largest.parameters / parameters
         times = f"{facts['times_fax']:.2f} times as many"
         view.append(f"FAX reached {parameters / 1e9:.1f}B at {fax_seconds:.2f} s a step: {times}.")
-    words = [word for each in result.overrides for word in ("--set", each)]
+    words = [word for each in chosen for word in ("--set", each)]
     view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
-    emit(facts | {"overrides": result.overrides, "attempts": attempts}, as_json, view)
+    emit(facts | {"overrides": chosen, "attempts": attempts}, as_json, view)

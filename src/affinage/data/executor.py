@@ -27,6 +27,7 @@ from affinage.errors import TransientError, UserError, first_line, is_transient
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 POOL_BYTES = 48_000_000  # of text: below, starting processes (about a second) costs more than they gain
+_QUEUED = 8  # tasks per worker that Ray receives in advance
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a task that met a passing error of the network is tried again
 
 
@@ -105,14 +106,15 @@ class RayExecutor(Executor):
         # the workers of a machine then share.
         shared = self._ray.put(run)
         remote = self._ray.remote(num_cpus=1, max_retries=3)(lambda run, task: run(task))
-        results = [remote.remote(shared, task) for task in todo]
-        try:
-            yield from map(self._ray.get, results)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, UserError) else error from None
-        finally:
-            for result in results:
-                self._ray.cancel(result)
+        ahead = _QUEUED * self.workers
+        waiting = [remote.remote(shared, task) for task in todo[:ahead]]
+        for position in range(len(todo)):
+            try:
+                yield self._ray.get(waiting[position])
+            except self._ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, UserError) else error from None
+            waiting[position] = None  # lets Ray forget the result
+            waiting += [remote.remote(shared, task) for task in todo[position + ahead : position + ahead + 1]]
 
 
 LOCAL = Executor()

@@ -3,7 +3,7 @@
 import contextlib
 import csv
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ def filter_documents(
     Raises UserError for filters that are not installed, and when no document is left.
     """
     paths = document_files(documents_folder)
-    DatatroveFilters(settings.datatrove)  # a mistake in the arguments is reported before the work
+    for suffix in ("Filter", "Formatter"):  # a mistake in the arguments is reported before the work
+        _datatrove(settings.datatrove, suffix)
     stored = sum(path.stat().st_size for path in paths)
     total, filter_file = Stats(), partial(_filter_file, folder, settings, tuple(languages))
     for counts in executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored):
@@ -68,16 +69,17 @@ def _filter_file(
 ) -> dict[str, Any]:
     number, path = task
     clear_documents(folder, f"*-{number:05d}")
-    stats, datatrove = Stats(), DatatroveFilters(settings.datatrove)
+    stats, formatters = Stats(), _datatrove(settings.datatrove, "Formatter")
+    filters_of = cache(partial(_datatrove, settings.datatrove, "Filter"))  # by language
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
         for group in row_groups(path):
             batch = group.read()
             stats.enter(batch.num_rows, text_bytes(batch))
             text = repair(batch.column("text"))
-            if datatrove.formatters:
-                text = repair(pa.array([datatrove.format(each) for each in text.to_pylist()], pa.string()))
-            batch, verdicts = _judge(_with(batch, "text", text), settings, languages, datatrove)
+            for _, formatter in formatters:
+                text = repair(pa.array(map(formatter.format, text.to_pylist()), pa.string()))
+            batch, verdicts = _judge(_with(batch, "text", text), settings, languages, filters_of)
             batch = stats.remove_rows(batch, verdicts)
             for language in pc.unique(batch.column("language")).to_pylist():
                 name = f"{path.parent.name}.{safe_name(language) if language else 'unknown'}"
@@ -93,7 +95,10 @@ def _with(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.RecordBatc
 
 
 def _judge(
-    batch: pa.RecordBatch, settings: FilterSettings, languages: Sequence[str], datatrove: "DatatroveFilters"
+    batch: pa.RecordBatch,
+    settings: FilterSettings,
+    languages: Sequence[str],
+    filters_of: Callable[[str], list[tuple[str, Any]]],
 ) -> tuple[pa.RecordBatch, dict[int, Verdict]]:
     """The batch with the languages that were found, and the rule that each document breaks, if any."""
     rows, verdicts = batch.to_pylist(), {}
@@ -118,8 +123,8 @@ def _judge(
             verdict = "not enough letters", f"{shares[number]:.2f} of its characters"
         else:
             row["language"], row["language_score"], verdict = _identify(row, settings, languages)
-            if verdict is None and settings.datatrove:
-                verdict = datatrove.removes(row["text"], row["language"])
+            if verdict is None and (filters := filters_of(row["language"])):
+                verdict = _removed_by(filters, row["text"])
         if verdict is not None:
             verdicts[number] = verdict
     for column in ("language", "language_score"):
@@ -153,53 +158,40 @@ def _identify(
 # ---- datatrove ----
 
 
-class DatatroveFilters:
-    """datatrove's filters and its formatter of personal data that a recipe names (`data.filters.datatrove`).
+def _datatrove(
+    settings: Mapping[DatatroveName, Mapping[str, Any]], suffix: str, language: str = "en"
+) -> list[tuple[str, Any]]:
+    """The filters (by `suffix`) or formatters that a recipe names; a filter has the tokenizer of a language.
 
-    Each filter has the tokenizer of a document's language, for it reads words and sentences.
-    Raises UserError if datatrove is not installed, or a filter does not take its arguments.
+    Raises UserError if datatrove is not installed, or one does not take its arguments.
     """
-
-    def __init__(self, settings: Mapping[DatatroveName, Mapping[str, Any]]) -> None:
-        self._filters = {name: own for name, own in settings.items() if name.endswith("Filter")}
-        self.formatters = [_make(name, "en", own) for name, own in settings.items() if name.endswith("Formatter")]
-        self._by_language: dict[str, list[tuple[str, Any]]] = {}
-        self._of("en")  # a mistake in the arguments is reported before the work
-
-    def format(self, text: str) -> str:
-        """The text as the formatters among them leave it."""
-        for formatter in self.formatters:
-            text = formatter.format(text)
-        return text
-
-    def removes(self, text: str, language: str) -> Verdict | None:
-        """The first filter that a text does not pass; None if it passes all."""
-        from datatrove.data import Document
-
-        for name, step in self._of(language):
-            result = step.filter(Document(text=text, id=""))
-            passes, reason = result if isinstance(result, tuple) else (result, "removed")
-            if not passes:
-                return f"{name}: {reason}", ""
-        return None
-
-    def _of(self, language: str) -> list[tuple[str, Any]]:
-        if language not in self._by_language:
-            self._by_language[language] = [(name, _make(name, language, own)) for name, own in self._filters.items()]
-        return self._by_language[language]
+    where, steps = "data.filters.datatrove", list[tuple[str, Any]]()
+    for name, arguments in settings.items():
+        if not name.endswith(suffix):
+            continue
+        try:
+            step = getattr(importlib.import_module(f"datatrove.pipeline.{suffix.lower()}s"), name)
+            reads_words = "language" in step.__init__.__code__.co_varnames
+            own = {"language": _three_letters().get(language, "eng")} if reads_words else {}
+            steps.append((name, step(**own | dict(arguments))))
+        except ImportError as error:
+            what, fix = f"datatrove's filters are not installed: {first_line(error)}", "pip install 'affinage[filters]'"
+            raise UserError(what, where=where, fix=f"Install them: {fix}.") from None
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{name} does not take these arguments: {first_line(error)}", where=where) from None
+    return steps
 
 
-def _make(name: str, language: str, arguments: Mapping[str, Any]) -> Any:
-    where, package = "data.filters.datatrove", "formatters" if name.endswith("Formatter") else "filters"
-    try:
-        step = getattr(importlib.import_module(f"datatrove.pipeline.{package}"), name)
-        reads_words = "language" in step.__init__.__code__.co_varnames
-        return step(**({"language": _three_letters().get(language, "eng")} if reads_words else {}) | dict(arguments))
-    except ImportError as error:
-        fix = "Install them: pip install 'affinage[filters]'."
-        raise UserError(f"datatrove's filters are not installed: {first_line(error)}", where=where, fix=fix) from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{name} does not take these arguments: {first_line(error)}", where=where) from None
+def _removed_by(filters: Iterable[tuple[str, Any]], text: str) -> Verdict | None:
+    """The first filter that a text does not pass; None if it passes all."""
+    from datatrove.data import Document
+
+    for name, step in filters:
+        result = step.filter(Document(text=text, id=""))
+        passes, reason = result if isinstance(result, tuple) else (result, "removed")
+        if not passes:
+            return f"{name}: {reason}", ""
+    return None
 
 
 @cache

@@ -12,6 +12,7 @@ FIXED_PIECES = (*CONTROL_PIECES, "\n", "\t")
 
 # The `language` of source code, which is wrapped in <|code|> and <|endcode|>. Only a source's settings give it.
 CODE_LANGUAGE = "code"
+CODE_FRAME = (BOS, CODE), (ENDCODE, EOS)
 
 
 class Marks(NamedTuple):

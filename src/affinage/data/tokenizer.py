@@ -6,8 +6,10 @@ a spelling that no text has. What a chat template writes gets them by `encode_re
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,9 @@ from affinage.data.fast_bpe import FastBpe
 from affinage.data.json_files import encodable, read_object, write_atomically, write_json
 from affinage.data.special_tokens import (
     BOS,
-    CODE,
+    CODE_FRAME,
     CODE_LANGUAGE,
     CONTROL_PIECES,
-    ENDCODE,
     EOS,
     FIXED_PIECES,
     IM_END,
@@ -40,7 +41,6 @@ FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"  # where transformers 5 writes it
 _GENERATION = "generation_config.json"
-_COPIED = (FILE, CONFIG, "special_tokens_map.json", TEMPLATE, "tokenizer.model")
 
 REPLACEMENT = "\ufffd"  # what decoding returns for bytes and ids that are no text
 SPACE = "\u2581"  # how pieces spell a space
@@ -116,7 +116,7 @@ class Tokenizer:
 
     def write(self, folder: Path) -> None:
         """Write the files that make this tokenizer into a folder."""
-        for name in _COPIED:
+        for name in (FILE, CONFIG, "special_tokens_map.json", TEMPLATE, "tokenizer.model"):
             if (self.folder / name).is_file():
                 write_atomically(folder / name, (self.folder / name).read_bytes())
         if self._configured_stops and not (folder / _GENERATION).exists():
@@ -210,18 +210,15 @@ class Tokenizer:
     def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and after the text of a document; affinage's own put a pair around source code, too."""
         if self.fixed_ids and language == CODE_LANGUAGE:
-            return (BOS, CODE), (ENDCODE, EOS)
+            return CODE_FRAME
         return self.opening, (self.marks.end,)
 
     def require_chat_tokens(self) -> None:
         """Raise UserError where the vocabulary lacks a token of ChatML."""
         if None in (self.id_of(CONTROL_PIECES[token]) for token in (IM_START, IM_END)):
-            raise UserError(
-                "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks",
-                where=str(self.folder),
-                fix="Add them with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune the model; "
-                "or keep its own template: `chat_template: tokenizer`.",
-            )
+            what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
+            fix = "Add them with `affinage import MODEL --chat-tokens`, or keep its own `chat_template: tokenizer`."
+            raise UserError(what, where=str(self.folder), fix=fix)
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
@@ -287,24 +284,30 @@ class Tokenizer:
             parts += [text[place:start], name]
             place = end
         named = "".join([*parts, text[place:]])
-        ids: list[int] = self._fast.encode_batch_fast([named], add_special_tokens=False)[0].ids
-        trained = np.zeros(len(ids), bool)
+        ids: list[int] = []
+        if self._exact or not spans:  # a quarter faster without the places of tokens
+            ids = self._fast.encode_batch_fast([named], add_special_tokens=False)[0].ids
         if not spans:
-            return ids, trained.tolist()
-        edges = [edge for span in spans for edge in span]
-        sizes = self._spelled_bytes[np.array(ids, np.int64)]
-        stops = np.cumsum(sizes)
-        if self._exact and len(ids) and stops[-1] == len(text.encode()):  # a quarter faster than asking for the places
-            starts = stops - sizes
-            places = np.array([len(text[:edge].encode()) for edge in edges])
+            return ids, [False] * len(ids)
+        if ids and (sizes := self._spelled_bytes[np.array(ids, np.int64)]).sum() == len(text.encode()):
+            stops = np.cumsum(sizes)
+            places = np.array([len(text[:edge].encode()) for span in spans for edge in span])
+            firsts = np.searchsorted(stops, places[::2], side="right").tolist()
+            lasts = np.searchsorted(stops - sizes, places[1::2]).tolist()
         else:
             encoded = self._fast.encode(named, add_special_tokens=False)
-            starts, stops = np.array(encoded.offsets).T
-            growth = np.cumsum([0, *(len(name) - (end - start) for start, end, name in edits)])
-            places = edges + growth[np.searchsorted([start for start, *_ in edits], edges)]
-        for begin, stop in places.reshape(-1, 2):
-            trained[np.searchsorted(stops, begin, side="right") : np.searchsorted(starts, stop)] = True
-        return ids, trained.tolist()
+            ids, edges = encoded.ids, [start for start, *_ in edits]
+            growth = list(accumulate((len(name) - (end - start) for start, end, name in edits), initial=0))
+            moved = [edge + growth[bisect_left(edges, edge)] for span in spans for edge in span]
+            tokens = (map(encoded.char_to_token, range(place, len(named))) for place in moved)
+            found = [next((token for token in each if token is not None), len(ids)) for each in tokens]
+            firsts, lasts = found[::2], found[1::2]
+            for number, (last, stop) in enumerate(zip(lasts, moved[1::2], strict=True)):
+                lasts[number] += last < len(ids) and (encoded.token_to_chars(last) or (stop,))[0] < stop
+        trained = [False] * len(ids)
+        for first, last in zip(firsts, lasts, strict=True):
+            trained[first:last] = [True] * (last - first)
+        return ids, trained
 
     # ---- ids to text ----
 

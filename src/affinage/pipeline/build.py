@@ -13,13 +13,13 @@ from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, TuningSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, is_task_file, of_pocket_world
-from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
-from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_fingerprint
-from affinage.pipeline.models import EVALUATIONS, ROWS
+from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_folder
+from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
 from affinage.registry import load_plugins, plugin_sources
+from affinage.results import read_json
 
 _of_data, _of_train, _of_eval = (partial(lazily, f"steps_{name}") for name in ("data", "train", "eval"))
 
@@ -33,7 +33,9 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     """
     recipe = loaded.recipe
     load_plugins(loaded)
-    begun = initial_fingerprint(loaded)  # of the imported model that the recipe begins with
+    folder = initial_folder(loaded)  # of the imported model that the recipe begins with
+    hashes = {} if folder is None else read_json(folder / MODEL)["imported"]["sha256"]
+    begun = {f"init {part}": digest for part, digest in hashes.items()}  # in keys, wherever the folder is
     trained = [name for name in recipe.trainings if recipe.data is not None or name != "pretrain"]
     trains = bool(trained) and (bool(begun) or trained[0] == "pretrain")
     if recipe.data is None and not trains:
@@ -158,7 +160,6 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             files=files,
             sources=begun | extension_fingerprint(loaded, name),
             check=check,
-            setup=_of_train("bring_from_remote"),
             distributed=True,
             has_progress=True,
             resumable=True,
@@ -206,12 +207,14 @@ def is_local(recipe: Recipe) -> bool:
     named = [task for task in _tasks(recipe, monitored=True) if task != POCKET_WORLD and task not in files]
     if recipe.data and recipe.data.decontaminate:
         files += [path for path in recipe.data.decontaminate.benchmark_files if path.endswith((".yaml", ".yml"))]
+    if files:
+        from affinage.evaluation.tasks import of_the_hub  # takes a moment to import
+
+        if any(of_the_hub(from_home(path)) for path in files):
+            return False
     here = all(each.data_dir is not None for each in _benchmark_settings(recipe, monitored=True))
-    return (
-        not any(is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
-        and not any(of_the_hub(from_home(path)) for path in files)
-        and all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
-    )
+    remote = (is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
+    return not any(remote) and all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
 
 
 def contamination_targets(recipe: Recipe) -> list[str]:

@@ -124,13 +124,6 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
     return folder
 
 
-def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
-    """What the keys of steps hold of it: hashes of its weights and tokenizer, wherever its folder is."""
-    folder = initial_folder(loaded)
-    hashes = {} if folder is None else read_json(folder / MODEL)["imported"]["sha256"]
-    return {f"init {part}": digest for part, digest in hashes.items()}
-
-
 def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
     """The Jinja template of the recipe's conversations, with the tokenizer in a folder; None for ChatML."""
     chosen = loaded.recipe.chat_template

@@ -42,7 +42,9 @@ def open_model(name: str | Target, runs: Path, *, mesh: Sizes | None = None) -> 
     folder, step = models.locate(target, runs)
     if models.is_hub_folder(folder):
         return _open_hub_folder(folder, target.name, mesh)
-    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else models.made_from(folder, "train-tokenizer")
+    places = [folder / TOKENIZER, models.made_from(folder, "train-tokenizer")]
+    places += [] if target.run is None else [target.run / "train-tokenizer"]  # another version made it
+    tokenizer = next((place for place in places if place is not None and place.is_dir()), None)
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
@@ -106,7 +108,7 @@ def _open(
     known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
-    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
+    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
     return LoadedModel(
         graph=graph,
         params=params(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),

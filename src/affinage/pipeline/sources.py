@@ -107,14 +107,6 @@ def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tupl
     return {url: version for url, (version, _) in versions.items()} | known, unchecked
 
 
-def forget_downloads(paths: Iterable[str]) -> None:
-    """Remove the downloaded copies of the URLs among some paths, so that they are downloaded again."""
-    for url in filter(is_url, paths):
-        from affinage.data.downloads import forget
-
-        forget(url)
-
-
 def task_files(paths: Iterable[str]) -> list[str]:
     """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
     files = []

@@ -39,6 +39,17 @@ class StepContext:
         """The name of the step."""
         return self.folder.name.rpartition("-")[0]
 
+    @property
+    def remote(self) -> str | None:
+        """The URL that a training is copied to; None if nowhere."""
+        remote = self.recipe.runtime.remote
+        return None if remote is None else f"{remote.rstrip('/')}/{self.folder.name}"
+
+    @property
+    def saves_to(self) -> Path | str:
+        """Where Orbax writes the checkpoints of a training: its folder, or a `gs://` URL, which all processes see."""
+        return self.remote if self.remote is not None and self.remote.startswith("gs://") else self.folder
+
 
 @dataclass(frozen=True)
 class Step:
@@ -56,7 +67,6 @@ class Step:
     files: tuple[str, ...] = ()  # paths, folders, globs and URLs of the user's; a plan takes their fingerprints
     sources: dict[str, str] = field(default_factory=dict)  # what else it reads -> fingerprint
     check: Callable[[LoadedRecipe], None] | None = None  # raises UserError for what would fail, before any step runs
-    setup: Callable[[StepContext, bool], None] | None = None  # prepares the folder first; whether the step is forced
     artifact: str = ""  # a file of the result that the run's folder links to
     distributed: bool = False  # all processes of a run compute it together; other steps run in the first one alone
     has_progress: bool = False  # shows its own progress on a terminal, as a training does

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice
 from affinage.model.graph import Node
+from affinage.model.layer import parameters_in
 from affinage.model.layers.embedding import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
-from affinage.model.parameter import parameters_in
-from affinage.parallel.mesh import AXES
 from affinage.parallel.sharding import REPLICAS, STAGES
 from affinage.planning.per_device import PerDevice
 from affinage.training.state import split_params
@@ -113,10 +113,11 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     XLA runs the gathering of weights and the sums of gradients beside the products. It waits for the sums of
     activations of tensor parallelism, the exchanges of experts, keys and values, and what stages hand on.
     """
-    sizes, parts, remat = device.sizes, device.micro_batches, device.parallel.remat
+    sizes, table, parts, remat = device.sizes, device.layout.table, device.micro_batches, device.parallel.remat
     rounds, width = device.parallel.pipeline_rounds, jnp.dtype(device.apply_config.compute_dtype).itemsize
     # How often a micro-batch needs the weights: in a pipeline in every tick.
-    often = device.ticks / rounds if node.repeat and device.stages > 1 else 1
+    ticks = device.pipeline_parts * rounds + device.stages - 1
+    often = ticks / rounds if node.repeat and device.stages > 1 else 1
     adapters = split_params(device.local_graph, device.settings).adapters
     declared = device.local_graph.parameters if adapters is None else adapters.parameters
     trained = [*parameters_in(declared.get(node.name, {}))]
@@ -124,10 +125,10 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 
     # Gradients are summed along the axes that split rows or positions, not the weight. Along each axis goes what the
     # inner ones have scattered, but of what replicas have added up, in float32, goes all, once.
-    summed = {*device.table["batch"], *device.table["sequence"]} - {"fsdp"}
+    summed = {*table["batch"], *table["sequence"]} - {"fsdp"}
     counts: Counter[tuple[str, ...]] = Counter()
     for parameter in trained:
-        over = {name for axis in parameter.axes if axis for name in device.table[axis]}
+        over = {name for axis in parameter.axes if axis for name in table[axis]}
         counts[tuple(a for a in reversed(AXES) if a in summed - over and sizes[a] > 1)] += parameter.size
     once = parts > 1 and replicas_of(device.graph, device.apply_config) > 1
     # The TPU's compiler takes a sum out of the loop over micro-batches if nothing but the addition reads it, and then

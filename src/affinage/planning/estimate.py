@@ -21,6 +21,7 @@ from affinage.config.training import TrainSettings
 from affinage.hardware.chips import Chip, chip
 from affinage.hardware.slices import Slice, cpu, memory_text
 from affinage.model import Graph
+from affinage.model.forward import batch_shapes
 from affinage.parallel import MeshLayout
 from affinage.planning.comms import collectives, links_of
 from affinage.planning.per_device import PerDevice
@@ -58,13 +59,14 @@ class Memory:
 def step_memory(device: PerDevice) -> Memory:
     """Memory of the training step that would run; it is traced, not compiled."""
     state, peak = device.state, device.traced.peak
+    batch = batch_shapes(device.local_graph, device.local_rows * device.micro_batches, device.local_seq_len)
     kinds = ("gradients", "activations", "logits", "buffers", "working")
     return Memory(
         weights=device.bytes_of(state.params),
         frozen=device.bytes_of(state.frozen),
         optimizer=device.bytes_of(state.opt_state),
         ema=device.bytes_of(state.ema_params),
-        batch=sum(leaf.size * leaf.dtype.itemsize for leaf in device.batch.values()),
+        batch=sum(leaf.size * leaf.dtype.itemsize for leaf in batch.values()),
         weight_copies=int(peak.get("weights", 0)),
         **{kind: int(peak.get(kind, 0)) for kind in kinds},
         host=int(device.traced.offloaded / device.micro_batches),
@@ -78,7 +80,7 @@ def step_memory(device: PerDevice) -> Memory:
 class NodeTime:
     """Seconds of a step that one node takes."""
 
-    name: str  # of the node
+    name: str
     compute: float  # of operations that multiply for longer than they move bytes
     memory: float  # of the others
     hidden: float  # of collectives, and copies to and from the host, beside the products
@@ -126,6 +128,11 @@ class StepTime:
         }
 
     @property
+    def shares(self) -> str:
+        """The same in words, as shares of the step."""
+        return ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in self.parts.items() if part)
+
+    @property
     def bound(self) -> str:
         """What most of the step is bound by."""
         return _largest(self.parts)
@@ -138,11 +145,8 @@ def _largest(parts: Mapping[str, float]) -> str:
 def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:
     """The time of one training step on a slice.
 
-    Args:
-        device: the step.
-        where: the slice.
-        whole: a step of one device whose operations are taken in place of the step's own, divided over its devices: a
-            bound that needs no trace of the step itself.
+    `whole` is a step of one device whose operations are taken in place of the step's own, divided over its devices: a
+    bound that needs no trace of the step itself.
     """
     own = whole or device
     shared = math.prod(device.sizes.values()) / math.prod(own.sizes.values())

@@ -18,27 +18,15 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import Chip
+from affinage.hardware.mesh import AXES, axis_sizes
 from affinage.hardware.slices import Slice
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
-from affinage.model.layers.attention_ops import only_planned
-from affinage.model.layers.splash import queries_are_split
-from affinage.model.parameter import Axes, parameters_in
-from affinage.parallel import Pipeline
-from affinage.parallel.mesh import AXES, axis_sizes
-from affinage.parallel.sharding import (
-    STAGES,
-    TABLE,
-    MeshLayout,
-    Table,
-    apply_config_on,
-    check_axes_used,
-    check_positions_divide,
-    check_rows_divide,
-    partition_spec,
-    table_with,
-)
+from affinage.model.layer import Axes, parameters_in
+from affinage.model.layers.kernels import queries_are_split
+from affinage.parallel import Pipeline, sharding
+from affinage.parallel.sharding import STAGES, TABLE, MeshLayout, apply_config_on, partition_spec, table_with
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
@@ -54,13 +42,13 @@ class PerDevice:
     """A model and its batch, divided over a mesh of devices that need not exist."""
 
     graph: Graph  # the whole model
-    settings: TrainSettings  # of the training
+    settings: TrainSettings
     sizes: Mapping[str, int]  # devices along each mesh axis
     rows: int  # sequences of the global batch
     seq_len: int  # tokens of a row
     parallel: ParallelSettings  # how the work is split beside the mesh
     chip: Chip  # of every device
-    platform: str  # cpu, gpu or tpu
+    platform: str
 
     @property
     def micro_batches(self) -> int:
@@ -82,34 +70,20 @@ class PerDevice:
         """Micro-batches that are in the pipeline at once."""
         return 1 if self.stages == 1 else self.pipeline.parts(self.rows // self.micro_batches, self.layout)
 
-    @property
-    def ticks(self) -> int:
-        """How often a stage's layers are gone through in a micro-batch of the step, idle ticks included."""
-        return self.pipeline_parts * self.parallel.pipeline_rounds + self.stages - 1 if self.stages > 1 else 1
-
-    @cached_property
-    def table(self) -> Table:
-        """Logical axis -> mesh axes."""
-        return table_with(self.parallel.sharding)
-
     @cached_property
     def layout(self) -> MeshLayout:
         """The mesh without devices, with its table."""
-        return MeshLayout(_abstract_mesh(self.sizes), self.table)  # type: ignore[arg-type]
-
-    def parts(self, axis: str) -> int:
-        """Into how many parts a logical axis is split."""
-        return math.prod(self.sizes[name] for name in self.table[axis])
+        return MeshLayout(_abstract_mesh(self.sizes), table_with(self.parallel.sharding))  # type: ignore[arg-type]
 
     @property
     def local_rows(self) -> int:
         """Rows of a micro-batch on one device."""
-        return max(1, self.rows // self.micro_batches // self.parts("batch"))
+        return max(1, self.rows // self.micro_batches // self.layout.parts("batch"))
 
     @property
     def local_seq_len(self) -> int:
         """Tokens of a row on one device."""
-        return max(1, self.seq_len // self.parts("sequence"))
+        return max(1, self.seq_len // self.layout.parts("sequence"))
 
     @cached_property
     def local_graph(self) -> Graph:
@@ -122,18 +96,18 @@ class PerDevice:
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             if isinstance(entry.get("vocab"), int):
-                entry["vocab"] = max(2, entry["vocab"] // self.parts("vocab"))
+                entry["vocab"] = max(2, entry["vocab"] // self.layout.parts("vocab"))
             attention, ffn = getattr(self.graph[name].layer, "attention", None), entry.get("ffn")
             if attention is not None:
                 entry["attention"] |= {
-                    "heads": max(1, attention.heads // self.parts("heads")),
-                    "kv_heads": max(1, attention.groups_of // self.parts("kv_heads")),
+                    "heads": max(1, attention.heads // self.layout.parts("heads")),
+                    "kv_heads": max(1, attention.groups_of // self.layout.parts("kv_heads")),
                     "head_dim": attention.head_width(self.graph.shapes[entry["in"]].width),
                 }
             if isinstance(ffn, dict):
-                ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
+                ffn["width"] = max(1, ffn["width"] // self.layout.parts("ffn"))
                 if "experts" in ffn:
-                    ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
+                    ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.layout.parts("experts"))
             if "repeat" in entry:
                 entry["repeat"] //= self.stages
                 if self.platform == "gpu":
@@ -154,11 +128,6 @@ class PerDevice:
         """Bytes on one device of a part of the state."""
         leaves = jax.tree.leaves(tree)
         return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-    @property
-    def batch(self) -> dict[str, Any]:
-        """The arrays of the rows of one device, as shapes."""
-        return batch_shapes(self.local_graph, self.local_rows * self.micro_batches, self.local_seq_len)
 
     @cached_property
     def apply_config(self) -> ApplyConfig:
@@ -191,14 +160,15 @@ class PerDevice:
             self.local_rows // self.stages,
             self.local_seq_len,
             (str(self.apply_config.compute_dtype), self.platform, capability),
-            self.parts("sequence"),
+            self.layout.parts("sequence"),
             self.stages,
         )
         shares: dict[tuple[int, ...], float] = {}
         pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
-            sharding = NamedSharding(self.layout.mesh, partition_spec(whole.axes, self.layout.mesh, self.table))
-            share = math.prod(sharding.shard_shape(whole.shape)) / local.size
+            spec = partition_spec(whole.axes, self.layout.mesh, self.layout.table)
+            own = NamedSharding(self.layout.mesh, spec).shard_shape(whole.shape)
+            share = math.prod(own) / local.size
             shares[local.shape] = min(shares.get(local.shape, 1.0), share)
         nodes = self.local_graph.nodes
         weights = Weights(
@@ -216,7 +186,7 @@ class PerDevice:
         if attention is None:
             return 0.0
         head, first = attention.head_width(self.graph.shapes[node.inputs[0]].width), 0
-        if self.platform == "tpu" and queries_are_split(self.seq_len, self.parts("sequence")):
+        if self.platform == "tpu" and queries_are_split(self.seq_len, self.layout.parts("sequence")):
             first = self.seq_len - self.local_seq_len
         pairs, rows = attention.pairs(self.seq_len, first), self.local_rows / self.pipeline_parts
         return 2.0 * rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
@@ -249,9 +219,9 @@ def per_device(
     done = requested.model_copy(update=layerwise)
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
-    check_axes_used(graph, sizes, device.table)
-    check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.table)
-    check_positions_divide(seq_len, device.layout.mesh, device.table)
+    sharding.check_axes_used(graph, sizes, device.layout.table)
+    sharding.check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.layout.table)
+    sharding.check_positions_divide(seq_len, device.layout.mesh, device.layout.table)
     if device.stages > 1:
         config = apply_config_on(device.layout, settings.attention, done)
         device.pipeline.check(graph, rows // device.micro_batches, config)
@@ -297,6 +267,7 @@ def _trace(
         attention=settings.attention,
         layout=layout,
         ring_attention=parallel.context_attention == "ring",
+        planned=True,
     )
     config = with_remat(config, parallel.remat)
     if stages > 1:
@@ -311,8 +282,7 @@ def _trace(
 
     weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
     axes = [(name, size) for name, size in (("neighbor", neighbors), ("stage", stages)) if size > 1]
-    with only_planned():
-        traced = jax.make_jaxpr(of_weights, axis_env=axes)(weights, rest, batch)
+    traced = jax.make_jaxpr(of_weights, axis_env=axes)(weights, rest, batch)
     return traced.jaxpr, len(jax.tree.leaves(weights))
 
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from affinage.config.parallel import RematPreset
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
-from affinage.parallel.mesh import AXES
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
@@ -59,12 +57,8 @@ class Candidate:
         training = {"gradient_accumulation_steps": self.micro_batches}
         return {"mesh": mesh, "parallel": {"remat": self.remat}, recipe.trainings[0]: training}
 
-    def lines(self, recipe: Recipe) -> str:
-        """The YAML to paste into the recipe."""
-        return yaml.safe_dump(self.settings(recipe), sort_keys=False, default_flow_style=None).rstrip()
-
     def overrides(self, recipe: Recipe) -> list[str]:
-        """The same for `--set`."""
+        """The settings for `--set`."""
         mesh, *others = self.settings(recipe).items()
         dotted = {f"{section}.{key}": value for section, settings in others for key, value in settings.items()}
         return [f"{key}={json.dumps(value)}" for key, value in [mesh, *dotted.items()]]
@@ -152,14 +146,7 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     for mesh, parts in itertools.product(_meshes(graph, where.devices), micro_batches):
         settled = Candidate(mesh, parts, "none").put_into(recipe)
         try:
-            device = per_device(
-                graph,
-                training_settings(settled)[1],
-                dict(zip(AXES, mesh, strict=True)),
-                seq_len,
-                where,
-                settled.parallel,
-            )
+            device = per_device(graph, training_settings(settled)[1], settled.mesh, seq_len, where, settled.parallel)
             if device.bytes_of(device.state) > (where.chip.memory_per_device or 0):
                 continue
         except UserError:
@@ -218,26 +205,12 @@ def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
 # ---- curves ----
 
 
-@dataclass(frozen=True)
-class Point:
-    """A slice on the curve; `efficiency` is tokens/s a chip, relative to the smallest slice that fits."""
-
-    plan: Plan
-    efficiency: float
-
-    @property
-    def why(self) -> str:
-        """The shares of a step's seconds by what bounds them."""
-        time = self.plan.time
-        return ", ".join(f"{name} {part / time.seconds:.0%}" for name, part in time.parts.items() if part)
-
-
-def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: Slice) -> list[Point]:
+def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: Slice) -> list[tuple[Plan, float]]:
     """The recipe on `first` and on slices of twice, four times, ... its chips, up to 4,096.
 
     Strong scaling keeps the batch, weak scaling the rows of a device. Each slice takes the fastest of the recipe's own
     mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context` that fit; slices without one are left
-    out.
+    out. With each plan comes its tokens/s a chip, relative to the smallest slice that fits.
 
     Raises:
         UserError: if it fits none, for settings that go with no mesh, and for a processor, which has no slices.
@@ -275,7 +248,7 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
         fix = f"Set more `{name}.gradient_accumulation_steps` or `parallel.remat=block`."
         raise UserError(f"{recipe.name} fits no slice from {first.name} on", where="--curve", fix=fix)
     base = plans[0].tokens_per_second / plans[0].where.chips
-    return [Point(plan, plan.tokens_per_second / plan.where.chips / base) for plan in plans]
+    return [(plan, plan.tokens_per_second / plan.where.chips / base) for plan in plans]
 
 
 def _larger(first: Slice) -> Iterator[Slice]:

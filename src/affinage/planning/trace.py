@@ -182,7 +182,7 @@ class _Walker:
             return results
         offloads = name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars)))
         if offloads:
-            self.offloaded += sum(_whole(variable) for variable in equation.outvars if _on_host(variable))
+            self.offloaded += sum(_bytes(variable, on_host=True) for variable in equation.outvars)
         if name in _PRODUCTS and not on_tpu:
             arguments = [self._in_memory(atom, value) for atom, value in zip(equation.invars, arguments, strict=True)]
         if not (offloads or name in _STORED or _CUDNN in name):
@@ -362,14 +362,11 @@ def _on_host(variable: Any) -> bool:
     return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def _bytes(variable: Any, padded: Padded = frozenset()) -> float:
-    return 0.0 if _on_host(variable) else _whole(variable, padded)
-
-
-def _whole(variable: Any, padded: Padded = frozenset()) -> float:
-    """Bytes in whichever memory it is."""
+def _bytes(variable: Any, padded: Padded = frozenset(), *, on_host: bool = False) -> float:
+    """Bytes in the device's memory, or in the host's."""
     aval = variable.aval
-    if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+    typed = hasattr(aval, "dtype") and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    if not typed or _on_host(variable) != on_host:
         return 0.0
     # Also what a kernel reads with heads and positions swapped: it is laid out for the kernel where it is made.
     of_kernel = aval.shape[-2:] in padded or (aval.shape[-3:-2] + aval.shape[-1:]) in padded
