@@ -12,7 +12,7 @@ from affinage.generation.engine import Engine, generate, token_logprobs
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.model.layers import attention, attention_ops
+from affinage.model.layers import attention, block
 from tiny_models import CONTEXT, full_logits, tiny_llama
 
 PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]
@@ -79,11 +79,11 @@ def test_attention_reads_the_cache_where_it_holds_something(monkeypatch):
     """A prompt from its beginning is computed as in training, by the platform's kernel; what follows is not."""
     found = []
 
-    def choose(requested, workload):
-        found.append((workload.length, workload.cached))
-        return attention_ops.choose(requested, workload)
+    def choose(*about, only_xla, **more):
+        found.append((about[-1], only_xla))
+        return attention.choose(*about, only_xla=only_xla, **more)
 
-    monkeypatch.setattr(attention, "choose", choose)
+    monkeypatch.setattr(block, "choose", choose)
     engine = Engine(tiny_llama(layers=3), max_num_seqs=1, enable_prefix_caching=True)
     prompt = [2, *range(300, 320)]
     texts = {}

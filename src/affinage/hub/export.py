@@ -21,8 +21,8 @@ from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import FAMILIES, decoder_nodes, family_of
 from affinage.model import Adapters
+from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
-from affinage.model.parameter import PyTree
 from affinage.results import read_json
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -167,7 +167,7 @@ def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str
         "base_model_name_or_path": base or None,
         "r": settings.r,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
+        "lora_dropout": 0.0,
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "bias": "none",
         "fan_in_fan_out": False,

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
+from affinage.model.layer import PyTree
 from affinage.model.layers.block import TransformerBlock
-from affinage.model.layers.dropout import Dropout
+from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
 from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
-from affinage.model.layers.norm import LayerNorm, RmsNorm
-from affinage.model.parameter import PyTree
 
 Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
@@ -87,8 +86,6 @@ def decoder_settings(graph: Graph) -> Settings:
     blocks["repeat"] = nodes["blocks"].layers
     blocks["attention"]["kv_heads"] = kind.attention.groups_of
     blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
-    if kind.norm.kind == "rms":
-        blocks["norm"].pop("bias", None)  # an RMS norm has none, whatever is set
     tree["norm"]["kind"] = nodes["norm"].layer.kind_name
     tree["logits"]["tied"] = nodes["logits"].layer.shares is not None
     return dict(_flat(tree))
