@@ -14,8 +14,8 @@ from affinage.data.special_tokens import PAD
 from affinage.evaluation.batching import Batch, Pair, PrefixGroup, as_rows, batches, find_groups
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import Graph
-from affinage.model.parameter import PyTree
-from affinage.model.products import multiply_out
+from affinage.model.layer import PyTree
+from affinage.model.layers.embedding import multiply_out
 from affinage.parallel import MeshLayout
 from affinage.planning.estimate import present
 from affinage.planning.trace import peak_memory

@@ -21,8 +21,8 @@ from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import SamplingParams, SamplingTensors, choose
 from affinage.model.forward import init_cache, one_by_one
 from affinage.model.graph import Graph
-from affinage.model.parameter import PyTree
-from affinage.model.products import Logits, multiply_out
+from affinage.model.layer import PyTree
+from affinage.model.layers.embedding import Logits, multiply_out
 from affinage.parallel import MeshLayout
 
 TOP_LOGPROBS = 20  # the largest number of alternatives of a token

@@ -17,8 +17,8 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.model.apply_config import ApplyConfig
 from affinage.model.forward import apply
 from affinage.model.graph import Graph
-from affinage.model.parameter import PyTree
-from affinage.model.products import Logits
+from affinage.model.layer import PyTree
+from affinage.model.layers.embedding import Logits
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import batch_sharding, replicated
 

@@ -12,8 +12,8 @@ from affinage.errors import UserError
 from affinage.hub.families import FAMILIES, family_of
 from affinage.hub.family_spec import Decoder
 from affinage.model import Adapters
+from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
-from affinage.model.parameter import PyTree
 
 
 def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str = "") -> dict[str, int]:
@@ -32,7 +32,7 @@ def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str
         "base_model_name_or_path": base or None,
         "r": settings.r,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
+        "lora_dropout": 0.0,
         "target_modules": sorted({_module(adapters, path).rpartition(".")[2] for path in adapters.targets}),
         "bias": "none",
         "fan_in_fan_out": False,

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
+from affinage.model.layer import ParamSpec, PyTree
 from affinage.model.layers.block import TransformerBlock
-from affinage.model.layers.dropout import Dropout
+from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
 from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
-from affinage.model.layers.norm import LayerNorm, RmsNorm
-from affinage.model.parameter import ParamSpec, PyTree
 
 Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
@@ -96,8 +95,6 @@ class Decoder:
         blocks["repeat"] = self.nodes["blocks"].layers
         blocks["attention"]["kv_heads"] = kind.attention.groups_of
         blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
-        if kind.norm.kind == "rms":
-            blocks["norm"].pop("bias", None)  # an RMS norm has none, whatever is set
         tree["norm"]["kind"] = self.nodes["norm"].layer.kind_name
         tree["logits"]["tied"] = self.tied
         return dict(_flat(tree))

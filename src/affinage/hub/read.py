@@ -22,7 +22,7 @@ from affinage.data.json_files import read_object
 from affinage.errors import UserError, of_the_machine
 from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
-from affinage.model.parameter import PyTree
+from affinage.model.layer import PyTree
 from affinage.paths import from_home
 from affinage.results import read_json
 

@@ -21,7 +21,7 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.hub.export import DTYPES
 from affinage.model.graph import Graph
-from affinage.model.parameter import PyTree
+from affinage.model.layer import PyTree
 from affinage.parallel import MeshLayout
 
 TOLERANCE = 1e-4  # largest difference between two logits, as a share of the largest logit

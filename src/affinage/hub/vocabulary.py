@@ -14,7 +14,7 @@ from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError
 from affinage.hub.family_spec import Decoder
 from affinage.model.graph import Graph, parse
-from affinage.model.parameter import PyTree
+from affinage.model.layer import PyTree
 
 
 def write_hf_tokenizer(

@@ -152,7 +152,7 @@ def monitor_of(
     world = inputs.get("synthesize") or (made_from(inputs["tokenize"], "synthesize") if "tokenize" in inputs else None)
 
     def keep(step: int, state: TrainState) -> None:
-        store = CheckpointStore(context.folder / KEPT, keep_last=1)
+        store = CheckpointStore(f"{context.saves_to}/{KEPT}", keep_last=1)
         store.save(step, {"params": state.params}, {"step": step})
         store.wait()
 
