@@ -55,7 +55,7 @@ class StopSignals:
 
     def note(self, name: str) -> None:
         """A signal came, and the step that was running may end."""
-        self._reason, self._since = f"{name}; the next step starts from its beginning", time.monotonic()
+        self._reason, self._since = f"{name}; a step that is not complete starts from its beginning", time.monotonic()
 
     @staticmethod
     def raise_pending() -> None:

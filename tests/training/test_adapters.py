@@ -34,7 +34,7 @@ def experts() -> Graph:
 
 def job(folder: Path = Path("unused"), graph: Graph | None = None, hook: Any = None, **changes: Any):
     mesh, lora = changes.pop("mesh", {"data": 1}), changes.pop("lora", LORA)
-    settings = tiny.tuning(SftSettings, 10, own={"lora": {**lora, "dropout": changes.pop("dropout", 0)}}, **changes)
+    settings = tiny.tuning(SftSettings, 10, own={"lora": lora}, **changes)
     return tiny.job(folder, 10, hook, graph=graph or dense(), mesh=mesh, settings=settings)
 
 
@@ -111,7 +111,7 @@ def first_state(kind: str):
 
 
 LAYERS: dict[str, dict] = {
-    "dense": {"dropout": 0.3},
+    "dense": {},
     "experts": {"graph": experts(), "lora": {"r": 3, "alpha": 7, "target_modules": ("query", "value")}},
 }
 

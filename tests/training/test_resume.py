@@ -23,7 +23,7 @@ from affinage.training.trainer import Trainer
 from curves import curve
 
 STEPS = 6
-LORA = {"lora": {"r": 4, "target_modules": ["query", "down"], "dropout": 0.2}}
+LORA = {"lora": {"r": 4, "target_modules": ["query", "down"]}}
 
 
 def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:

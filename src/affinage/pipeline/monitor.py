@@ -195,7 +195,6 @@ def monitor_of(
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
                 batch_size=rows_that_fit(model, beside=beside),
-                samples=0,
                 answered=lambda task, line: lines.setdefault(task, []).append(line),
                 progress=raise_if_stopped,
             )
