@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from common import finish, median_seconds, options_of, result
 
-from affinage.model.apply_config import Layout, local_capability
-from affinage.model.layers.attention_ops import IMPLEMENTATIONS, Workload, attention, obstacles
+from affinage.errors import UserError
+from affinage.model.apply_config import ApplyConfig
+from affinage.model.layers.attention import IMPLEMENTATIONS, attention, choose
 
 TOLERANCE = 0.05  # largest difference over the largest value, in bfloat16
 
@@ -35,7 +36,7 @@ def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def main() -> None:
     quick = options_of(__doc__).parse_args().quick
-    platform, capability = jax.default_backend(), local_capability()
+    platform = jax.default_backend()
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     small = quick or platform == "cpu"
     rows, length, heads, kv_heads, width = (2, 256, 4, 2, 64) if small else (8, 2048, 16, 8, 64)
@@ -44,11 +45,11 @@ def main() -> None:
     causal = jnp.tril(jnp.ones((1, length, length), bool))
     names = []
     for name in IMPLEMENTATIONS:
-        missing = obstacles(name, Workload(platform, dtype, width, length, capability)) if name != "auto" else []
-        if missing:
-            print(f"{name} cannot: {', '.join(missing)}")
-        elif name != "auto":
-            names.append(name)
+        if name != "auto":
+            try:
+                names.append(choose(ApplyConfig(attention=name), dtype, width, length))
+            except UserError as error:
+                print(error)
 
     results = []
     for documents in (1, 4, length // 8):
@@ -67,7 +68,7 @@ def main() -> None:
         for name in names:
 
             def ours(*qkv: Any, name: str = name, segments: Any = segments, mask: Any = mask) -> Any:
-                return attention(*qkv, segments, impl=name, layout=Layout(), mask=mask, capability=capability)
+                return attention(*qkv, segments, name, ApplyConfig(), mask=mask)
 
             took, values = time_and_values(ours)
             pairs = zip(values, expected, strict=True)

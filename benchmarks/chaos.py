@@ -39,7 +39,7 @@ from common import TESTS, finish, parts_of, result
 from training_process import Training, ended_alike
 
 from affinage.checkpoint import CheckpointStore
-from affinage.cluster.launch import FailureConfig, LocalGroup, supervise
+from affinage.cluster.launch import FailureConfig, WorkerGroup, supervise
 from affinage.errors import EXIT_PREEMPTED
 
 STEPS = 40
@@ -56,12 +56,12 @@ class Disturbed(Training):
         super().__init__(PYTHON, folder, STEPS, workers)
         self._draw, self._number, self.left, self._lasts = draw, number, signals, lasts
 
-    def start(self, command: object) -> LocalGroup:
+    def start(self, command: object) -> WorkerGroup:
         """Start the workers, and the timer of the signal."""
         group = super().start([])
         if self.left:
             self.left -= 1
-            pid, after = self._draw.choice(group.pids), self._draw.uniform(0.0, self._lasts)
+            pid, after = self._draw.choice(group.processes).pid, self._draw.uniform(0.0, self._lasts)
             timer = threading.Timer(after, lambda: psutil.pid_exists(pid) and os.kill(pid, self._number))
             timer.daemon = True
             timer.start()
@@ -199,8 +199,8 @@ def ray(folder: Path, draw: random.Random, quick: bool) -> Outcomes:
                 cluster.remove_node(node, allow_graceful=False)
                 node = cluster.add_node(num_cpus=1)
             else:
-                processes = psutil.process_iter(["cmdline"])
-                next(each for each in processes if "ray::Worker" in " ".join(each.info["cmdline"] or ())).kill()
+                started = psutil.Process().children(recursive=True)
+                next(each for each in started if "ray::RemoteProcess" in " ".join(each.cmdline())).kill()
             yield f"{victim} killed", driver.wait(300) == 0 and ended_alike(run, alone, STEPS)
     finally:
         cluster.shutdown()

@@ -157,20 +157,21 @@ def encode(quick: bool) -> Iterator[Result]:
 
 def chat(quick: bool) -> Iterator[Result]:
     """Conversations to ids and loss masks."""
-    from template_forms import SOURCES, folder_of
+    from template_forms import PIECES, SOURCES, folder_of
     from transformers import PreTrainedTokenizerFast
 
     from affinage.data.chat import encode_conversation
     from affinage.data.tokenizer import Tokenizer
 
-    draw, folder = random.Random(0), folder_of("bytes")
+    draw = random.Random(0)
     words = "the capital of France is Paris, and it has many old streets where people walk; où ? Douze".split()
-    ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
 
     def message(role: str) -> dict[str, str]:
         return {"role": role, "content": " ".join(draw.choices(words, k=draw.randint(10, 120)))}
 
-    for form, turns in itertools.product(("llama3", "qwen2_5_training"), (1, 3, 30)):
+    for form, turns in itertools.product(("llama3", "qwen2_5_training", "zephyr"), (1, 3, 30)):
+        folder = folder_of("pieces" if form in PIECES else "bytes")
+        ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
         ours.use_template(SOURCES[form])
         talks = [[*map(message, ("user", "assistant") * turns)] for _ in range((20 if quick else 200) // turns + 1)]
         more = {"return_assistant_tokens_mask": True, "return_dict": True} if "training" in form else {}

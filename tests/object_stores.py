@@ -11,7 +11,6 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 import fsspec
 import pytest
 from gcp_storage_emulator.server import create_server
-from moto.server import ThreadedMotoServer
 
 BUCKET = "a-bucket"
 
@@ -24,12 +23,15 @@ def bucket(kind: str, patch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         if kind == "s3":
+            from moto.server import ThreadedMotoServer
+
             server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
             given = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
             given |= {"AWS_ACCESS_KEY_ID": "an-access-key-of-tests", "AWS_SECRET_ACCESS_KEY": "a-secret-key-of-tests"}
         else:
             server = create_server("127.0.0.1", port, in_memory=True)
-            given = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"}
+            given = dict.fromkeys(("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"), f"http://127.0.0.1:{port}")
+            given["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "a-token"
         for name, value in given.items():
             patch.setenv(name, value)
         server.start()

@@ -38,10 +38,8 @@ from affinage.data.order import permuted
 from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply, init_params, parse
 from affinage.model.forward import apply_node
 from affinage.model.graph import Node
-from affinage.model.layer import Cost, Layer, LayerContext, Shape, ShapeMismatch, register_layer
-from affinage.model.layers.dense import dense, dense_flops, dense_parameters
-from affinage.model.layers.norm import NormSettings
-from affinage.model.parameter import ParamSpec, PyTree
+from affinage.model.layer import Cost, Layer, LayerContext, ParamSpec, PyTree, Shape, ShapeMismatch, register_layer
+from affinage.model.layers.dense import NormSettings, dense, dense_flops, dense_parameters
 from affinage.training import TrainJob, train
 from affinage.training.state import Purpose, random_key
 

@@ -1,6 +1,6 @@
 """Stages of unequal shape on groups of devices that may differ: compiled one by one, driven from one host.
 
-Where a pipeline inside one program (`affinage.parallel.pipeline`) needs equal stages on equal devices, here every stage
+Where a pipeline inside one program (`affinage.parallel.strategy`) needs equal stages on equal devices, here every stage
 is a program of its own, on a mesh of its own. The host only dispatches: it sends micro-batch after micro-batch through
 the stages and their cotangents back, and as nothing of that waits, the groups work at the same time.
 """

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, NoReturn
 
@@ -55,7 +55,7 @@ class StopSignals:
 
     def note(self, name: str) -> None:
         """A signal came, and the step that was running may end."""
-        self._reason, self._since = f"{name}; the next step starts from its beginning", time.monotonic()
+        self._reason, self._since = f"{name}; a step that is not complete starts from its beginning", time.monotonic()
 
     @staticmethod
     def raise_pending() -> None:
@@ -77,18 +77,24 @@ def heeded() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def nothing_to_lose(after_interrupt: int) -> Iterator[None]:
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, `handler` gets SIGTERM, SIGINT and SIGHUP; outside of the main thread Python allows no handlers."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in heeded()} if in_main_thread else {}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def nothing_to_lose(after_interrupt: int) -> contextlib.AbstractContextManager[None]:
     """Inside, a signal ends this process at once, with the status of a preempted run; after SIGINT another one."""
 
     def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
         os._exit(after_interrupt if number == signal.SIGINT else EXIT_PREEMPTED)
 
-    before = {number: signal.signal(number, leave_at_once) for number in heeded()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled_by(leave_at_once)
 
 
 class _WithoutReader:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, Uploader, download_newest, forget, is_inside
 from affinage.checkpoint.store import COMMIT
@@ -44,7 +43,7 @@ def state(value: float) -> dict:
 
 
 def saved(folder: Path, *steps: int, uploader: Uploader | None = None, settles: bool = False, **rules: Any) -> None:
-    store = CheckpointStore(folder / "checkpoints", uploader=uploader, **rules)
+    store = CheckpointStore(folder / "checkpoints", saved=uploader.saved if uploader else int, **rules)
     for step in steps:
         store.save(step, state(step), {"saved": "today"})
         store.wait()
@@ -98,6 +97,28 @@ def test_contents_arrive_as_they_are(any_url: str, tmp_path: Path):
         assert [folder.read(name) for name in ("written", "put")] == 2 * [contents]
 
 
+@pytest.mark.parametrize("any_url", ["gs"], indirect=True)
+def test_steps_are_written_to_gs_and_restored_from_there_without_a_copy(any_url: str):
+    store = CheckpointStore(f"{any_url}/checkpoints", keep_every=2)
+    for step in (1, 2, 3, 4):
+        store.save(step, state(step), {"at": step})
+    store.wait()
+    assert complete_at(any_url) == store.steps() == [2, 3, 4]
+    remote = RemoteFolder(any_url)
+    remote.remove([f"checkpoints/4/{COMMIT}"])
+    name = next(name for name in remote.sizes() if name.startswith("checkpoints/3/") and "/d/" in name)
+    remote.write(name, (remote.read(name) or b"")[::-1])
+    again = CheckpointStore(store.folder)
+    with pytest.warns(CheckpointWarning) as warned:
+        restored = again.restore_newest(ABSTRACT)
+    assert [str(each.message).split()[1] for each in warned] == ["4", "3"]
+    assert restored is not None and restored[0] == 2 and restored[2] == {"at": 2}
+    np.testing.assert_array_equal(restored[1]["params"]["w"], state(2)["params"]["w"])
+    again.save(3, state(30), {})
+    again.wait()
+    assert complete_at(any_url) == [2, 3] and not again.verify(3)
+
+
 @pytest.mark.filterwarnings("ignore:checkpoint 2")
 @pytest.mark.parametrize("damaged", [COMMIT, METADATA, "a bit of the arrays"])
 def test_the_step_before_a_damaged_copy_is_taken(url: str, tmp_path: Path, damaged: str):
@@ -135,57 +156,27 @@ def test_a_copy_that_is_cut_off_is_not_taken_and_is_tried_again(
     assert uploader.settle() == "" and complete_at(url) == [1, 2]
 
 
-def test_a_step_that_is_being_copied_is_not_removed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    put, begun, go_on = RemoteFolder.put, threading.Event(), threading.Event()
-
-    def slow(folder: RemoteFolder, file: Path, name: str) -> None:
-        begun.set()
-        go_on.wait(300)
-        put(folder, file, name)
-
-    uploader = Uploader(url, tmp_path)
-    monkeypatch.setattr(RemoteFolder, "put", slow)
-    saved(tmp_path, 1, uploader=uploader)
-    assert begun.wait(300)
-    saved(tmp_path, 2, 3, 4, uploader=uploader, keep_last=1)
-    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 4]
-    assert uploader.settle(lambda: 0.0) == "there was no time for it"
-    go_on.set()
-    assert uploader.settle() == ""
-    assert complete_at(url)[-1] == 4
-
-
 def test_what_vanishes_during_a_copy_is_passed_over(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    here, scandir, put = tmp_path / "here", os.scandir, RemoteFolder.put
-    saved(here, 1, 2)
-    vanishing = {str(here / name) for name in ("checkpoints/1", "scratch")}
-    (here / "scratch").mkdir()
-    for name, lines in (("metrics.jsonl", 1), ("metrics.part", 1), ("large.part", 100_000)):
-        (here / name).write_text("{}\n" * lines)
-
-    def scanned(path: Any) -> Any:
-        if str(path) in vanishing:
-            vanishing.remove(str(path))
-            shutil.rmtree(path)
-        return scandir(path)
+    here, put, link = tmp_path / "here", RemoteFolder.put, os.link
+    saved(here, 1)
+    for name in ("metrics.jsonl", "metrics.part"):
+        (here / name).write_text("{}\n")
 
     def vanished(folder: RemoteFolder, file: Path, name: str) -> None:
         if name == "metrics.part":
             file.unlink()
         put(folder, file, name)
 
-    def vanished_later(_: object, file: str, name: str) -> None:
-        Path(file).unlink()
-        raise FileNotFoundError(file)
+    def removed(source: Path, target: Path) -> None:
+        link(source, target)
+        shutil.rmtree(here / "checkpoints" / "1", ignore_errors=True)
 
     uploader = Uploader(url, here)
-    monkeypatch.setattr(os, "scandir", scanned)
+    monkeypatch.setattr(os, "link", removed)
     monkeypatch.setattr(RemoteFolder, "put", vanished)
-    monkeypatch.setattr("affinage.checkpoint.remote._WHOLE_BYTES", 99_999)
-    monkeypatch.setattr(type(uploader._remote._filesystem), "put_file", vanished_later)
     assert uploader.settle() == ""
-    assert complete_at(url) == [2] and RemoteFolder(url).read("metrics.jsonl") == b"{}\n"
-    assert not (here / "metrics.part").exists() and not (here / "large.part").exists()
+    assert complete_at(url) == [] and RemoteFolder(url).read("metrics.jsonl") == b"{}\n"
+    assert not (here / "metrics.part").exists()
 
 
 def test_whoever_takes_a_step_gets_the_metrics_up_to_it(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +191,8 @@ def test_whoever_takes_a_step_gets_the_metrics_up_to_it(url: str, tmp_path: Path
         if name == metrics.name and store.steps() == [1]:
             metrics.write_text("1\n2\n")
             saved(tmp_path, 2, uploader=uploader, keep_last=1)
-            assert store.steps() == [1, 2]  # the first is about to be copied
+            assert store.steps() == [2]  # the first is about to be copied
+            assert uploader.settle(lambda: 0.0) == "there was no time for it"
         if name.endswith(COMMIT):
             copied[name.split("/")[1]] = folder.read(metrics.name)
 
@@ -212,23 +204,21 @@ def test_whoever_takes_a_step_gets_the_metrics_up_to_it(url: str, tmp_path: Path
 def test_a_step_that_a_rollback_replaces_during_its_copy_is_copied_again(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    put, here, marked = RemoteFolder.put, tmp_path / "here", []
+    put, here = RemoteFolder.put, tmp_path / "here"
     uploader = Uploader(url, here)
     saved(here, 1, 2)
     replaced = iter([True])
 
     def rolling_back(folder: RemoteFolder, file: Path, name: str) -> None:
         if name == f"checkpoints/2/{METADATA}" and next(replaced, False):
-            store = CheckpointStore(here / "checkpoints", uploader=uploader)
+            store = CheckpointStore(here / "checkpoints", saved=uploader.saved)
             store.forget_after(1)
             store.save(2, state(20), {"saved": "later"})
             store.wait()
         put(folder, file, name)
-        if name.endswith(COMMIT):
-            marked.append(name)
 
     monkeypatch.setattr(RemoteFolder, "put", rolling_back)
-    assert uploader.settle() == "" and len(marked) == 1
+    assert uploader.settle() == ""
     download_newest(url, tmp_path / "there", print)
     restored = CheckpointStore(tmp_path / "there" / "checkpoints").restore(2, ABSTRACT)
     np.testing.assert_array_equal(restored["params"]["w"], state(20)["params"]["w"])
@@ -239,7 +229,7 @@ def test_nobody_resumes_from_what_a_rollback_has_abandoned(url: str, tmp_path: P
     uploader = Uploader(url, here, keep_last=2)
     saved(here, 1, 2, 3, 4, uploader=uploader, settles=True, keep_last=3)
     assert complete_at(url) == [3, 4]
-    CheckpointStore(here / "checkpoints", keep_last=3, uploader=uploader).forget_after(2)
+    CheckpointStore(here / "checkpoints", keep_last=3, saved=uploader.saved).forget_after(2)
     assert uploader.settle() == "" and complete_at(url) == [2]
     saved(here, 3, uploader=uploader, settles=True, keep_last=3)
     assert complete_at(url) == [2, 3]

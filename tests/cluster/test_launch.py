@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cluster import launch
-from affinage.cluster.launch import FailureConfig, LocalGroup, WorkerExit, WorkerGroup, start_local, supervise
+from affinage.cluster.launch import FailureConfig, WorkerExit, WorkerGroup, start_local, start_processes, supervise
 from affinage.errors import Preempted, UserError
 from waiting import until
 
@@ -150,7 +150,7 @@ def alive(process: int) -> bool:
 def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_with_it(tmp_path: Path):
     said: list[str] = []
     script = f"echo in $AFFINAGE_PROCESS_ID of $AFFINAGE_NUM_PROCESSES; sleep 600 & echo $! > {tmp_path}/child; exit 3"
-    group = LocalGroup(["sh", "-c", script], {"PATH": "/usr/bin:/bin"}, 2, said.append)
+    group = start_processes(["sh", "-c", script], {"PATH": "/usr/bin:/bin"}, 2, said.append)
     exits: list[WorkerExit] = []
     until(lambda: exits.extend(group.exits(1.0)) or len(exits) == 2)
     assert {(each.worker, each.status) for each in exits} == {(0, 3), (1, 3)}
@@ -158,7 +158,7 @@ def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_wi
     group.kill()
     until(lambda: not alive(int((tmp_path / "child").read_text())))
     with pytest.raises(FileNotFoundError):
-        LocalGroup([str(tmp_path / "nothing")], {}, 2, said.append)
+        start_processes([str(tmp_path / "nothing")], {}, 2, said.append)
 
 
 def test_workers_die_with_who_started_them():

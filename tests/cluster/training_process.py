@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from affinage.cluster.launch import FailureConfig, LocalGroup, cpu_devices, supervise
+from affinage.cluster.launch import FailureConfig, WorkerGroup, cpu_devices, start_processes, supervise
 
 DEVICES = 4  # of all processes together
 ROWS, CONTEXT = 8, 16
@@ -48,7 +48,7 @@ class Training:
         self.workers, self.folder, self.hurts, self.said, self.starts = workers, folder, list(hurts), [], 0
         self._python, self._job = python, {"folder": str(folder), "steps": steps, **more}
 
-    def start(self, command: Sequence[str]) -> LocalGroup:
+    def start(self, command: Sequence[str]) -> WorkerGroup:
         hurt = self.hurts[self.starts] if self.starts < len(self.hurts) else None
         job = json.dumps({**self._job, "hurt": hurt, "start": self.starts})
         self.starts += 1
@@ -56,7 +56,7 @@ class Training:
         environment = os.environ | cpu_devices(DEVICES // self.workers)
         environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
         words = [*self._python, "-m", "training_process", job]
-        return LocalGroup(words, environment, self.workers, self.said.append)
+        return start_processes(words, environment, self.workers, self.said.append)
 
     def run(self, preemptions: int = 0, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
@@ -76,7 +76,7 @@ class Training:
 def ended_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
     from affinage.checkpoint import CheckpointStore
-    from affinage.checkpoint.browse import compare
+    from affinage.checkpoint.metadata import compare
     from curves import curve
 
     first, second = (CheckpointStore(folder / "checkpoints").metadata(step) for folder in (one, other))

@@ -177,20 +177,13 @@ def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
     assert told in str(error) and name in str(error)
 
 
-def test_a_damaged_file_can_be_kept_up_to_the_damage(tmp_path):
-    many = jsonl([{"text": f"text number {i} of many {i * 7919}"} for i in range(5_000)])
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(many, mtime=0)[:-5_000])
-    summary, rows = run(tmp_path, str(tmp_path / "a.jsonl.gz"), on_error="skip")
-    assert 100 < len(rows) < 5_000 and summary["removed"]["damaged file"] == 1
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".xz"])
-def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix):
-    few = jsonl([{"text": f"text {i}"} for i in range(5)])
-    whole = COMPRESS[suffix](few + b" " * 40)
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[: -8 if suffix == ".gz" else -4])
+@pytest.mark.parametrize(("suffix", "cut", "least"), [(".gz", 8, 5), (".xz", 4, 5), (".gz", 5_000, 100)])
+def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix, cut, least):
+    count = 5 if least == 5 else 5_000
+    whole = COMPRESS[suffix](jsonl([{"text": f"text {i} of many {i * 7919}"} for i in range(count)]) + b" " * 40)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[:-cut])
     summary, rows = run(tmp_path, str(tmp_path / f"a.jsonl{suffix}"), on_error="skip")
-    assert len(rows) == 5 and summary["removed"]["damaged file"] == 1
+    assert least <= len(rows) <= count and summary["removed"]["damaged file"] == 1
 
 
 def test_a_table_of_bytes_is_read_and_replaced_surrogates_are_counted(tmp_path):

@@ -17,7 +17,7 @@ from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
 from token_rows import write_tokens
 
-CONTEXT, BATCH, STEPS = 8, 8, 1100
+CONTEXT, BATCH, STEPS = 8, 8, 550
 GROUPS = {
     "web.en": Group("web", "en", 40),
     "web.fr": Group("web", "fr", 20),
@@ -27,9 +27,9 @@ GROUPS = {
 FIRST = {name: 1000 * number for number, name in enumerate(GROUPS, 1)}  # the first token of a group's first row
 STAGES = [
     (0, {"web": 3, "wiki": 1}),
-    (300, {"web": 1, "wiki": 1}),
-    (700, {"en": 0.5, "fr": 0.5}),
-    (900, {"wiki": 1}),
+    (150, {"web": 1, "wiki": 1}),
+    (350, {"en": 0.5, "fr": 0.5}),
+    (450, {"wiki": 1}),
 ]
 MIXTURES = {"all": None, "weights": [(0, {"web.en": 2, "wiki": 1})], "stages": STAGES}
 
@@ -59,7 +59,7 @@ def first_tokens(feed: DataLoader, rows: int) -> list[int]:
 def test_a_batch_is_a_function_of_seed_and_step_for_any_number_of_hosts(folder: Path, mixture: str):
     one, used, other = (DataLoader(folder, seed=seed, batch=BATCH, mixture=MIXTURES[mixture]) for seed in (5, 5, 6))
     list(zip(range(3), used.iterate(0)))
-    for step in (1000, 0, 299, 300, 899, 900, 5000):
+    for step in (500, 0, 149, 150, 449, 450, 5000):
         whole = one.batch(step)
         assert [FIRST[name] + row for name, row in one.where(step)] == whole["tokens"][:, 0].tolist()
         assert whole["rows"].tolist() == list(range(BATCH))
@@ -86,7 +86,7 @@ def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture
         epochs = [[place for places in walk for place in places][start : start + 77] for start in (0, 77)]
         assert len(set(epochs[0])) == len(set(epochs[1])) == feed.rows == 77 and epochs[0] != epochs[1]
         return
-    for (first, weights), last in zip(STAGES, [300, 700, 900, STEPS], strict=True):
+    for (first, weights), last in zip(STAGES, [150, 350, 450, STEPS], strict=True):
         drawn = Counter(
             next(key for key in weights if key in name.split(".")) for s in walk[first:last] for name, _ in s
         )
@@ -94,7 +94,7 @@ def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture
             share = drawn[name] / drawn.total()
             assert share == pytest.approx(weight / sum(weights.values()), abs=2 / SLOTS + 2 / drawn.total())
     # `wiki` is a pool of 17 rows in the stages 0, 1 and 3: their draws, one after the other, are whole epochs.
-    wiki = [place for places in [*walk[:700], *walk[900:]] for place in places if place[0].startswith("wiki")]
+    wiki = [place for places in [*walk[:350], *walk[450:]] for place in places if place[0].startswith("wiki")]
     for epoch in range(len(wiki) // 17):
         assert len(set(wiki[epoch * 17 :][:17])) == 17
 

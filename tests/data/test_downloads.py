@@ -1,9 +1,7 @@
 """Downloads go on where they stopped, are checked, and say clearly what is wrong."""
 
 import hashlib
-import http.server
 import json
-import threading
 
 import fsspec
 import pytest
@@ -108,34 +106,3 @@ def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):
     assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
     server.faults[:] = [Fault("lines", 503, times=99)]
     assert cached(url_of(server)).read_bytes() == CONTENT[::-1], "without an answer the copy is what there is"
-
-
-def test_a_password_is_taken_from_netrc_and_given_to_no_other_server(tmp_path, monkeypatch):
-    seen: set[tuple[int, str | None]] = set()
-
-    class Server(http.server.BaseHTTPRequestHandler):  # one that knows neither HEAD nor parts of files
-        def do_GET(self) -> None:
-            seen.add((self.server.server_address[1], self.headers["Authorization"]))
-            moved = self.path == "/moved"
-            self.send_response(302 if moved else 200)
-            if moved:
-                self.send_header("Location", f"http://localhost:{other.server_address[1]}/x")
-            self.send_header("Content-Length", "0" if moved else "2")
-            self.end_headers()
-            self.wfile.write(b"" if moved else b"ok")
-
-        def log_message(self, *_: object) -> None: ...
-
-    first, other = servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) for _ in range(2)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login ada password lovelace\n")
-    (tmp_path / "netrc").chmod(0o600)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    try:
-        assert cached(f"http://127.0.0.1:{first.server_address[1]}/moved").read_bytes() == b"ok"
-    finally:
-        for server in servers:
-            server.shutdown()
-    assert seen == {(first.server_address[1], "Basic YWRhOmxvdmVsYWNl"), (other.server_address[1], None)}
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and b"lovelace" in path.read_bytes()]

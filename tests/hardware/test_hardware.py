@@ -1,4 +1,4 @@
-"""The chip table, and what is set before JAX comes up."""
+"""Chips, slices by the clouds' names (how many, how wired, how libtpu calls them), and platforms that JAX lacks."""
 
 import os
 import subprocess
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from affinage.hardware.chips import chip
+from affinage.errors import UserError
+from affinage.hardware.chips import GiB, chip
 from affinage.hardware.devices import accelerator_is_here
+from affinage.hardware.slices import find_slice
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def test_device_kinds_find_their_chip_and_the_peak_of_one_device(kind: str, name
 
 @pytest.mark.parametrize("kind", ["cpu", "Some GPU of tomorrow"])
 def test_chips_without_a_known_peak_show_no_mfu(kind: str):
-    assert chip(kind).flops_per_device is None and not chip(kind).multiplies_bfloat16
+    assert chip(kind).flops_per_device is None
 
 
 @pytest.mark.skipif(accelerator_is_here(), reason="then JAX may have what is asked for")
@@ -40,3 +42,57 @@ def test_a_platform_that_jax_has_no_plugin_for_is_one_message(tmp_path: Path):
         [sys.executable, "-m", "affinage", "run", "quickstart"], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 2 and "cuda" in done.stderr and "Traceback" not in done.stderr
+
+
+# name, chips, JAX devices, shape, hosts, libtpu's name. Google's own lists: cloud.google.com/tpu/docs.
+KNOWN = [
+    ("v4-32", 16, 16, (2, 2, 4), 4, "v4:2x2x4"),
+    ("v4-512", 256, 256, (4, 8, 8), 64, "v4:4x8x8"),
+    ("v4-8192", 4096, 4096, (16, 16, 16), 1024, "v4:16x16x16"),
+    ("v5litepod-16", 16, 16, (4, 4), 4, "v5e:4x4"),
+    ("v5e-8", 8, 8, (2, 4), 1, "v5e:2x4"),
+    ("v5p-128", 64, 64, (4, 4, 4), 16, "v5:4x4x4"),
+    ("v6e-64", 64, 64, (8, 8), 16, "v6e:8x8"),
+    ("tpu7x-128", 64, 128, (4, 4, 4), 16, "tpu7x:4x4x4"),
+    ("v3-8", 4, 8, (2, 2), 1, ""),
+    ("h100x8", 8, 8, (1, 8), 1, ""),
+    ("a100x16", 16, 16, (2, 8), 2, ""),
+    ("l4", 1, 1, (1, 1), 1, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "chips", "devices", "shape", "hosts", "topology"), KNOWN)
+def test_a_name_means_these_chips(name, chips, devices, shape, hosts, topology):
+    found = find_slice(name)
+    assert (found.chips, found.devices, found.shape) == (chips, devices, shape)
+    assert (found.hosts, found.topology) == (hosts, topology)
+
+
+def test_rings_are_closed_from_whole_cubes_and_whole_pods_on():
+    assert find_slice("v4-64").wrap == (False, False, False)
+    assert find_slice("v4-128").wrap == (True, True, True)
+    assert find_slice("v5e-128").wrap == (False, True)
+    assert find_slice("v5e-256").wrap == (True, True)
+
+
+def test_a_program_may_take_what_the_compiler_says():
+    sizes = {name: find_slice(name).chip.memory_per_device / GiB for name in ("v5e-8", "v4-8", "v6e-8", "v5p-8")}
+    assert sizes == {"v5e-8": 15.75, "v4-8": 30.75, "v6e-8": 31.25, "v5p-8": pytest.approx(95.74)}
+    assert find_slice("cpu").chip.memory_per_device > GiB
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("v4-31", ["v4-16", "v4-32"]),
+        ("v4-33", ["v4-32", "v4-64"]),
+        ("v5e-512", ["v5e-256"]),
+        ("v9-8", ["Did you mean `v"]),
+        ("h100x12", ["h100x16"]),
+        ("v4-0", ["v4-8"]),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, nearest):
+    with pytest.raises(UserError) as refused:
+        find_slice(name)
+    assert all(each in refused.value.fix for each in nearest)

@@ -27,7 +27,7 @@ from affinage.hub.families import FAMILIES, architecture_of, family_of
 from affinage.hub.read import CONFIG, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
-from affinage.model.parameter import map_parameters
+from affinage.model.layer import map_parameters
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import chat_of_hub, is_chat, locate, resolve
 from affinage.pipeline.opening import open_model

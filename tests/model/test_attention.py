@@ -1,6 +1,5 @@
 """Attention by products, by kernels and on parts of a row: the numbers and gradients of the plain formula."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -9,15 +8,19 @@ import numpy as np
 import pytest
 
 from affinage.errors import UserError
-from affinage.model.layers.attention_ops import Workload, choose, xla_attention
-from affinage.model.layers.cudnn import cudnn_attention
-from affinage.model.layers.rotary import RopeSettings, rotate
-from affinage.model.layers.splash import splash_attention, splash_on_parts
+from affinage.model import ApplyConfig
+from affinage.model.layers.attention import choose, xla_attention
+from affinage.model.layers.block import RopeSettings, rotate
+from affinage.model.layers.kernels import cudnn_attention, splash_attention, splash_on_parts
 from affinage.parallel import MeshLayout, make_mesh
 
 LENGTH = 150  # more than one block of a kernel, and no whole number of them
 SEGMENTS = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([3, 87, 60], [128, 1, 21])]), jnp.int32)
-WORK = Workload("tpu", jnp.bfloat16, head_dim=64, length=2048)
+WORK = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 2048}
+
+
+def chosen(name, platform="tpu", capability=None, **change):
+    return choose(ApplyConfig(attention=name, platform=platform, capability=capability), **WORK | change)
 
 
 def heads(kv_heads, rows=2, length=LENGTH):
@@ -60,8 +63,7 @@ def test_plain_products_and_their_gradient_are_the_formula(length, settings):
     same(value_and_gradient(partial(xla_attention, mask=seen(segments), **settings), *arrays), expected)
 
 
-@pytest.mark.parametrize("stored", [True, False])
-def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(stored):
+def test_a_rotation_is_a_complex_product():
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
     weights = jax.random.normal(jax.random.key(1), x.shape)
     positions = jnp.array([[0, 1, 2, 3, 4], [3, 0, 1, 2, 9]])
@@ -72,7 +74,7 @@ def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(store
         return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
     def ours(x):
-        return rotate(x, RopeSettings(theta=100.0).tables(positions, 8, stored=stored))
+        return rotate(x, RopeSettings(theta=100.0).tables(positions, 8))
 
     found, expected = (
         jax.jit(jax.value_and_grad(lambda x, turn: jnp.sum(jnp.tanh(turn(x)) * weights)), static_argnums=1)(x, turn)
@@ -88,7 +90,7 @@ def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(store
 )
 def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, settings):
     settings = {"window": None} | settings
-    kernel = partial(splash_attention, segment_ids=SEGMENTS, **settings, interpret=True)
+    kernel = partial(splash_attention, ids=SEGMENTS, **settings, interpret=True)
     expected = value_and_gradient(partial(plain, segments=SEGMENTS, **settings), *heads(kv_heads))
     same(value_and_gradient(kernel, *heads(kv_heads)), expected)
 
@@ -105,7 +107,7 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
     arrays, length = heads(2, length=512), 512
     segments = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([100, 300, 112], [512, 0, 0])]), jnp.int32)
     layout = MeshLayout(make_mesh(mesh, jax.devices()[: int(np.prod(list(mesh.values())))]))
-    settings = {"segment_ids": segments if packed else None, "window": window, "interpret": True}
+    settings = {"ids": segments if packed else None, "window": window, "interpret": True}
     split = partial(splash_on_parts, layout=layout, **settings)
     same(value_and_gradient(split, *arrays), value_and_gradient(partial(splash_attention, **settings), *arrays))
     # As in a step, where each projects its own tokens: no device keeps the keys of others for the backward pass.
@@ -125,13 +127,13 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
         ({"platform": "gpu", "capability": (9, 0), "head_dim": 192}, "cudnn"),
         ({"platform": "gpu"}, "xla"),  # AMD's
         ({"length": 64}, "xla"),
-        ({"cached": True}, "xla"),
+        ({"only_xla": True}, "xla"),
         ({"dropout": 0.1}, "xla"),
     ],
     ids=str,
 )
 def test_auto_takes_what_can(change, wanted):
-    assert choose("auto", dataclasses.replace(WORK, **change)) == wanted
+    assert chosen("auto", **change) == wanted
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_auto_takes_what_can(change, wanted):
 )
 def test_a_named_one_refuses_what_it_cannot_honor(name, change, what):
     with pytest.raises(UserError, match=what) as refused:
-        choose(name, dataclasses.replace(WORK, **change))
+        chosen(name, **change)
     assert "xla" in refused.value.fix
 
 

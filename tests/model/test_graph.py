@@ -13,8 +13,7 @@ import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, logical_axes, parse
-from affinage.model.layer import LAYERS, Layer, expect_sequence, register_layer, sequence_of
-from affinage.model.parameter import ParamSpec
+from affinage.model.layer import LAYERS, Layer, ParamSpec, expect_sequence, register_layer, sequence_of
 
 
 def lined(path):
@@ -46,7 +45,7 @@ def changed(*changes: tuple[str, Any]) -> Any:
         ([("norm.in", "block")], "norm/in", "`blocks`"),
         ([("norm.in", ["blocks", "embed"])], "norm/in", "1 inputs (x)"),
         ([("loss.in", ["tokens", "logits"])], "loss", "[B, S] int"),
-        ([("blocks.in", "norm")], "in", "blocks -> norm -> blocks"),
+        ([("blocks.in", "norm")], "in", "norm -> blocks"),
         ([("blocks.in", "tokens")], "blocks", "[B, S, width]"),
         ([("spare", {"kind": "rms_norm", "in": "embed"})], "spare", "`spare`"),
         ([("tokens", {"kind": "rms_norm", "in": "embed"})], "tokens", "input"),

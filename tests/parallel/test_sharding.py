@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import tiny_graphs
 from affinage.errors import UserError
+from affinage.hardware.mesh import AXES
 from affinage.model import abstract_params, apply, logical_axes
 from affinage.model.apply_config import ApplyConfig
 from affinage.parallel import make_mesh, param_shardings, serving_layout
-from affinage.parallel.mesh import AXES, across_slices
-from affinage.parallel.sharding import check_rows_divide, partition_spec
+from affinage.parallel.sharding import across_slices, check_rows_divide, partition_spec
 
 
 def mesh(**sizes: int | str) -> jax.sharding.Mesh:
@@ -79,7 +79,7 @@ def test_a_model_of_stages_is_served_with_its_weights_split_instead():
     graph = meshes.graph("dense", 1)
     params, batch = tiny_graphs.random_params(graph), {"tokens": jnp.asarray(meshes.Feed().batch(0)["tokens"])}
     sizes = {"pipeline": 2, "context": 2, "tensor": 2}
-    layout, shardings = serving_layout(sizes, jax.devices(), logical_axes(graph), abstract_params(graph))
+    layout, shardings = serving_layout(sizes, jax.devices(), logical_axes(graph), abstract_params(graph), {})
     assert {axis: size for axis, size in layout.mesh.shape.items() if size > 1} == {"fsdp": 4, "tensor": 2}
     run = jax.jit(
         lambda params: apply(graph, params, batch, ApplyConfig(until=graph.logits)).values[graph.logits].array()

@@ -14,8 +14,7 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, init_params, parse
 from affinage.model.layer import LAYERS
-from affinage.model.layers.dense import GATED
-from affinage.model.layers.norm import NORMS
+from affinage.model.layers.dense import GATED, NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.opening import load_trained
 from affinage.pipeline.runner import PipelineRunner

@@ -38,7 +38,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "pretrain": (5, "4538bfaaadc1606d", 1.5016),
     "sft": (5, "fad448c32c482c5a", 1.3001),
     "ref-logprobs": (2, "56eb4f072a06ffa4", 3.5479),
-    "dpo": (5, "c99391fa0fb26254", -0.31369),
+    "dpo": (5, "a53c2deb7370ca8e", -0.28489),
     "evaluate-base": (3, "735eb52ae4a72463", 0.44356),
     "evaluate-sft": (3, "81d1a125743bab32", 0.39119),
     "evaluate-dpo": (3, "26feb82ed5d644f6", 0.3912),

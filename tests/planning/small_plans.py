@@ -8,8 +8,8 @@ import pytest
 
 from affinage.cli import main
 from affinage.config.load import load_recipe
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import find_slice
-from affinage.parallel.mesh import AXES
 from affinage.planning.comms import links_of
 from affinage.planning.plan import Plan, make_plan, planned_graph
 

@@ -118,10 +118,12 @@ def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, capsys):
     }
     recipe.write_text(yaml.safe_dump(given))
     tokenizer.mkdir(parents=True)
-    (tokenizer / "manifest.json").write_text('{"summary": {"vocabulary": 65}}')
+    (tokenizer / "manifest.json").write_text("{}")
+    (tokenizer / "result.json").write_text('{"vocabulary": 65}')
     words = [str(recipe), "--on", "cpu", "--compile", "--json", "--runs", str(tmp_path / "runs")]
     status, out, err = told(capsys, *words)
     assert status == 0, err
     answer = json.loads(out)
     state = sum(answer["memory"][part] for part in ("weights", "optimizer", "batch"))
     assert answer["compiled"]["argument_bytes"] == pytest.approx(state, rel=0.01)
+    assert answer["facts"]["parameters"] < 20_000  # of 50,000 ids it would have 1.6 million

@@ -13,7 +13,7 @@ from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import ApplyConfig
 from affinage.model.apply_config import with_remat
-from affinage.model.layers.attention_ops import Workload, choose
+from affinage.model.layers.attention import choose
 from affinage.planning.estimate import LADDER, ROOM, present
 from affinage.planning.plan import compare, make_plan, planned_graph
 
@@ -51,7 +51,6 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
     [
         (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn"), "cudnn"),
         (("pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"), "gradient_accumulation_"),
-        (("pretrain.optimizer_in_backward=true", "parallel.remat=dots"), "`dots`"),
         (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
     ],
     ids=str,
@@ -89,7 +88,7 @@ def test_dropout_of_attention_is_warned_of_with_what_it_costs():
 
 def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
     auto, xla, cudnn = (plan_of(SMALL, "h100x4", f"pretrain.attention={name}") for name in ("auto", "xla", "cudnn"))
-    assert choose("auto", Workload("gpu", jnp.bfloat16, 64, 512, capability=(9, 0))) == "cudnn"
+    assert choose(ApplyConfig(platform="gpu", capability=(9, 0)), jnp.bfloat16, 64, 512) == "cudnn"
     assert (auto.memory, auto.time) == (cudnn.memory, cudnn.time)
     # Of 8 layers, 16 rows of a device and 4 heads: the probabilities of all pairs, in bfloat16.
     kept = 8 * 16 * 4 * 512 * 512 * 2

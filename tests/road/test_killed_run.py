@@ -43,7 +43,8 @@ def kill(process: subprocess.Popen, when: Callable[[], object]) -> None:
 
 def weights(runs: Path, training: str, step: int) -> list[np.ndarray]:
     """Weights and moments."""
-    saved = CheckpointStore(runs / "tiny" / training / "checkpoints").restore(step, {"params": None, "opt_state": None})
+    store = CheckpointStore(runs / "tiny" / training / "checkpoints")
+    saved = store.restore(step, store.abstract(step))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(saved)]
 
 

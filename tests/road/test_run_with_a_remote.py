@@ -1,6 +1,10 @@
 """A run on machines whose disks vanish: the next one takes results and the training from where they were copied to."""
 
 import json
+import os
+import subprocess
+import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import RemoteFolder, download_newest
 from affinage.checkpoint.store import COMMIT
 from affinage.cli.program import main
+from affinage.cluster.launch import cpu_devices, reserved_port
+from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from curves import curve
 from waiting import until
 
@@ -45,7 +51,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     monkeypatch.setattr(CheckpointStore, "save", saved_and_copied)
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert run(first, url) == 0
-    marks = [name for name in RemoteFolder(url).sizes() if name.startswith("pretrain-") and name.endswith(COMMIT)]
+    marks = [name for name in RemoteFolder(url).sizes() if fnmatch(name, f"pretrain-*/checkpoints/??/{COMMIT}")]
     assert [name.split("/")[2] for name in marks] == ["15", "20"]
     RemoteFolder(url).remove(marks[1:])  # as if the machine had been taken away in the midst of the last save
     for name in dict.fromkeys(name.partition("/")[0] for name in RemoteFolder(url).sizes()):
@@ -97,3 +103,26 @@ def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, c
     assert run(tmp_path / "second", url, *until) == 0  # made again, from what is whole
     places = [tmp_path / runs / "tiny/train-tokenizer/tokenizer.model" for runs in ("first", "second")]
     assert places[0].read_bytes() == places[1].read_bytes()
+
+
+@pytest.mark.full
+def test_processes_that_share_no_disk_train_together_by_way_of_gs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import object_stores
+
+    settings = (*SETTINGS, "mesh={data: 2}", "pretrain.steps=6")
+    words = [word for setting in settings for word in ("--set", setting)]
+    with object_stores.bucket("gs", monkeypatch) as url_of:
+        held, address = reserved_port()
+        both = []
+        for index in range(2):
+            place = {COORDINATOR: address, NUM_PROCESSES: "2", PROCESS_ID: str(index)} | cpu_devices(1)
+            command = ["run", tiny_run.WORDS[0], "--until", "pretrain", "--runs", str(tmp_path / str(index)), *words]
+            command += ["--set", f"runtime.remote={url_of('copies')}"]
+            both.append(subprocess.Popen([sys.executable, "-m", "affinage", *command], env=os.environ | place))
+        with held:
+            assert [process.wait(500) for process in both] == [0, 0]
+        saved = {name.split("/")[2] for name in RemoteFolder(url_of("copies")).sizes() if "/checkpoints/" in name}
+    [training] = (tmp_path / "0" / "store").glob("pretrain-*")
+    assert saved == {"5", "6"} == {path.name for path in (training / "checkpoints").iterdir()}
+    assert not CheckpointStore(training / "checkpoints").verify(6)
+    assert not (tmp_path / "1" / "store" / training.name / "checkpoints").exists()

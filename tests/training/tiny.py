@@ -199,8 +199,8 @@ def stops_at(step: int) -> Hook:
 def saved_bits(folder: Path, step: int, *names: str) -> list[bytes]:
     """The bits of all arrays of a checkpoint, of some of its trees or of all."""
     store = CheckpointStore(folder / "checkpoints")
-    trees = names or [path.name for path in (store.folder / str(step)).iterdir() if path.is_dir()]
-    return bits(store.restore(step, dict.fromkeys(sorted(trees))))
+    trees = store.abstract(step)
+    return bits(store.restore(step, {name: trees[name] for name in sorted(names or trees)}))
 
 
 def bits(tree: Any) -> list[bytes]:

@@ -26,6 +26,7 @@ PyTree = Any
 Checksums = dict[str, list[Any]]  # path of an array -> [dtype, shape, checksum as 8 hexadecimal digits]
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's metadata
+_OF_THE_CLOCK = ("saved", "seconds", "clock", "resumed_at")  # facts in which any two checkpoints differ
 IDENTITY = "identity"  # key of the facts that decide about a run's numbers
 
 
@@ -109,6 +110,37 @@ def check_compatible(
             fix=f"Undo the change, or allow it by name: runtime.checkpoint.allow_changes=[{', '.join(refused)}].",
         )
     return changes
+
+
+# ---- what there is, and how it differs ----
+
+
+def arrays(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """{tree: {arrays, numbers, bytes, dtypes}} of a step, by its metadata alone."""
+    trees: dict[str, dict[str, Any]] = {}
+    for path, (dtype, shape, _) in metadata.checksums.items():
+        tree = trees.setdefault(path.partition(".")[0], {"arrays": 0, "numbers": 0, "bytes": 0, "dtypes": []})
+        size = int(np.prod(shape, dtype=np.int64))
+        tree["arrays"] += 1
+        tree["numbers"] += size
+        tree["bytes"] += size * jnp.dtype(dtype).itemsize
+        tree["dtypes"] = sorted({*tree["dtypes"], dtype})
+    return trees
+
+
+def compare(one: Metadata, other: Metadata) -> dict[str, Any]:
+    """The facts that differ between two checkpoints, and the arrays that do, by their checksums.
+
+    Returns:
+        {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}.
+    """
+    facts = [{key: value for key, value in each.facts.items() if key not in _OF_THE_CLOCK} for each in (one, other)]
+    changed = [{"name": name, "saved": saved, "now": now} for name, (saved, now) in sorted(differing(facts))]
+    left, right = one.checksums, other.checksums
+    both = sorted(left.keys() & right.keys())
+    different = [{"name": path, "shape": left[path][1]} for path in both if left[path] != right[path]]
+    only = sorted(left.keys() ^ right.keys())
+    return {"facts": changed, "arrays": {"same": len(both) - len(different), "different": different, "only": only}}
 
 
 # ---- checksums ----

@@ -1,20 +1,20 @@
 """Copies of a training at a URL, made while it runs, for machines whose disks vanish with them.
 
 A step there has the files that Orbax wrote; its mark of completion is copied last. Arrays are verified by their
-checksums when they are restored.
+checksums when they are restored. To `gs://` Orbax writes the steps itself, and only what is beside them is copied.
 """
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
-from fsspec.asyn import AsyncFileSystem
 
 from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
@@ -24,8 +24,9 @@ from affinage.errors import UserError, first_line
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
 _PROBE = ".affinage"
-# What belongs to this machine, or to this start.
-_NOT_COPIED = frozenset({"profile", "request.json", "manifest.json"})
+_BEING_COPIED = ".upload"  # the folder of links to a step's files, which stay while the step itself is removed
+# What belongs to this machine, or to this start, and the steps.
+_NOT_BESIDE = frozenset({"profile", "request.json", "manifest.json", CHECKPOINTS, _BEING_COPIED})
 
 
 class RemoteError(UserError):
@@ -39,15 +40,15 @@ class RemoteFolder:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url = url.rstrip("/")
         with errors_at(self.url):
-            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, auto_mkdir=True)
         self._root = str(root).rstrip("/")
-        self._makes_folders = not isinstance(self._filesystem, AsyncFileSystem)  # object stores have none
 
     def sizes(self) -> dict[str, int]:
         """All files below, with their length in bytes; none if there is no such folder."""
         with self._failing("list", ""):
             files, prefix = self._filesystem.find(self._root, detail=True), f"{self._root}/"
-            return {path.removeprefix(prefix): int(facts["size"] or 0) for path, facts in sorted(files.items())}
+            names = {path.removeprefix(prefix): int(facts["size"] or 0) for path, facts in sorted(files.items())}
+            return {name: size for name, size in names.items() if is_inside(name)}
 
     def read(self, name: str) -> bytes | None:
         """A small file; None if it is not there."""
@@ -58,21 +59,15 @@ class RemoteFolder:
     def write(self, name: str, contents: bytes) -> None:
         """Write a file of these bytes."""
         with self._failing("write", name):
-            self._make_parent(name)
             upload(self._filesystem, f"{self._root}/{name}", contents)
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there. Raises FileNotFoundError if it is gone here."""
         if file.stat().st_size <= _WHOLE_BYTES:
             self.write(name, file.read_bytes())
-            return
-        try:
+        else:
             with self._failing("write", name):
-                self._make_parent(name)
                 self._filesystem.put_file(str(file), f"{self._root}/{name}")
-        except RemoteError:
-            file.stat()  # if it is gone, the URL is not to blame
-            raise
 
     def get(self, name: str, file: Path) -> None:
         """Copy a file from there; its folder is made."""
@@ -81,14 +76,10 @@ class RemoteFolder:
             self._filesystem.get_file(f"{self._root}/{name}", str(file))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are not there are no mistake."""
-        for name in names:
+        """Remove files, the marks of complete checkpoints first; those that are not there are no mistake."""
+        for name in sorted(names, key=lambda name: not name.endswith(COMMIT)):
             with self._failing("remove", name), contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm_file(f"{self._root}/{name}")
-
-    def _make_parent(self, name: str) -> None:
-        if self._makes_folders:
-            self._filesystem.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager
     def _failing(self, verb: str, name: str) -> Iterator[None]:
@@ -109,10 +100,9 @@ class Uploader:
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.url, self.say = url, lambda line: print(line, flush=True)
-        self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
-        self._remote = RemoteFolder(url)
+        self._remote, self._folder = RemoteFolder(url), folder
+        self._keep_last, self._keep_every = keep_last, keep_every
         self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
-        self._in_use: set[int] = set()  # steps that are being copied
         self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
 
     def start(self) -> None:
@@ -129,12 +119,6 @@ class Uploader:
                 self._runs = True
                 threading.Thread(target=self._run, name="uploader", daemon=True).start()
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[set[int]]:
-        """The steps that must not be removed here, because they are being copied; inside, no copy of others begins."""
-        with self._lock:
-            yield self._in_use
-
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
         """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
 
@@ -149,92 +133,79 @@ class Uploader:
         return self._failure
 
     def _run(self) -> None:
+        links = self._folder / _BEING_COPIED
         while True:
             with self._lock:
                 self._runs, self._requested = self._requested, False
                 if not self._runs:
                     return
+            shutil.rmtree(links, ignore_errors=True)
             try:
-                self._copy()
+                self._copy(links)
                 self._failure = ""
             except Exception as error:
-                self._failure = first_line(error)
-                self.say(
-                    f"cannot copy to {self.url}: {self._failure}. The training continues; the next save tries again"
-                )
+                self._failure = why = first_line(error)
+                self.say(f"cannot copy to {self.url}: {why}. The training continues; the next save tries again")
+            shutil.rmtree(links, ignore_errors=True)
 
-    def _copy(self) -> None:
-        with self._lock:
-            self._in_use = kept_steps(complete_steps(self._folder / CHECKPOINTS), 1, self._keep_every)
-        try:
-            if self._in_use:  # what a rollback has abandoned here must not be resumed from there
-                there = _steps_in(self._remote.sizes())
-                self._remove({step: files for step, files in there.items() if step > max(self._in_use)})
-            # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
-            self._copy_what_is_beside()
-            for step in sorted(self._in_use, reverse=True):
-                with contextlib.suppress(FileNotFoundError):  # a rollback has removed it
-                    self._copy_step(step)
-        finally:
-            with self._lock:
-                self._in_use = set()
-
-    def _copy_what_is_beside(self) -> None:
-        """Copy the files of the training that are new, except its checkpoints; one that vanishes is passed over."""
+    def _copy(self, links: Path) -> None:
+        linked: dict[int, list[Path]] = {}
+        for step in kept_steps(complete_steps(self._folder / CHECKPOINTS), 1, self._keep_every):
+            with contextlib.suppress(FileNotFoundError):  # a rollback or a newer step has removed it
+                linked[step] = _link(self._folder / CHECKPOINTS / str(step), links / str(step))
+        # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
         files: list[Path] = []
         for folder, subfolders, names in os.walk(self._folder):
             if Path(folder) == self._folder:
-                subfolders[:] = [name for name in subfolders if name not in (*_NOT_COPIED, CHECKPOINTS)]
-                names = [name for name in names if name not in _NOT_COPIED]
-            files += [path for path in (Path(folder, name) for name in names) if path.is_file()]
-        # Marks of complete checkpoints, such as of frozen weights, come last.
+                subfolders[:] = [name for name in subfolders if name not in _NOT_BESIDE]
+                names = [name for name in names if name not in _NOT_BESIDE]
+            files += [Path(folder, name) for name in names]
         for path in sorted(files, key=lambda path: path.name == COMMIT):
             name = path.relative_to(self._folder).as_posix()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # it has vanished
                 facts = (path.stat().st_size, path.stat().st_mtime_ns)
                 if self._sent.get(name) != facts:
                     self._remote.put(path, name)
                     self._sent[name] = facts
+        for step in sorted(linked, reverse=True):
+            self._copy_step(step, links / str(step), linked[step])
+        if linked:
+            there, complete = _steps_in(self._remote.sizes())
+            complete = [step for step in complete if step <= max(linked)]
+            for step in there.keys() - kept_steps(complete, self._keep_last, self._keep_every):
+                self._remote.remove(there[step])
+                self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
-    def _copy_step(self, step: int) -> None:
-        folder, there = self._folder / CHECKPOINTS / str(step), f"{CHECKPOINTS}/{step}"
-        metadata = (folder / METADATA).read_bytes()
+    def _copy_step(self, step: int, links: Path, files: list[Path]) -> None:
+        there, metadata = f"{CHECKPOINTS}/{step}", (links / METADATA).read_bytes()
         if self._sent.get(there) == metadata:
             return
         # An earlier start may have copied it, or, before a rollback, another state of this step.
         if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
             self._remote.remove([f"{there}/{COMMIT}"])
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            for path in sorted(files, key=lambda path: (path.name == COMMIT, path.name == METADATA)):
-                if path.name == COMMIT and (folder / METADATA).read_bytes() != metadata:
-                    return  # after a rollback, another state of this step was saved meanwhile
-                self._remote.put(path, f"{there}/{path.relative_to(folder).as_posix()}")
+            for path in files:
+                self._remote.put(links / path, f"{there}/{path.as_posix()}")
         self._sent[there] = metadata
-        steps = _steps_in(self._remote.sizes())
-        complete = [step for step, files in steps.items() if _is_complete(step, files)]
-        kept = kept_steps(complete, self._keep_last, self._keep_every)
-        self._remove({step: files for step, files in steps.items() if step not in kept})
-
-    def _remove(self, steps: Mapping[int, Sequence[str]]) -> None:
-        """Remove steps there by their files, the marks of completion first."""
-        for step, files in steps.items():
-            self._remote.remove(sorted(files, key=lambda name: not name.endswith(COMMIT)))
-            self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
 
-def _steps_in(names: Iterable[str]) -> dict[int, list[str]]:
-    """{step: its files} of the checkpoints among the files of a training at a URL, oldest first."""
+def _link(folder: Path, links: Path) -> list[Path]:
+    """Make links to the files of a step, and return their paths in it, the mark of completion last."""
+    marks = [Path(METADATA), Path(COMMIT)]
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if path not in marks] + marks
+    for path in files:
+        (links / path).parent.mkdir(parents=True, exist_ok=True)
+        os.link(folder / path, links / path)
+    return files
+
+
+def _steps_in(names: Iterable[str]) -> tuple[dict[int, list[str]], list[int]]:
+    """{step: its files} of the checkpoints among the files of a training at a URL, and the complete steps in order."""
     steps: dict[int, list[str]] = {}
     for name in names:
-        folder, _, rest = name.partition("/")
-        step = rest.partition("/")[0]
-        if folder == CHECKPOINTS and step.isdecimal():
-            steps.setdefault(int(step), []).append(name)
-    return dict(sorted(steps.items()))
-
-
-def _is_complete(step: int, files: Iterable[str]) -> bool:
-    return {f"{CHECKPOINTS}/{step}/{name}" for name in (COMMIT, METADATA)} <= set(files)
+        if match := re.match(rf"{CHECKPOINTS}/(\d+)/", name):
+            steps.setdefault(int(match[1]), []).append(name)
+    return steps, [step for step in sorted(steps) if f"{CHECKPOINTS}/{step}/{COMMIT}" in steps[step]]
 
 
 def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[int]:
@@ -243,29 +214,36 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[
     Returns the steps that were copied, newest first. Raises RemoteError if the place cannot be reached.
     """
     remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
-    names = [name for name in remote.sizes() if is_inside(name)]
-    steps = {step: files for step, files in _steps_in(names).items() if step > here and _is_complete(step, files)}
-    copied = sorted(steps, reverse=True)[:_COPIED_BACK]
+    names = remote.sizes()
+    steps, complete = _steps_in(names)
+    copied = [step for step in reversed(complete) if step > here][:_COPIED_BACK]
     for step in copied:
         say(f"copying step {step:,} from {url}")
-        part, final = folder / CHECKPOINTS / f".{step}.part", folder / CHECKPOINTS / str(step)
-        shutil.rmtree(part, ignore_errors=True)
-        for name in steps[step]:
-            remote.get(name, part / name)
-        shutil.rmtree(final, ignore_errors=True)
-        (part / CHECKPOINTS / str(step)).rename(final)
-        shutil.rmtree(part)
+        mark = f"{CHECKPOINTS}/{step}/{COMMIT}"  # comes last
+        shutil.rmtree(folder / CHECKPOINTS / str(step), ignore_errors=True)
+        for name in sorted(steps[step], key=lambda name: name == mark):
+            remote.get(name, folder / name)
     for name in names if copied else ():
-        if name.partition("/")[0] not in (*_NOT_COPIED, CHECKPOINTS):
+        if name.partition("/")[0] not in _NOT_BESIDE:
             remote.get(name, folder / name)
     return copied
 
 
-def forget(url: str) -> None:
-    """Remove the checkpoints at a URL: the training starts from the beginning. Raises RemoteError."""
+def download(url: str, folder: Path, names: Collection[str], *, others: bool = False) -> None:
+    """Copy files and folders of these names of a training at a URL; or all `others`, where there is more than here."""
     remote = RemoteFolder(url)
-    names = [name for name in remote.sizes() if name.startswith(f"{CHECKPOINTS}/")]
-    remote.remove(["manifest.json", *sorted(names, key=lambda name: not name.endswith(COMMIT))])
+    for name, size in remote.sizes().items():
+        file, top = folder / name, name.partition("/")[0]
+        here = file.stat().st_size if file.exists() else -1
+        if (top not in {*names, *_NOT_BESIDE} and here < size) if others else top in names:
+            remote.get(name, file)
+
+
+def forget(url: str) -> None:
+    """Remove a training at a URL: it starts from the beginning. Raises RemoteError."""
+    remote = RemoteFolder(url)
+    remote.remove(["manifest.json"])
+    remote.remove(remote.sizes())
 
 
 def is_inside(name: object) -> bool:

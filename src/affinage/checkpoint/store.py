@@ -1,25 +1,25 @@
 """The checkpoints of a run: a folder of steps, each of which is complete or not there at all."""
 
 import contextlib
+import errno
 import logging
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import absl.logging
 import jax
+from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
+from orbax.checkpoint.experimental.v1.training import preservation_policies
 
 from affinage.checkpoint.metadata import METADATA, CorruptedError, Metadata, checksums, leaves_by_path, read_metadata
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError, UserWarned, errno_of, first_line, raise_of_network
-
-if TYPE_CHECKING:
-    from affinage.checkpoint.remote import Uploader
 
 PyTree = Any
 Facts = dict[str, Any]
@@ -40,10 +40,11 @@ class CheckpointStore:
     A state is a mapping of names to trees of arrays (`params`, ...), each of which can be restored without the others.
     A step counts once Orbax has committed it, so a process may die at any moment. The checksums of all arrays are
     computed on the devices before a save and after a restore: what is corrupted is never restored silently. All
-    processes of a run call the same methods in the same order, with the same folder.
+    processes of a run call the same methods in the same order, with the same folder: on a disk that all of them see, or
+    a `gs://` URL.
 
-    The newest `keep_last` steps stay, and those at multiples of `keep_every`. The uploader is notified of every save,
-    and names a step that must not be removed yet.
+    The newest `keep_last` steps stay, and those at multiples of `keep_every`. The first process calls `saved` whenever
+    the steps have changed.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class CheckpointStore:
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
-        uploader: "Uploader | None" = None,
+        saved: Callable[[], object] = lambda: None,
     ) -> None:
-        self.folder = Path(folder).absolute()
-        self._keep_last, self._keep_every, self._uploader = keep_last, keep_every, uploader
+        self.folder: Path = epath.Path(folder) if "://" in str(folder) else Path(folder).absolute()
+        self._keep_last, self._keep_every, self._saved = keep_last, keep_every, saved
         self._corrupted: set[int] = set()  # steps that look complete but could not be restored
+        # Not by Orbax's Checkpointer: it calls JAX's preemption sync point in a thread, so that a training misses it.
         self._running: ocp.AsyncResponse[None] | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
@@ -78,6 +80,23 @@ class CheckpointStore:
             raise_of_network(error)
             raise self._refused(step, error) from error
 
+    def listing(self) -> list[dict[str, Any]]:
+        """{step, saved, bytes, why_not} of everything that is named like a step, oldest first.
+
+        `why_not` says why it cannot be restored, as far as is known without reading arrays; "" if it can.
+        """
+        rows = []
+        for step, path in entries(self.folder):
+            saved, why_not = None, whats_missing(path)
+            if not why_not:
+                try:
+                    saved = read_metadata(path).facts.get("saved")
+                except (CorruptedError, OSError) as error:
+                    why_not = str(error)
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            rows.append({"step": step, "saved": saved, "bytes": size, "why_not": why_not})
+        return rows
+
     # ---- saving ----
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
@@ -90,11 +109,11 @@ class CheckpointStore:
             OSError: see `wait`.
         """
         self.wait()
-        processes, path = Processes.at_work(), self.folder / str(step)
+        processes = Processes.at_work()
         if jax.process_count() > 1 and processes.count == 1:
-            fix = "Run this step by itself before the run in several processes."
-            raise UserError("one process of several cannot save arrays alone", where=str(path), fix=fix)
-        exists = processes.first and step in self.steps() and step not in self._corrupted
+            what, fix = "one process of several cannot save arrays alone", "Run this step before, in one process."
+            raise UserError(what, where=str(self.folder / str(step)), fix=fix)
+        path, exists = self.folder / str(step), processes.first and step in self.steps() and step not in self._corrupted
         if processes.first and not exists:
             self.folder.mkdir(parents=True, exist_ok=True)
             _remove(path)  # what a killed save left, or a corrupted step
@@ -105,19 +124,14 @@ class CheckpointStore:
         with _quiet(), self._context:
             self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata.to_json())
 
-    def wait(self) -> None:
-        """Block until the save in progress is committed, then remove the steps that no rule keeps.
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the save in progress is committed, and the steps that no rule keeps are removed.
+
+        With `timeout` 0, which is called after every step, this does not block.
 
         Raises:
             OSError: the disk did not take it; the steps before are intact.
         """
-        self._finish(timeout=None)
-
-    def check_save(self) -> None:
-        """Do what `wait` does if the save in the background has ended; called after every step, and does not block."""
-        self._finish(timeout=0)
-
-    def _finish(self, timeout: float | None) -> None:
         if self._running is None:
             return
         running, self._running = self._running, None
@@ -129,19 +143,17 @@ class CheckpointStore:
             self._running = running
             return
         except ValueError as error:  # TensorStore raises it for whatever the file system returned
-            if not (number := errno_of(error)):
+            if not (number := errno_of(error) or ("://" in str(self.folder) and errno.EIO)):
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
         if Processes.at_work().first:
-            keep = kept_steps([s for s in self.steps() if s not in self._corrupted], self._keep_last, self._keep_every)
-            with contextlib.ExitStack() as stack:
-                if self._uploader is not None:
-                    self._uploader.saved()
-                    keep |= stack.enter_context(self._uploader.in_use())
-                for step, path in entries(self.folder):
-                    if step not in keep:
-                        with contextlib.suppress(OSError):  # the training continues
-                            _remove(path)
+            intact = [step for step in self.steps() if step not in self._corrupted]
+            keep = kept_steps(intact, self._keep_last, self._keep_every)
+            for step, path in entries(self.folder):
+                if step not in keep:
+                    with contextlib.suppress(OSError):  # the training continues
+                        _remove(path)
+            self._saved()
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
@@ -149,8 +161,7 @@ class CheckpointStore:
             for later, path in entries(self.folder):
                 if later > step:
                     _remove(path)
-            if self._uploader is not None:
-                self._uploader.saved()  # which removes them at its URL, too
+            self._saved()
 
     # ---- restoring ----
 
@@ -159,8 +170,8 @@ class CheckpointStore:
 
         Args:
             step: one of `steps()`.
-            abstract: trees of `jax.ShapeDtypeStruct` with shardings, by name, converted to their dtypes; None stands
-                for a tree as it was saved, on one device. Only the names given are read.
+            abstract: trees of `jax.ShapeDtypeStruct` with shardings, by name, to whose dtypes arrays are converted.
+                Only these trees are read.
 
         Raises:
             UserError: the step is corrupted, or what was saved does not fit.
@@ -220,8 +231,7 @@ class CheckpointStore:
         raise UserError(
             f"none of the checkpoints {sorted(self._corrupted)} can be restored; the last reason: {reason}",
             where=str(self.folder),
-            fix="If the model, the optimizer or another setting was changed, undo that, or give the run another name; "
-            "otherwise remove the folder to start again.",
+            fix="Undo changes of the model or the optimizer, or give the run another name; or remove the folder.",
         )
 
     def verify(self, step: int) -> str:
@@ -229,24 +239,31 @@ class CheckpointStore:
         if reason := whats_missing(self.folder / str(step)):
             return reason
         try:
-            for tree in sorted({path.partition(".")[0] for path in self.metadata(step).checksums}):
-                self.restore(step, {tree: None})  # one by one: a whole state may not fit in memory
-        except UserError as error:
-            return error.what.partition(": ")[2]
+            for name, tree in self.abstract(step).items():  # one by one: a whole state may not fit in memory
+                self._read(step, {name: tree})
+        except CorruptedError as error:
+            return str(error)
         return ""
 
+    def abstract(self, step: int) -> dict[str, PyTree]:
+        """All trees of a step as shapes and dtypes on one device. Raises CorruptedError if they cannot be read."""
+        path, here = self.folder / str(step), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        with _agreeing(f"trees of {step}"), _quiet():
+            saved = ocp.checkpointables_metadata(path).metadata
+            names = {name.partition(".")[0] for name in read_metadata(path).checksums}
+            trees = {name: saved.get(name, {}) for name in sorted(names)}
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), trees)
+
     def _read(
-        self, step: int, wanted: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
+        self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
     ) -> tuple[dict[str, PyTree], Facts]:
         """State and facts of a step. Raises CorruptedError in all processes if one of them cannot read it."""
-        path = self.folder / str(step)
+        path, context = self.folder / str(step), self._context
         with _agreeing(f"metadata of {step}"):
             metadata = read_metadata(path)
             accept(metadata.facts)
-            abstract = {name: _described(path, name) if tree is None else tree for name, tree in wanted.items()}
-            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in wanted}
+            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in abstract}
             as_saved = _as_saved(saved, abstract)
-        context = self._context
         if jax.process_count() > 1 and Processes.at_work().count == 1:  # one process reads without the others
             context = ocp.Context(context)
             context.multiprocessing.primary_host = jax.process_index()
@@ -260,12 +277,8 @@ class CheckpointStore:
 
     def _refused(self, step: int, error: Exception) -> UserError:
         others = ", ".join(f"@{other}" for other in self.steps() if other != step)
-        fix = f"Name one of the others ({others}), or remove it and run its recipe, which resumes from there."
-        return UserError(
-            f"checkpoint {step} cannot be restored: {first_line(error)}",
-            where=str(self.folder),
-            fix=fix if others else "There is no other.",
-        )
+        fix = f"Name another one ({others}), or remove it: its recipe resumes from the one before." if others else ""
+        return UserError(f"checkpoint {step} cannot be restored: {first_line(error)}", where=str(self.folder), fix=fix)
 
 
 # ---- a folder of steps ----
@@ -284,34 +297,32 @@ def complete_steps(folder: Path) -> list[int]:
 
 def whats_missing(path: Path) -> str:
     """Why a folder that is named like a step is not complete; "" if it is."""
-    if path.is_symlink():
+    if os.path.islink(path):
         return "it is a symbolic link, and could lead anywhere"
     is_complete = all((path / name).exists() for name in (METADATA, COMMIT))
     return "" if is_complete else "it is incomplete: its save was cut off"
 
 
 def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
-    """Those of the ascending `steps` that stay."""
-    return {*steps[-keep_last:], *(step for step in steps if keep_every and step % keep_every == 0)}
+    """Those of the ascending `steps` that stay by Orbax's policies: the newest ones, and multiples of `keep_every`."""
+    policies = [preservation_policies.LatestN(keep_last)]
+    policies += [preservation_policies.EveryNSteps(keep_every)] if keep_every else []
+    infos, context = [SimpleNamespace(step=step) for step in steps], preservation_policies.PreservationContext()
+    stays = preservation_policies.AnyPreservationPolicy(policies).should_preserve(infos, context=context)
+    return {step for step, stay in zip(steps, stays, strict=True) if stay}
 
 
 def _remove(path: Path) -> None:
-    """Remove a step, its marks first, so that half a step never looks complete. Links are left alone."""
-    if path.is_dir() and not path.is_symlink():
+    """Remove a step, its marks first, so that half a step never looks complete; of a link, the link alone."""
+    if os.path.islink(path):
+        os.unlink(path)
+    elif path.is_dir():
         for name in (COMMIT, METADATA):
             (path / name).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        epath.Path(path).rmtree()
 
 
 # ---- what was saved and what is wanted ----
-
-
-def _described(path: Path, tree: str) -> PyTree:
-    """A tree of a step as shapes and dtypes on one device; no array is read."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with _quiet():
-        saved = ocp.checkpointables_metadata(path).metadata[tree]
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), saved)
 
 
 def _as_saved(saved: Mapping[str, Any], wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:

@@ -33,9 +33,7 @@ def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
     Example: affinage checkpoint ls quickstart/pretrain
     """
     store, _ = _store(training, runs)
-    from affinage.checkpoint.browse import listing
-
-    emit(listing(store), as_json)
+    emit(store.listing(), as_json)
 
 
 @group.command()
@@ -47,7 +45,7 @@ def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonO
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
     store, steps = _steps(checkpoint, runs)
-    from affinage.checkpoint.browse import arrays
+    from affinage.checkpoint.metadata import arrays
 
     metadata = store.metadata(steps[-1])
     facts = {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
@@ -63,7 +61,7 @@ def diff(
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200
     """
     chosen = [_steps(name, runs) for name in (one, other)]
-    from affinage.checkpoint.browse import compare
+    from affinage.checkpoint.metadata import compare
 
     emit(compare(*(store.metadata(steps[-1]) for store, steps in chosen)), as_json)
 

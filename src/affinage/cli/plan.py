@@ -140,7 +140,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     file = str(loaded.path if target.run is None else run / RECIPE)
     changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
     tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
-    if tokenizer and loaded.recipe.tokenizer.kind == "char":  # which has as many ids as there are characters
+    if tokenizer and tokenizer.vocabulary and loaded.recipe.tokenizer.kind == "char":  # one id for each character
         nodes = loaded.recipe.model["nodes"].items()
         automatic = [node for node, settings in nodes if settings.get("vocab") == "auto"]
         changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
@@ -255,9 +255,6 @@ def _which(planned: _Planned, as_json: bool) -> None:
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
     rows = [_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans]
     view: list[str | Table] = [f"{planned.loaded.recipe.name}; {planned.extent}\n", table(rows)]
-    tokens = [made.facts.tokens for made in plans]
-    if len(set(tokens)) > 1:
-        view += [f"Rows are given per device: {min(tokens):,} to {max(tokens):,} tokens. Compare the last cost."]
     view += [f"Left out: {where.name}: {error.what}" for where, error in refused]
     emit({"plans": [made.to_dict() for made in plans], "refused": facts}, as_json, view)
 

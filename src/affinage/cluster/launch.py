@@ -22,14 +22,14 @@ from typing import Protocol
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, first_line
 from affinage.secrets import masked
-from affinage.stopping import PARENT, heeded
+from affinage.stopping import PARENT, handled_by
 
 Print = Callable[[str], None]
 
 _AFTER = {0: 60.0, EXIT_PREEMPTED: 40.0, EXIT_USER_ERROR: 5.0}  # seconds for the others, by how the first one ended
 _AFTER_DEATH = 1.0  # seconds: the others are in a collective that never ends
 _QUICK = 20.0  # seconds: a group that fails within them may do so for ever, so the next start waits
-_LONGEST_PAUSE = 60.0  # seconds
+_PAUSE = 10.0  # seconds
 _DEAD_WITHIN = 10.0  # seconds for the kernel to take a killed process away
 _LOOK_EVERY = 0.05  # seconds
 _THREADS = "16"  # of XLA's pool: with fewer, the collectives of several CPU devices of a process wait for each other
@@ -53,29 +53,6 @@ class WorkerExit:
         return f"{name} {words.get(self.status, f'ended with status {self.status}')}"
 
 
-class WorkerGroup(Protocol):
-    """The processes of one start of a run: they begin and end together."""
-
-    workers: int  # how many
-
-    def exits(self, seconds: float) -> list[WorkerExit]:
-        """Wait for at most `seconds` until a process ends; return those that ended since the last call, in order."""
-        ...
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to every process that runs."""
-        ...
-
-    def kill(self) -> None:
-        """Kill what still runs, with all that it has started. Calling it again is fine."""
-        ...
-
-
-# Starts the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker, each with the variables of
-# `affinage.cluster.processes.placement`; all of them, or none. Raises UserError where there are not enough machines.
-Start = Callable[[Sequence[str]], WorkerGroup]
-
-
 @dataclass(frozen=True)
 class FailureConfig:
     """How often a run is started again before it is given up."""
@@ -85,140 +62,39 @@ class FailureConfig:
     reset_after: float = 3600.0  # seconds: both are counted from zero after a start that lasted this long
 
 
-class _Signals:
-    """The signals that this process receives while entered."""
-
-    def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
-        self.starting = False  # workers, which may wait for machines: a signal raises Preempted
-
-    def __enter__(self) -> "_Signals":
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._before = {number: signal.signal(number, self._receive) for number in heeded()} if in_main_thread else {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
-        if self.starting:
-            self.starting = False
-            raise Preempted(f"{self.received[-1].name} before all workers had started")
+# ---- the processes of one start ----
 
 
-def supervise(
-    start: Start,
-    command: Sequence[str],
-    failures: FailureConfig,
-    *,
-    grace: float = 35.0,
-    say: Print = print,
-) -> int:
-    """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
+class Worker(Protocol):
+    """A process of a group, on this machine or another one."""
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save, and nothing is started
-    again. Nothing that was started runs afterwards. An error of the first start is raised, a later one is a failure.
+    where: str  # the machine, if it has a name
 
-    Returns:
-        The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
+    def news(self) -> tuple[list[str], int | None]:
+        """Return the lines since the last call, and the exit status once it has ended and all lines were returned."""
+        ...
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it with all that it has started; fine if it has ended."""
+        ...
+
+
+class WorkerGroup:
+    """The processes of one start of a run: they begin and end together.
+
+    `say` takes the lines that they print, each with the number of its worker before it. `close` is called at the end.
     """
-    used, quick, started_once = {"preemptions": 0, "failures": 0}, 0, False
-    allowed = {"preemptions": failures.max_preemptions, "failures": failures.max_failures}
-    with _Signals() as signals:
-        while True:
-            began = time.monotonic()
-            try:
-                signals.starting = True
-                group = start(command)
-                signals.starting, started_once = False, True
-                decisive = _watch(group, signals, grace)
-                reason, status = str(decisive), decisive.status
-            except Exception as error:
-                if not started_once:
-                    raise
-                signals.starting = False
-                reason, status = masked(f"{type(error).__name__}: {first_line(error)}"), 1
-            if signals.received:
-                return status if status in (0, EXIT_INTERRUPTED) else EXIT_PREEMPTED
-            if status in (0, EXIT_USER_ERROR):
-                return status
-            lasted = time.monotonic() - began
-            if lasted >= failures.reset_after:
-                used = dict.fromkeys(used, 0)
-            kind = "preemptions" if status == EXIT_PREEMPTED else "failures"
-            used[kind] += 1
-            if used[kind] > allowed[kind]:
-                say(f"launch: {reason}; given up after {allowed[kind]} {kind}")
-                return EXIT_PREEMPTED if status == EXIT_PREEMPTED else 1
-            say(f"launch: {reason}; all start again ({used[kind]} of {allowed[kind]} {kind})")
-            quick = quick + 1 if lasted < _QUICK and status >= 0 else 0
-            until = time.monotonic() + (min(2.0**quick, _LONGEST_PAUSE) if quick > 1 else 0.0)
-            while time.monotonic() < until and not signals.received:
-                time.sleep(_LOOK_EVERY)
-            if signals.received:
-                return EXIT_PREEMPTED
 
-
-def _watch(group: WorkerGroup, signals: _Signals, grace: float) -> WorkerExit:
-    """Wait until a group has ended, and return the exit that decides."""
-    exits: list[WorkerExit] = []
-    sent, until = 0, float("inf")
-    try:
-        while len(exits) < group.workers and time.monotonic() < until:
-            new = group.exits(0.5)
-            if new and not exits:
-                until = min(until, time.monotonic() + _AFTER.get(new[0].status, _AFTER_DEATH))
-                if new[0].status == EXIT_PREEMPTED:
-                    group.send(signal.SIGTERM)  # those that are not in a training together do not know of it
-            exits += new
-            for number in signals.received[sent:]:
-                group.send(number)
-                sent, until = sent + 1, min(until, time.monotonic() + grace)
-    finally:
-        group.kill()
-    exits += group.exits(0.0)
-    # The first worker that ended badly by itself: JAX aborts the others (SIGABRT) when it loses one.
-    bad = [each for each in exits if each.status != 0]
-    own = [each for each in bad if each.status != -signal.SIGABRT]
-    return next(iter(own or bad or exits), WorkerExit(0, -signal.SIGKILL))
-
-
-def start_local(
-    command: Sequence[str], *, workers: int, devices: int | None = None, say: Print = print
-) -> "LocalGroup":
-    """Start processes of this machine, whose coordinator listens on the loopback address; see `Start`.
-
-    `devices` of each process are played by its CPU; None: whatever JAX finds. `say` takes the lines that they print,
-    each with the number of its worker before it.
-    """
-    environment = {**os.environ, **cpu_devices(devices)}
-    return LocalGroup([sys.executable, "-m", "affinage", *command], environment, workers, say)
-
-
-class LocalGroup:
-    """See `WorkerGroup`. Each process has a session of its own, and the kernel kills it when this one ends."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], workers: int, say: Print) -> None:
-        self._port, coordinator = reserved_port()
-        self.workers, self._say, self._processes = workers, say, list[WorkerProcess]()
-        try:
-            for worker in range(workers):
-                place = {COORDINATOR: coordinator, NUM_PROCESSES: str(workers), PROCESS_ID: str(worker)}
-                self._processes.append(WorkerProcess(command, {**environment, **place}))
-        except BaseException:
-            self.kill()
-            raise
-        self._running = dict(enumerate(self._processes))
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers."""
-        return [process.pid for process in self._processes]
+    def __init__(self, processes: Sequence[Worker], say: Print, close: Callable[[], object]) -> None:
+        self.workers, self.processes = len(processes), processes
+        self._running, self._say, self._close = dict(enumerate(processes)), say, close
 
     def exits(self, seconds: float) -> list[WorkerExit]:
-        """See `WorkerGroup`."""
+        """Wait for at most `seconds` until a process ends; return those that ended since the last call, in order."""
         until, ended = time.monotonic() + seconds, list[WorkerExit]()
         while True:
             for worker, process in list(self._running.items()):
@@ -226,26 +102,28 @@ class LocalGroup:
                 for line in lines:
                     self._say(f"{worker} | {line}")
                 if status is not None:
-                    ended.append(WorkerExit(worker, status))
+                    ended.append(WorkerExit(worker, status, process.where))
                     del self._running[worker]
             if ended or time.monotonic() >= until:
                 return ended
             time.sleep(_LOOK_EVERY)
 
     def send(self, number: signal.Signals) -> None:
-        """See `WorkerGroup`."""
+        """Send a signal to every process that runs."""
         for process in self._running.values():
             process.send(number)
 
     def kill(self) -> None:
-        """See `WorkerGroup`."""
-        for process in self._processes:
+        """Kill what still runs, with all that it has started. Calling it again is fine."""
+        for process in self.processes:
             process.kill()
-        self._port.close()
+        self._close()
 
 
 class WorkerProcess:
-    """A process in a session of its own, whose lines and end can be asked for."""
+    """A `Worker` on this machine, in a session of its own. It ends when this process does."""
+
+    where = ""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -267,22 +145,47 @@ class WorkerProcess:
                 self._lines.put(line.decode(errors="replace").rstrip())
 
     def news(self) -> tuple[list[str], int | None]:
-        """Return the lines since the last call, and the exit status once it has ended and all lines were returned."""
+        """See `Worker`."""
         status = self._process.poll()
         if status is not None:
             self._thread.join(1.0)  # what it started may hold its output open, and is not waited for
         return [self._lines.get() for _ in range(self._lines.qsize())], status
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
+        """See `Worker`."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it with all that it has started; fine if it has ended."""
+        """See `Worker`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_DEAD_WITHIN)
+
+
+def start_processes(
+    command: Sequence[str], environment: Mapping[str, str], workers: int, say: Print = print
+) -> WorkerGroup:
+    """Start a command in processes of this machine, whose coordinator listens on the loopback address."""
+    processes: list[WorkerProcess] = []
+    with contextlib.ExitStack() as undo:
+        port, coordinator = reserved_port()
+        undo.callback(port.close)
+        for worker in range(workers):
+            place = {COORDINATOR: coordinator, NUM_PROCESSES: str(workers), PROCESS_ID: str(worker)}
+            processes.append(WorkerProcess(command, {**environment, **place}))
+            undo.callback(processes[-1].kill)
+        undo.pop_all()
+    return WorkerGroup(processes, say, port.close)
+
+
+def start_local(command: Sequence[str], *, workers: int, devices: int | None = None, say: Print = print) -> WorkerGroup:
+    """Start a command of `affinage`, e.g. ["run", "recipe.yaml"], in processes of this machine.
+
+    `devices` of each process are played by its CPU; None: whatever JAX finds.
+    """
+    environment = {**os.environ, **cpu_devices(devices)}
+    return start_processes([sys.executable, "-m", "affinage", *command], environment, workers, say)
 
 
 def reserved_port(address: str = "127.0.0.1") -> tuple[socket.socket, str]:
@@ -302,3 +205,95 @@ def cpu_devices(devices: int | None) -> dict[str, str]:
         return {}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": _THREADS}
+
+
+# ---- starting them again ----
+
+# Starts the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker, or in none.
+Start = Callable[[Sequence[str]], WorkerGroup]
+
+
+def supervise(
+    start: Start,
+    command: Sequence[str],
+    failures: FailureConfig,
+    *,
+    grace: float = 35.0,
+    say: Print = print,
+) -> int:
+    """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
+
+    SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have
+    `grace` seconds to save, and nothing is started again. Nothing that was started runs afterwards. An error of the
+    first start is raised, a later one is a failure.
+
+    Returns:
+        The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
+    """
+    allowed = {"preemptions": failures.max_preemptions, "failures": failures.max_failures}
+    used, started_once, received = dict.fromkeys(allowed, 0), False, list[signal.Signals]()
+    starting = False
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal starting
+        received.append(signal.Signals(number))
+        if starting:  # which may wait for machines
+            starting = False
+            raise Preempted(f"{received[-1].name} before all workers had started")
+
+    with handled_by(receive):
+        while True:
+            began = time.monotonic()
+            try:
+                starting = True
+                group = start(command)
+                starting, started_once = False, True
+                decisive = _watch(group, received, grace)
+                reason, status = str(decisive), decisive.status
+            except Exception as error:
+                if not started_once:
+                    raise
+                starting = False
+                reason, status = masked(f"{type(error).__name__}: {first_line(error)}"), 1
+            if received:
+                return status if status in (0, EXIT_INTERRUPTED) else EXIT_PREEMPTED
+            if status in (0, EXIT_USER_ERROR):
+                return status
+            lasted = time.monotonic() - began
+            if lasted >= failures.reset_after:
+                used = dict.fromkeys(used, 0)
+            kind = "preemptions" if status == EXIT_PREEMPTED else "failures"
+            used[kind] += 1
+            if used[kind] > allowed[kind]:
+                say(f"launch: {reason}; given up after {allowed[kind]} {kind}")
+                return EXIT_PREEMPTED if status == EXIT_PREEMPTED else 1
+            say(f"launch: {reason}; all start again ({used[kind]} of {allowed[kind]} {kind})")
+            until = time.monotonic() + (_PAUSE if lasted < _QUICK and status >= 0 else 0.0)
+            while time.monotonic() < until and not received:
+                time.sleep(_LOOK_EVERY)
+            if received:
+                return EXIT_PREEMPTED
+
+
+def _watch(group: WorkerGroup, received: Sequence[signal.Signals], grace: float) -> WorkerExit:
+    """Wait until a group has ended, and return the exit that decides."""
+    exits: list[WorkerExit] = []
+    sent, until = 0, float("inf")
+    try:
+        while len(exits) < group.workers and time.monotonic() < until:
+            new = group.exits(0.5)
+            if new and not exits:
+                until = min(until, time.monotonic() + _AFTER.get(new[0].status, _AFTER_DEATH))
+                if new[0].status == EXIT_PREEMPTED:
+                    group.send(signal.SIGTERM)  # those that are not in a training together do not know of it
+            exits += new
+            for number in received[sent:]:
+                group.send(number)
+                sent, until = sent + 1, min(until, time.monotonic() + grace)
+    finally:
+        group.kill()
+    exits += group.exits(0.0)
+    # The first worker that ended badly by itself: JAX aborts the others (SIGABRT) when it loses one.
+    bad = [each for each in exits if each.status != 0]
+    own = [each for each in bad if each.status != -signal.SIGABRT]
+    return next(iter(own or bad or exits), WorkerExit(0, -signal.SIGKILL))

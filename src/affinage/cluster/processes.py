@@ -113,15 +113,13 @@ class Processes:
             return
         from jax.errors import JaxRuntimeError
 
-        key, _ = self._key("barrier", name)
         try:
-            self._client.wait_at_barrier(key, int(1000 * seconds))
+            self._client.wait_at_barrier(self._key("barrier", name)[0], int(1000 * seconds))
         except JaxRuntimeError as error:
             what = f"not all processes came to `{name}` within {seconds:g} s: {first_line(error)}"
             raise ProcessLost(what) from error
-        if self.first:  # all have read what was announced before
-            for stale in self._stale:
-                self._client.key_value_delete(stale)
+        for stale in self._stale if self.first else ():  # all have read what was announced before
+            self._client.key_value_delete(stale)
         self._stale.clear()
 
     def _wait_for(self, key: str, name: str, seconds: float | None) -> str:
@@ -177,8 +175,7 @@ def placement() -> Placement | None:
 
 def is_first() -> bool:
     """Return whether this process prints for all, as far as that is known before `init_distributed`."""
-    here = placement()
-    return here is None or not here.index
+    return not getattr(placement(), "index", 0)
 
 
 @contextlib.contextmanager
@@ -188,16 +185,18 @@ def init_distributed(heartbeat_timeout: float = 30.0) -> Iterator[Processes]:
     Enter it before JAX has computed anything. Where another process dies, or does not answer for `heartbeat_timeout`
     seconds, JAX aborts this one. The processes are left with status 1 if not all of them start in time.
     """
-    here = placement()
-    if here is None or Processes.current.count > 1:
-        yield Processes.current
+    global _joined
+    here, before = placement(), Processes.current
+    if here is None or before.count > 1:
+        yield before
         return
-    before = Processes.current
-    try:
-        Processes.current = _connect(here, heartbeat_timeout)
-        yield Processes.current
-        import jax
+    import jax
 
+    try:
+        notify_preemption = _connect(here, heartbeat_timeout)
+        _joined = Placement(here.coordinator, jax.process_count(), jax.process_index())
+        Processes.current = Processes(jax.process_index(), jax.process_count(), notify_preemption)
+        yield Processes.current
         jax.distributed.shutdown()
     except BaseException:
         skip_exit_handlers()  # the others may be in a collective that never ends
@@ -208,13 +207,12 @@ def init_distributed(heartbeat_timeout: float = 30.0) -> Iterator[Processes]:
         Processes.current = before
 
 
-def _connect(here: Placement, heartbeat_timeout: float) -> Processes:
+def _connect(here: Placement, heartbeat_timeout: float) -> Callable[[], None]:
+    """Join the others; returns what notifies JAX of a preemption."""
     import jax
 
-    global _joined
-    which = f"process {here.index} of {here.count}" if here.count else "this process"
-    why = f"{COORDINATOR}={here.coordinator}: {which} did not meet the others within {TO_START:g} s; start affinage in"
-    why += " every process, each with its own number, and open the port between them"
+    why = f"{COORDINATOR}={here.coordinator}: process {here.index} of {here.count} did not meet the others within "
+    why += f"{TO_START:g} s; start affinage in every process, each with its own number, and open the port between them"
     too_late = threading.Timer(TO_START, leave, (why, 1))  # JAX itself would abort with a page of stacks
     too_late.daemon = True
     too_late.start()
@@ -237,8 +235,7 @@ def _connect(here: Placement, heartbeat_timeout: float) -> Processes:
         raise UserError(what, where=where, fix="See docs/clusters.md.") from error
     finally:
         too_late.cancel()
-    _joined = Placement(here.coordinator, jax.process_count(), jax.process_index())
-    return Processes(jax.process_index(), jax.process_count(), _take_sigterm_back(python_handler))
+    return _take_sigterm_back(python_handler)
 
 
 def _take_sigterm_back(python_handler: Any) -> Callable[[], None]:

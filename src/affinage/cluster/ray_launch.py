@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import affinage
-from affinage.cluster.launch import Print, WorkerExit, WorkerProcess, cpu_devices, reserved_port
+from affinage.cluster.launch import Print, WorkerGroup, WorkerProcess, cpu_devices, reserved_port
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from affinage.cluster.ray_cluster import connect
 from affinage.errors import UserError
@@ -19,6 +19,7 @@ from affinage.errors import UserError
 _TO_PLACE = 120.0  # seconds until the cluster must have room for the least number of workers
 _TO_SETTLE = 10.0  # seconds until it must have room for a number of them, before fewer are tried
 _TO_ANSWER = 120.0  # seconds for an actor, of which the first has to import
+_TO_KILL = 20.0  # seconds
 _NEWS_EVERY = 0.5  # seconds
 
 
@@ -55,8 +56,8 @@ class RayLauncher:
         self._program = list(program) or [sys.executable, "-m", "affinage"]
         self._ray = connect(address, max(workers, os.cpu_count() or 1), where="--address")
 
-    def start(self, command: Sequence[str]) -> "RayGroup":
-        """See `affinage.cluster.launch.Start`."""
+    def start(self, command: Sequence[str]) -> WorkerGroup:
+        """Start a command of `affinage` on as many machines as have room. Raises UserError where there are too few."""
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -65,7 +66,7 @@ class RayLauncher:
         bundle = {"CPU": 1.0}
         for kind in ("GPU", "TPU") if self._devices is None else ():
             if count := max(resources.get(kind, 0.0) for resources in machines):
-                bundle = {"CPU": 1.0, kind: count}
+                bundle[kind] = count
         strategy = "SPREAD" if self._devices else "STRICT_SPREAD"  # one's own machine may play several, to try it
         for workers in range(max(self._least, min(self._most, len(machines))), self._least - 1, -1):
             places = placement_group([bundle] * workers, strategy=strategy)
@@ -87,86 +88,61 @@ class RayLauncher:
             "resources": {kind: count for kind, count in bundle.items() if kind == "TPU"},
             "max_concurrency": 4,  # calls at the same time
         }
-        actor = self._ray.remote(Worker)
-        actors = [
-            actor.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(places, worker)).remote()
-            for worker in range(workers)
-        ]
-        run = {"program": self._program, "command": list(command), "files": self._files}
-        return RayGroup(self._ray, actors, places, run, cpu_devices(self._devices), self._say)
+        actor = self._ray.remote(RemoteProcess)
+        strategies = [PlacementGroupSchedulingStrategy(places, worker) for worker in range(workers)]
+        actors = [actor.options(**options, scheduling_strategy=strategy).remote() for strategy in strategies]
+        processes = [RayWorker(self._ray, actor) for actor in actors]
+        group = WorkerGroup(processes, self._say, lambda: remove_placement_group(places))
+        try:
+            addresses = self._ray.get([actor.reserve_port.remote() for actor in actors], timeout=_TO_ANSWER)
+            place = cpu_devices(self._devices) | {COORDINATOR: addresses[0], NUM_PROCESSES: str(workers)}
+            starts = []
+            for worker, (process, address) in enumerate(zip(processes, addresses, strict=True)):
+                process.where = address.rpartition(":")[0]
+                words = [*self._program, *command]
+                starts.append(actors[worker].start.remote(words, self._files, {**place, PROCESS_ID: str(worker)}))
+            self._ray.get(starts, timeout=_TO_ANSWER)
+        except BaseException:
+            group.kill()
+            raise
+        return group
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
         self._ray.shutdown()
 
 
-class RayGroup:
-    """See `affinage.cluster.launch.WorkerGroup`."""
+class RayWorker:
+    """See `affinage.cluster.launch.Worker`."""
 
-    def __init__(
-        self,
-        ray: Any,
-        actors: Sequence[Any],
-        places: Any,
-        run: Mapping[str, Any],
-        environment: Mapping[str, str],
-        say: Print,
-    ) -> None:
-        self._ray, self._actors, self._places, self._say, self.workers = ray, actors, places, say, len(actors)
-        self._news: dict[Any, int] = {}  # calls that will return news -> the worker
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor, self.where = ray, actor, ""
+        self._answer: Any = None  # to the last question for news
+
+    def news(self) -> tuple[list[str], int | None]:
+        """See `Worker`."""
+        self._answer = self._answer or self._actor.news.remote()
+        if not self._ray.wait([self._answer], timeout=0)[0]:
+            return [], None
+        answer, self._answer = self._answer, None
         try:
-            addresses = ray.get([actor.reserve_port.remote() for actor in actors], timeout=_TO_ANSWER)
-            self._where = [address.rpartition(":")[0] for address in addresses]
-            place = {**environment, COORDINATOR: addresses[0], NUM_PROCESSES: str(len(actors))}
-            starts = [
-                actor.start.remote(**run, environment={**place, PROCESS_ID: str(worker)})
-                for worker, actor in enumerate(actors)
-            ]
-            ray.get(starts, timeout=_TO_ANSWER)
-        except BaseException:
-            self.kill()
-            raise
-        self._news = {actor.news.remote(): worker for worker, actor in enumerate(actors)}
-
-    def exits(self, seconds: float) -> list[WorkerExit]:
-        """See `WorkerGroup`."""
-        until, ended = time.monotonic() + seconds, list[WorkerExit]()
-        while self._news and not ended and time.monotonic() < until:
-            ready, _ = self._ray.wait(list(self._news), timeout=max(0.0, until - time.monotonic()))
-            for answer in ready:
-                worker = self._news.pop(answer)
-                try:
-                    lines, status = self._ray.get(answer)
-                except self._ray.exceptions.RayError:  # the actor is gone, and its process with it
-                    lines, status = [], -signal.SIGKILL
-                for line in lines:
-                    self._say(f"{worker} | {line}")
-                if status is None:
-                    self._news[self._actors[worker].news.remote()] = worker
-                else:
-                    ended.append(WorkerExit(worker, status, self._where[worker]))
-        return ended
+            lines, status = self._ray.get(answer)
+        except self._ray.exceptions.RayError:  # the actor is gone, and its process with it
+            return [], -signal.SIGKILL
+        return lines, status
 
     def send(self, number: signal.Signals) -> None:
-        """See `WorkerGroup`."""
-        for worker in self._news.values():
-            self._actors[worker].send.remote(int(number))
+        """See `Worker`."""
+        self._actor.send.remote(number)
 
     def kill(self) -> None:
-        """See `WorkerGroup`."""
-        from ray.util.placement_group import remove_placement_group
-
-        kills = [self._actors[worker].kill.remote() for worker in self._news.values()]
-        if kills:
-            self._ray.wait(kills, num_returns=len(kills), timeout=_TO_ANSWER)
-        self._news = {}
-        for actor in self._actors:
-            self._ray.kill(actor)
+        """See `Worker`."""
         with contextlib.suppress(self._ray.exceptions.RayError):
-            remove_placement_group(self._places)
+            self._ray.get(self._actor.kill.remote(), timeout=_TO_KILL)
+        self._ray.kill(self._actor)
 
 
-class Worker:
+class RemoteProcess:
     """The actor on a machine of the cluster."""
 
     def __init__(self) -> None:
@@ -179,9 +155,7 @@ class Worker:
         self._port, address = reserved_port(str(ray.util.get_node_ip_address()))
         return address
 
-    def start(
-        self, program: list[str], command: list[str], files: dict[str, bytes], environment: dict[str, str]
-    ) -> None:
+    def start(self, words: list[str], files: dict[str, bytes], environment: dict[str, str]) -> None:
         """Start the process, with the code that this actor has."""
         folder, there = Path(tempfile.mkdtemp(prefix="affinage-")), {}
         for path, content in files.items():
@@ -191,9 +165,9 @@ class Worker:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
             there[path] = str(target)
-        words = [*program, *(there.get(word, word) for word in command)]
         code = str(Path(affinage.__file__).parents[1])
         path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
+        words = [there.get(word, word) for word in words]
         self._process = WorkerProcess(words, {**os.environ, **environment, "PYTHONPATH": path})
 
     def news(self) -> tuple[list[str], int | None]:
@@ -206,10 +180,10 @@ class Worker:
                 return lines, status
             time.sleep(0.02)
 
-    def send(self, number: int) -> None:
+    def send(self, number: signal.Signals) -> None:
         """Send the process a signal."""
         if self._process is not None:
-            self._process.send(signal.Signals(number))
+            self._process.send(number)
 
     def kill(self) -> None:
         """Kill the process, if it runs."""

@@ -265,8 +265,6 @@ class LoraSettings(Settings):
     """The adapter's output is scaled by alpha / r."""
     target_modules: tuple[str, ...] | Literal["all"] = "all"
     """query, key, value, out (attention), gate, up, down (feed-forward); all: all that each token passes."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the adapter's input."""
 
 
 class TuningSettings(TrainSettings):
@@ -346,8 +344,6 @@ class SftSettings(TuningSettings):
 class DpoSettings(TuningSettings):
     """Direct preference optimization (Rafailov et al., 2023). Sources hold prompt, chosen and rejected."""
 
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """DPO's own, or IPO (Azar et al., 2023)."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to its reference."""
     system_prompt: str | None = None

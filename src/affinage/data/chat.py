@@ -263,13 +263,8 @@ def _write_chatml(messages: Sequence[Message], trained: Sequence[int], tokenizer
 def _write_answers(template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int]) -> list[Written]:
     """Return a conversation as texts, and the parts of each that are the answers of the messages `trained`.
 
-    Those are the {% generation %} blocks where the template has such. Otherwise what an answer adds to the text by
-    which the model is asked for it, with the token that ends the turn.
-
     Some templates write an earlier turn otherwise once another follows: most leave out its reasoning. Then one
     conversation comes as several texts, and each answer is trained in the one that has it as the model would say it.
-
-    Raises UserError for a template that does not write an answer, or asks for it with a text that does not begin it.
     """
     text, blocks = template.render_blocks(messages)
     spans = _spans_at_once(template, messages, trained, text, blocks) if trained else []
@@ -288,10 +283,7 @@ def _write_answers(template: ChatTemplate, messages: Sequence[Message], trained:
 def _spans_at_once(
     template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str, blocks: Sequence[Span]
 ) -> list[Span] | None:
-    """Return the answers of a conversation whose every turn has the same form, in time linear in its turns.
-
-    None where they cannot be found so: then each answer is found in its own conversation.
-    """
+    """Return the answers of a conversation in linear time; None unless every turn of it has the same form."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if any(REASONING in message or "think>" in message["content"] for message in messages) or template.turn is None:
         return None
@@ -314,7 +306,11 @@ def _spans_at_once(
 
 
 def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) -> Written:
-    """Return the text up to the answer `number`, and its own blocks or what it adds to the text that asks for it."""
+    """Return the text up to the answer `number`, and the parts of it that are this answer.
+
+    Those are its {% generation %} blocks if the template has such, or else what it adds to the text by which the model
+    is asked for it, with the token that ends the turn.
+    """
     text, blocks = template.render_blocks(messages[: number + 1])
     if template.marks_answers:
         before = template.render(messages[:number]) if number else ""

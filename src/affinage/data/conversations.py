@@ -1,6 +1,5 @@
 """Conversations and pairs of answers in the forms of published data sets, in files and data sets wherever they are."""
 
-import glob
 import itertools
 import json
 import unicodedata
@@ -15,10 +14,11 @@ import pyarrow.parquet as pq
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
-from affinage.data.files import DamagedFile, SourceFile, find, kind_of, open_plain, open_stored, reports_damage
-from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
+from affinage.data.files import DamagedFile, SourceFile, kind_of, open_plain, open_stored, reports_damage
+from affinage.data.hub_datasets import DatasetPart, rows_of
+from affinage.data.ingest import find_parts
 from affinage.data.json_files import encodable
-from affinage.data.places import is_on_hub, is_remote, location
+from affinage.data.places import is_on_hub, location
 from affinage.errors import UserError
 
 _FORMATS = ("messages", "sharegpt", "prompt", "alpaca")
@@ -174,20 +174,13 @@ def open_source(
     """
     source = settings.sources[index].as_source()
     place = location(source, settings.root, settings.mirror)
-    if place == POCKET_WORLD and world_file is not None:
-        place = str(world_file)
-    elif is_on_hub(source, settings.mirror):
-        source = at_commit(place, source, "")
-    if source.dataset and not (is_remote(source) and place != source.dataset):  # otherwise it is mirrored
-        return place, source, parts_of(place, source, "", of_text=False)
-    if "://" not in place and not Path(place).exists() and not glob.glob(place, recursive=True):
-        fix = "Relative paths start from `root` if it is set, else from the working directory."
-        raise UserError(f"there is no `{place}`", where=place, fix=fix)
-    files = [file for file in find(place, source, place)[0] if kind_of(file.name) in ("lines", "table")]
-    if not files:
+    place = str(world_file) if place == POCKET_WORLD and world_file is not None else place
+    source, found, _ = find_parts(source, settings, place, place, of_text=False)
+    parts = [part for part in found if isinstance(part, DatasetPart) or kind_of(part.name) in ("lines", "table")]
+    if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
         raise UserError("no conversations found", where=place, fix=fix)
-    return place, source, files
+    return place, source, parts
 
 
 def check_source(settings: TuningSettings, index: int) -> None:

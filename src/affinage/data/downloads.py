@@ -160,10 +160,12 @@ def _download(url: str, part: Path) -> None:
             part.unlink()
             raise ConnectionError("the server has less than was downloaded")
         answer.raise_for_status()
-        # What a server checks before it sends the rest only; a weak ETag says that contents are alike, not the same.
-        etag, changed = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
-        validator = changed if not etag or etag.startswith("W/") else etag
-        write_json(place, {"url": url, "version": _version_in(answer.headers), "validator": validator})
-        with part.open("ab" if answer.status_code == 206 else "wb") as file:
+        resumed = answer.status_code == 206
+        if not resumed:
+            # What a server checks before it sends the rest; a weak ETag says that contents are alike, not the same.
+            etag, changed = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
+            validator = changed if not etag or etag.startswith("W/") else etag
+            write_json(place, {"url": url, "version": _version_in(answer.headers), "validator": validator})
+        with part.open("ab" if resumed else "wb") as file:
             for chunk in answer.iter_content(1 << 15):
                 file.write(chunk)

@@ -2,10 +2,8 @@
 
 The rule is SentencePiece's (src/bpe_model.cc): begin with characters; of all neighbors whose joined spelling is a
 piece, join the pair with the best score, the leftmost of equal ones; a character without a piece becomes its bytes.
-SentencePiece numbers its pieces by their score, so the smallest id is the best.
-
-This is 7 times as fast as SentencePiece on one core from the start (benchmarks/data.py encode). Hugging Face's
-`tokenizers` is as fast as SentencePiece with this vocabulary; kitoken is 4 times as fast, but has a single author.
+SentencePiece numbers its pieces by their score, so the smallest id is the best. Hugging Face's `tokenizers` is as fast
+as SentencePiece with this vocabulary; this is several times as fast (benchmarks/data.py encode).
 """
 
 import heapq
@@ -96,11 +94,7 @@ def _vocabulary_of(pieces: Mapping[str, int]) -> Vocabulary:
 
 
 def _classes(pieces: Sequence[str]) -> np.ndarray:
-    """Return the class of every character by which texts are cut: no piece lies across a cut, so no join does.
-
-    The finest that the pieces allow: letters and other signs, each with the spaces before them; words with the spaces
-    before them; lines.
-    """
+    """Return the class of every character by which texts are cut, the finest of which no piece lies across a cut."""
     data, offsets = text_buffers(pa.array(pieces, pa.large_string()))
     classes = np.where(letters_table(), np.uint8(LETTER), np.uint8(OTHER))
     classes[ord(" ")] = SPACE

@@ -165,7 +165,7 @@ def _datatrove(
 
     Raises UserError if datatrove is not installed, or one does not take its arguments.
     """
-    where, steps = "data.filters.datatrove", []
+    where, steps = "data.filters.datatrove", list[tuple[str, Any]]()
     for name, arguments in settings.items():
         if not name.endswith(suffix):
             continue

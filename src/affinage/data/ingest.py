@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
+from affinage.config.training import TuningSettings
 from affinage.data.documents import DocumentWriter, Stats, clear_documents
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, SourceFile, compression_of, find, kind_of
@@ -66,9 +67,10 @@ def ingest(
     """
     sources: dict[str, Task] = {}
     unreadable: dict[str, list[str]] = {}
+    world = str(Path(world_folder or "") / "documents" / "*.jsonl")
     for position, source in enumerate(settings.sources):
         name = unique(source.title, sources)
-        source, parts, unreadable[name] = find_parts(source, settings, f"data.sources[{position}]", world_folder)
+        source, parts, unreadable[name] = find_parts(source, settings, f"data.sources[{position}]", world)
         share = settings.sample if source.max_bytes is None else 1.0
         sources[name] = Task(source, name, tuple(parts), folder / name, settings.on_error, share)
     results = _read_all(list(sources.values()), settings, executor)
@@ -105,21 +107,26 @@ def ingest(
 
 
 def find_parts(
-    source: SourceSettings, settings: DataSettings, where: str, world_folder: Path | None = None
+    source: SourceSettings,
+    settings: DataSettings | TuningSettings,
+    where: str,
+    world: str = "",
+    *,
+    of_text: bool = True,
 ) -> tuple[SourceSettings, Sequence[Part], list[str]]:
     """The settings with the commit of a dataset of the Hub, the parts, and the names of files that are not readable.
 
+    `world` is where the pocket world's files are. With `of_text` a dataset must have the source's column of text.
     Raises UserError if the source is not there.
     """
     place = location(source, settings.root, settings.mirror)
     if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
-        place = str(Path(world_folder or "") / "documents" / "*.jsonl")
-        source = source.model_copy(update={"max_bytes": None})
+        place, source = world, source.model_copy(update={"max_bytes": None})
     if is_on_hub(source, settings.mirror):
         source = at_commit(place, source, where)
     elif not source.dataset or not is_folder(source.dataset):
         return source, *find(place, source, where)
-    return source, parts_of(place, source, where), []
+    return source, parts_of(place, source, where, of_text=of_text), []
 
 
 def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:

@@ -150,12 +150,9 @@ def write_shard(
         row_bytes = layout.fill(lengths, seq_len)[:, 1:].sum(axis=1, dtype=np.int64)
         _put_array(here, name("row_bytes"), row_bytes)
         counts["row_bytes"] = int(row_bytes.sum())
-    columns = {
-        key: pa.array([getattr(each, key) for each in documents], pa.string()) for key in ("id", "source", "url")
-    }
-    spans = {"row": layout.row, "start": layout.start, "stop": layout.start + layout.length, "offset": layout.offset}
-    spans = {key: pa.array(column).cast(SCHEMA.field(key).type) for key, column in spans.items()}
-    spans = {key: column.take(pa.array(layout.document)) for key, column in columns.items()} | spans
+    names = np.array([(each.id, each.source, each.url) for each in documents], object).T[:, layout.document]
+    spans = dict(zip(("id", "source", "url"), names, strict=True))
+    spans |= {"row": layout.row, "start": layout.start, "stop": layout.start + layout.length, "offset": layout.offset}
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
     for place in dict.fromkeys((here, url or here)):

@@ -1,10 +1,9 @@
 """Documents to shards of packed tokens: `<s> text </s>` in a shuffled order, packed into rows of one length.
 
-Source code is `<s><|code|> text <|endcode|></s>`. A shard is a task: it takes consecutive row groups of one source and
-language, encodes them, shuffles them by a hash of the seed and their ids, packs them as the recipe says, and writes its
-files. So shards are written in parallel, memory is that of a shard, and a run that was killed resumes with the shards
-that are missing. A held-out row that continues a document begins with the last token of the row before it, so that
-every token of the held-out text is predicted exactly once and bits per byte are exact.
+A shard is a task: it takes consecutive row groups of one source and language, encodes them, shuffles them by a hash of
+the seed and their ids, packs them, and writes its files. So memory is that of a shard, and a run that was killed
+resumes with the missing shards. A held-out row that continues a document begins with the last token of the row before
+it, so that every token of the held-out text is predicted exactly once and bits per byte are exact.
 """
 
 import itertools

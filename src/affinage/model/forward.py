@@ -7,14 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
-from affinage.model.apply_config import ApplyConfig
+from affinage.model.apply_config import ApplyConfig, PyTree
 from affinage.model.graph import Graph, Node
-from affinage.model.layer import BATCH, SEQUENCE, Cache, LayerContext, Loss, Result
+from affinage.model.layer import BATCH, SEQUENCE, Batch, LayerContext, Loss, Pairs, ParamSpec, Result, map_parameters
 from affinage.model.layers.losses import REFERENCE, PreferenceLoss
 from affinage.model.lora import Adapters
-from affinage.model.parameter import ParamSpec, PyTree, map_parameters
 
 Declared = Graph | Adapters  # what declares parameters
 
@@ -38,37 +39,33 @@ def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) ->
     """First values of all parameters; each depends on the key and its own name only. Can be jitted and sharded."""
 
     def draw(path: tuple[str, ...], parameter: ParamSpec) -> Array:
-        return parameter.draw(_named_key(key, "/".join(path)), graph.depth, jnp.dtype(dtype))
+        if parameter.init != "normal":
+            return jnp.full(parameter.shape, float(parameter.init == "ones"), dtype)
+        std = parameter.std / (2 * graph.depth) ** 0.5 if parameter.residual else parameter.std
+        # In float32, and rounded once.
+        return (std * jax.random.normal(_named_key(key, "/".join(path)), parameter.shape, jnp.float32)).astype(dtype)
 
     return map_parameters(draw, graph.parameters)
 
 
-def init_cache(
-    graph: Graph, batch: int, length: int, dtype: Any = jnp.float32, *, platform: str | None = None
-) -> PyTree:
+def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> PyTree:
     """An empty cache for `length` tokens of `batch` rows: {node name: {array name: [layers, batch, ...]}}.
 
-    Where layers are not scanned on the platform (default: this one), it is a tuple of such {array name: [1, batch,
-    ...]}, one for each layer, which a step writes in place and reads without a copy.
+    Where layers are not scanned, a tuple of [1, batch, ...] for each layer, which a step writes in place.
     """
-
-    def empty(layers: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-        return {name: jnp.zeros((layers, *shape), dtype) for name, shape in shapes.items()}
 
     cache: PyTree = {}
     for node in graph.nodes:
         if shapes := node.layer.cache(graph.input_shapes(node), batch, length):
-            scanned = node.repeat is None or node.scans(platform or jax.default_backend())
-            one_by_one = tuple(empty(1, shapes) for _ in range(0 if scanned else node.layers))
-            cache[node.name] = one_by_one or empty(node.layers, shapes)
+            apart = node.repeat is not None and not node.scans(jax.default_backend())
+            layers, copies = (1, node.layers) if apart else (node.layers, 1)
+            arrays = [{name: jnp.zeros((layers, *dims), dtype) for name, dims in shapes.items()} for _ in range(copies)]
+            cache[node.name] = tuple(arrays) if apart else arrays[0]
     return cache
 
 
 def one_by_one(graph: Graph, params: PyTree) -> PyTree:
-    """A copy of the parameters as `apply` takes them, too: those of each layer apart where layers are not scanned.
-
-    A loop around `apply`, over the tokens that are generated, then need not take them apart in every turn.
-    """
+    """The parameters with those of each layer apart where layers are not scanned, which `apply` takes as well."""
     apart = {node.name: node.layers for node in graph.nodes if node.repeat and not node.scans(jax.default_backend())}
     return {name: _unstack(tree, apart[name]) if name in apart else tree for name, tree in params.items()}
 
@@ -89,22 +86,15 @@ def batch_shapes(graph: Graph, batch: int, context: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What some of a graph's nodes made.
+    """What some of a graph's nodes made."""
 
-    Attributes:
-        values: by the name of the node.
-        cache: the advanced one, where there is one.
-        metrics: name -> (sum, count).
-        losses: means per token that the training loss is to be raised by, times its count.
-    """
-
-    values: dict[str, Any]
-    cache: PyTree | None = None
-    metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)
-    losses: list[Array] = field(default_factory=list)
+    values: dict[str, Any]  # by the name of the node
+    cache: PyTree | None = None  # the advanced one, where there is one
+    metrics: Pairs = field(default_factory=dict)
+    losses: list[Array] = field(default_factory=list)  # means per token that raise the training loss, times its count
 
 
-def apply(graph: Graph, params: PyTree, batch: Mapping[str, Array], config: ApplyConfig) -> Outputs:
+def apply(graph: Graph, params: PyTree, batch: Batch, config: ApplyConfig) -> Outputs:
     """Values of the graph's nodes for a batch, up to `config.until` or the loss.
 
     `batch` holds the graph's inputs, and beside `tokens` int32 [B, S] optionally `segment_ids` and `positions`
@@ -122,20 +112,26 @@ def apply(graph: Graph, params: PyTree, batch: Mapping[str, Array], config: Appl
 
 
 def apply_part(
-    graph: Graph,
-    names: Collection[str],
-    params: PyTree,
-    known: Mapping[str, Any],
-    batch: Mapping[str, Array],
-    config: ApplyConfig,
+    graph: Graph, names: Collection[str], params: PyTree, known: PyTree, batch: Batch, config: ApplyConfig
 ) -> Outputs:
     """What the named nodes make, in the graph's order, of values that are `known`, which are among those returned."""
     made = Outputs(dict(known), None if config.cache is None else dict(config.cache))
     for node in graph.nodes:
         if node.name not in names:
             continue
+        context, own = context_of(node, params, batch, config), params.get(node.name, {})
+        inputs = tuple(made.values[name] for name in node.inputs)
         with jax.named_scope(node.name):  # by which profiles and plans know what a program's operations are for
-            result = _apply_in(graph, node, params, made.values, batch, config)
+            if node.repeat is not None and config.platform == "gpu" and not node.scans(config.platform):
+                own = _cast_matrices(own, graph.parameters.get(node.name, {}), config.compute_dtype)
+            if config.remat_nodes:
+
+                def parts(own: PyTree, shared: Any, inputs: Any, node: Node = node, context: Any = context) -> Any:
+                    return tuple(vars(apply_node(node, own, inputs, replace(context, shared=shared))).values())
+
+                result = Result(*jax.checkpoint(parts)(own, context.shared, inputs))
+            else:
+                result = apply_node(node, own, inputs, context)
         made.values[node.name] = result.value
         made.losses.extend(total / jnp.maximum(count, 1.0) for total, count in result.losses.values())
         for name, (total, count) in result.metrics.items():
@@ -144,22 +140,6 @@ def apply_part(
         if made.cache is not None and result.cache:
             made.cache[node.name] = result.cache
     return made
-
-
-def _apply_in(
-    graph: Graph, node: Node, params: PyTree, values: Mapping[str, Any], batch: Mapping[str, Array], config: ApplyConfig
-) -> Result:
-    context = context_of(node, params, batch, config)
-    own, inputs = params.get(node.name, {}), tuple(values[name] for name in node.inputs)
-    if node.repeat is not None and config.platform == "gpu" and not node.scans(config.platform):
-        own = _cast_matrices(own, graph.parameters.get(node.name, {}), config.compute_dtype)
-    if not config.remat_nodes:
-        return apply_node(node, own, inputs, context)
-
-    def parts(own: PyTree, shared: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(vars(apply_node(node, own, inputs, replace(context, shared=shared))).values())
-
-    return Result(*jax.checkpoint(parts)(own, context.shared, inputs))
 
 
 def _cast_matrices(params: PyTree, declared: PyTree, dtype: Any) -> PyTree:
@@ -174,7 +154,7 @@ def _cast_matrices(params: PyTree, declared: PyTree, dtype: Any) -> PyTree:
     return {name: cast(name, value) for name, value in params.items()}
 
 
-def context_of(node: Node, params: PyTree, batch: Mapping[str, Array], config: ApplyConfig) -> LayerContext:
+def context_of(node: Node, params: PyTree, batch: Batch, config: ApplyConfig) -> LayerContext:
     """What a node of a graph sees when it is applied; `params` are the graph's, for those that it shares."""
     shared = node.layer.shares
     return LayerContext(
@@ -192,9 +172,9 @@ def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
 
 def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
     """A node's value with its by-products, all its repeats in a row."""
-    layers, cache = context.config.layers, context.cache
-    if node.repeat is not None and layers is not None and cache is None:
-        result: Result = layers(node, params, inputs[0], context)
+    cache = context.cache
+    if node.repeat is not None and context.config.layers is not None and cache is None:
+        result: Result = context.config.layers(node, params, inputs[0], context)
         return result
     first = replace(context, cache=cache[0] if isinstance(cache, tuple) else cache)
     context = replace(context, prepared=node.layer.prepare(inputs, first))
@@ -204,37 +184,27 @@ def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: Lay
 
 
 def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, first: int | Array = 0) -> Result:
-    """Layer after layer on one value, as one compiled body (scan) or as many.
-
-    Parameters and cache have the layers as first axis, or are one by one. Losses and metrics of the layers are added
-    up; `first` is the number of the first layer for random draws.
-    """
+    """Layer after layer on one value, as one compiled body (scan) or as many; `first` is the number of the first."""
     scanned = node.scans(context.config.platform)
-    if context.cache is not None and scanned == isinstance(context.cache, tuple):
-        raise ValueError("the cache was made for a platform that scans layers where this one does not, or the reverse")
 
     def body(carry: Any, layer_params: PyTree, layer: Any) -> Any:
         value, cache = carry
         key = None if context.key is None else jax.random.fold_in(context.key, layer)
-        place = layer if scanned or cache is None else 0
-        own = replace(context, key=key, layer=place, cache=cache)
+        own = replace(context, key=key, layer=layer if scanned or cache is None else 0, cache=cache)
         result = Result.of(node.layer.apply(layer_params, (value,), own))
         return (result.value, result.cache), (result.losses, result.metrics)
 
     wrapped = context.config.rematerialized(body, scanned=scanned)
-    cache: Cache | tuple[Cache, ...] | None
+    cache: Any = None
     if scanned:
         numbers = first + jnp.arange(node.layers)
-        (x, cache), products = jax.lax.scan(
-            lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, numbers)
-        )
-        losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), products)
-        counts = {name: count[0] for name, (_, count) in products[0].items()}
+        (x, cache), stacked = jax.lax.scan(lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, numbers))
+        losses, metrics = jax.tree.map(lambda values: values.sum(axis=0), stacked)
+        counts = {name: count[0] for name, (_, count) in stacked[0].items()}
     else:
-        caches: list[Any] = []
-        collected = []
-        each = context.cache or (None,) * node.layers
-        for layer, (own, cached) in enumerate(zip(_unstack(params, node.layers), each, strict=True)):
+        caches, collected = [], []
+        each = zip(_unstack(params, node.layers), context.cache or (None,) * node.layers, strict=True)
+        for layer, (own, cached) in enumerate(each):
             (x, cached), by_products = wrapped((x, cached), own, first + layer)
             caches.append(cached)
             collected.append(by_products)
@@ -245,12 +215,48 @@ def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, firs
 
 
 def _unstack(params: PyTree | list[PyTree], layers: int) -> list[PyTree]:
-    """The parameters of each layer from arrays with the layers first; those that are one by one already, as they are.
-
-    A split, not indexing, so that the gradient is one concatenation instead of `layers` padded sums.
-    """
+    """The parameters of each layer from arrays with the layers first; those that are one by one stay as they are."""
     if isinstance(params, list):
         return params
+    # A split, not indexing, so that the gradient is one concatenation instead of `layers` padded sums.
     leaves, structure = jax.tree.flatten(params)
     split = [[part[0] for part in jnp.split(leaf, layers)] for leaf in leaves]
     return [jax.tree.unflatten(structure, [parts[layer] for parts in split]) for layer in range(layers)]
+
+
+# ---- Flax NNX, for its transformations, optimizers and checkpoints ----
+# The plain tree of parameters stays the contract. Each node becomes a submodule whose leaves are `nnx.Param`.
+
+
+class GraphModule(nnx.Module):
+    """A graph with its parameters, `nodes`: {node name: nested dict of nnx.Param}; calling it applies the graph."""
+
+    def __init__(self, graph: Graph, nodes: Mapping[str, Any]) -> None:
+        self.graph = nnx.static(graph)
+        self.nodes = nnx.data(dict(nodes))
+
+    def __call__(self, batch: Mapping[str, Array], config: ApplyConfig | None = None) -> Outputs:
+        """Values of the graph's nodes."""
+        return apply(self.graph, from_nnx(self), batch, config or ApplyConfig())
+
+
+def to_nnx(graph: Graph, params: PyTree, mesh: Mesh | None = None) -> GraphModule:
+    """The module of a graph, which shares the arrays of `params` and names their dimensions as `logical_axes`.
+
+    With a `mesh` the shardings that the parameters have on it become theirs in NNX, too.
+    """
+
+    def param(array: Array, axes: tuple[str | None, ...]) -> Any:
+        spec = array.sharding.spec if isinstance(array.sharding, jax.sharding.NamedSharding) else ()
+        sharding: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(spec), "mesh": mesh}
+        return nnx.Param(array, logical_axes=axes, **sharding)
+
+    return GraphModule(graph, jax.tree.map(param, params, logical_axes(graph)))
+
+
+def from_nnx(module: GraphModule) -> PyTree:
+    """The plain tree of a module's parameters, for `apply`, checkpoints and exports."""
+    tree: PyTree = jax.tree.map(
+        lambda leaf: leaf[...], module.nodes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    return tree

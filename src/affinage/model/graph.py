@@ -3,7 +3,8 @@
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -12,8 +13,19 @@ import affinage.model.layers  # noqa: F401  registers the layers of the package
 from affinage.config.mistakes import explain
 from affinage.config.training import DpoSettings
 from affinage.errors import UserError, meant
-from affinage.model.layer import BATCH, LAYERS, SEQUENCE, TOKENS, Layer, Shape, ShapeMismatch
-from affinage.model.parameter import PyTree, map_parameters, parameters_in
+from affinage.model.layer import (
+    BATCH,
+    LAYERS,
+    SEQUENCE,
+    TOKENS,
+    Layer,
+    ParamSpec,
+    PyTree,
+    Shape,
+    ShapeMismatch,
+    map_parameters,
+    parameters_in,
+)
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
@@ -38,22 +50,17 @@ class Node:
         return self.repeat or 1
 
     def scans(self, platform: str) -> bool:
-        """Whether the repeats are a scan when compiled for this platform.
-
-        On CPUs and GPUs a scan costs 10 to 25 %, as it copies what layers keep into arrays of all of them. GPUs scan
-        very deep models only, whose compilation would take long.
-        """
+        """Whether the repeats are a scan when compiled for this platform."""
         if self.scan != "auto":
             return self.scan
+        # On CPUs and GPUs a scan costs 10 to 25 %, as it copies what layers keep into arrays of all of them. GPUs scan
+        # very deep models only, whose compilation would take long.
         return platform == "tpu" or (platform == "gpu" and self.layers > _UNROLLED)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A validated graph, its nodes in an order in which every node follows its inputs.
-
-    Built by `parse`; equal and hashed by what the recipe says.
-    """
+    """A validated graph, its nodes after their inputs; equal and hashed by what the recipe says."""
 
     inputs: tuple[tuple[str, Shape], ...]
     nodes: tuple[Node, ...]
@@ -104,8 +111,11 @@ class Graph:
         """Declarations of all parameters: {node name: nested dict}; a repeated node's have the layers first."""
         tree: PyTree = {}
         for node in self.nodes:
-            if own := node.layer.parameters(self.input_shapes(node)):
-                tree[node.name] = own if node.repeat is None else _stacked(own, node.repeat)
+            own = node.layer.parameters(self.input_shapes(node))
+            if node.repeat is not None:
+                own = map_parameters(partial(_stacked, node.repeat), own)
+            if own:
+                tree[node.name] = own
         return tree
 
     def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
@@ -136,44 +146,29 @@ class Graph:
         return {"inputs": ["tokens"] if list(sizes) == ["tokens"] else sizes, "nodes": nodes}
 
 
-def _stacked(tree: PyTree, layers: int) -> PyTree:
-    return map_parameters(lambda _, parameter: parameter.stacked(layers), tree)
+def _stacked(layers: int, _path: Path, one: ParamSpec) -> ParamSpec:
+    """The parameter of `layers` copies along a new first axis."""
+    inputs = tuple(axis + 1 for axis in one.inputs)
+    return replace(one, shape=(layers, *one.shape), axes=("layers", *one.axes), inputs=inputs)
 
 
 def preference_graph(graph: Graph, settings: DpoSettings, documents: int) -> Graph:
-    """The same model with the loss of pairs, of which a row holds `documents`, two for each pair, at most.
-
-    Raises:
-        UserError: its loss is another one.
-    """
+    """The same model with the loss of pairs, of which a row holds `documents`, two for each pair, at most."""
     model = graph.to_dict()
     loss = model["nodes"].pop(graph.loss)
     if loss["kind"] != "next_token_loss":
         raise UserError("preferences are learned by a language model, whose loss is a next_token_loss", where="model")
-    chunk = {key: loss[key] for key in ("chunk",) if key in loss}
-    model["nodes"] |= {
-        ANSWERS: {"kind": "document_log_probabilities", "in": loss["in"], "documents": documents, **chunk},
-        graph.loss: {
-            "kind": "preference_loss",
-            "in": ANSWERS,
-            "form": settings.loss,
-            "beta": settings.beta,
-        },
-    }
-    return parse(model)
-
-
-# ---- from a recipe ----
+    answers = loss | {"kind": "document_log_probabilities", "documents": documents}
+    of_pairs = {"kind": "preference_loss", "in": ANSWERS, "beta": settings.beta}
+    return parse({**model, "nodes": model["nodes"] | {ANSWERS: answers, graph.loss: of_pairs}})
 
 
 def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: int | None = None) -> Graph:
     """The validated graph of a `model:` mapping with `inputs` and `nodes`.
 
     `locate` turns a path such as `("model", "nodes", "blocks", "ffn", "width")` into where the user wrote it.
-    `vocabulary` is what `vocab: auto` stands for: the size of the tokenizer that is in use.
-
-    Raises:
-        UserError: unknown kinds, keys and inputs, wrong arity, cycles, shapes without a rule, and dead nodes.
+    `vocabulary` is what `vocab: auto` stands for: the size of the tokenizer that is in use. Raises a UserError for
+    unknown kinds, keys and inputs, wrong arity, cycles, shapes without a rule, and dead nodes.
     """
     _check_keys(model, ("inputs", "nodes"), ("model",), locate)
     inputs, entries = _parse_inputs(model.get("inputs"), locate), model.get("nodes")
@@ -192,11 +187,10 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
             nodes[name] = replace(node, layer=node.layer.bind(nodes))
         except ValueError as error:
             raise _wrong(f"node `{name}`: {error}", locate, name) from None
-    ordered, shapes = _ordered(nodes, inputs, locate)
+    graph = _ordered(nodes, inputs, locate)
     losses = [name for name, node in nodes.items() if node.layer.is_loss]
     if len(losses) != 1:
         raise _wrong(f"the model must have exactly one loss node, it has {losses or 'none'}", locate)
-    graph = Graph(tuple(inputs.items()), tuple(ordered), shapes)
     alive = graph.needed_for(losses[0])
     lenders = {nodes[name].layer.shares for name in alive}
     for name in nodes:
@@ -226,12 +220,10 @@ def _check_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) ->
 
 def _parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
     """The inputs by name: [tokens], or a mapping with the size of an array's rows."""
-    if value in ("tokens", ["tokens"]):
-        value = {"tokens": [SEQUENCE]}
+    value = {"tokens": [SEQUENCE]} if value in ("tokens", ["tokens"]) else value
     if not isinstance(value, Mapping) or not value:
-        raise UserError(
-            f"`inputs` must be [tokens], or a size for each array, not {value!r}", where=locate(("model", "inputs"))
-        )
+        what = f"`inputs` must be [tokens], or a size for each array, not {value!r}"
+        raise UserError(what, where=locate(("model", "inputs")))
     shapes: dict[str, Shape] = {}
     for name, size in value.items():
         sizes = tuple(size) if isinstance(size, list | tuple) else ()
@@ -273,31 +265,22 @@ def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -
         raise explain(error, layer, settings, lambda inner: locate((*path, *map(str, inner))), path) from None
 
 
-def _ordered(
-    nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate
-) -> tuple[list[Node], dict[str, Shape]]:
-    """Nodes after their inputs, otherwise as written, and the shapes of all values."""
-    ordered: list[Node] = []
+def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate) -> Graph:
+    """The graph with its nodes after their inputs, and the shapes of all values."""
     shapes = dict(inputs)
-
-    def visit(name: str, trail: Path) -> None:
-        if name in shapes:
-            return
-        if name in trail:
-            cycle = " -> ".join([*trail[trail.index(name) :], name])
-            raise _wrong(f"the nodes form a cycle: {cycle}", locate, name, "in")
-        node = nodes[name]
-        for source in node.inputs:
-            visit(source, (*trail, name))
+    try:
+        names = [*TopologicalSorter({name: node.inputs for name, node in nodes.items()}).static_order()]
+    except CycleError as error:
+        cycle = error.args[1]
+        raise _wrong(f"the nodes form a cycle: {' -> '.join(cycle)}", locate, cycle[0], "in") from None
+    ordered = [nodes[name] for name in names if name in nodes]
+    for node in ordered:
         taken = tuple(shapes[source] for source in node.inputs)
         try:
-            shapes[name] = node.layer.shape(taken)
+            shapes[node.name] = node.layer.shape(taken)
         except ShapeMismatch as error:
-            raise _wrong(f"node `{name}` ({node.layer.kind_name}): {error}", locate, name) from None
-        if node.repeat is not None and (shapes[name],) != taken:
-            raise _wrong(f"node `{name}` cannot repeat: it turns {taken[0]} into {shapes[name]}", locate, name)
-        ordered.append(node)
-
-    for name in nodes:
-        visit(name, ())
-    return ordered, shapes
+            raise _wrong(f"node `{node.name}` ({node.layer.kind_name}): {error}", locate, node.name) from None
+        if node.repeat is not None and (shapes[node.name],) != taken:
+            what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"
+            raise _wrong(what, locate, node.name)
+    return Graph(tuple(inputs.items()), tuple(ordered), shapes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import jax
@@ -9,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.config.settings import Settings
-from affinage.model.apply_config import ApplyConfig
-from affinage.model.parameter import PyTree
+from affinage.model.apply_config import ApplyConfig, Axes, PyTree
 from affinage.registry import Registry
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 BATCH = "B"  # rows of a batch
 SEQUENCE = "S"  # tokens of a row
-Cache = Mapping[str, Array]
+Batch = Mapping[str, Array]
+Pairs = dict[str, tuple[Array, Array]]  # name -> (sum, count)
 
 
 class ShapeMismatch(ValueError):
@@ -62,19 +63,66 @@ def expect_sequence(x: Shape) -> int:
     return x.width
 
 
+# ---- parameters, declared before any array exists ----
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One array of a node: its shape, the logical axis of every dimension, and its first values."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    init: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02  # of the normal; GPT-2's and Llama's value
+    residual: bool = False  # the last projection before a residual sum: std is divided by sqrt(2 * layers) (GPT-2)
+    decay: bool = True  # whether weight decay applies: yes for matrices and embeddings, no for norms and biases
+    inputs: tuple[int, ...] = ()  # of a hidden layer's matrix, the dimensions that its input is multiplied along
+    used: int | None = None  # of the entries along the axis `experts`, how many multiply a token; None: all
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def active(self) -> int:
+        """Number of elements that one token uses."""
+        return self.size if self.used is None else self.size // self.shape[self.axes.index("experts")] * self.used
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Of a hidden layer's matrix, the dimensions of its output; the others count layers and experts."""
+        besides = {*self.inputs, *(i for i, axis in enumerate(self.axes) if axis in ("layers", "experts"))}
+        return tuple(i for i in range(len(self.shape)) if i not in besides) if self.inputs else ()
+
+
+def map_parameters(function: Callable[[tuple[str, ...], ParamSpec], Any], tree: Mapping[str, Any]) -> PyTree:
+    """Replaces every declaration in a tree by `function(path, declaration)`."""
+
+    mapped: PyTree = jax.tree_util.tree_map_with_path(lambda path, p: function(tuple(k.key for k in path), p), tree)
+    return mapped
+
+
+def parameters_in(tree: Mapping[str, Any]) -> list[ParamSpec]:
+    """All declarations in a tree."""
+    return jax.tree.leaves(tree)
+
+
+# ---- what goes into a layer and comes out ----
+
+
 @dataclass(frozen=True)
 class Cost:
     """Floating point operations of one forward pass. Matrix products only: 2 * m * n * k each."""
 
     matmul: int = 0  # everything but the attention's two products
-    attention: int = 0  # scores and weighted values over all S * S pairs, masked or not
-    attention_causal: int = 0  # the same over the pairs that causality (and a window) leaves
+    attention: int = 0  # scores and weighted values, over the pairs that causality (and a window) leaves
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Cost(self.matmul + other.matmul, self.attention + other.attention)
 
     def __mul__(self, times: int) -> "Cost":
-        return Cost(*(value * times for value in vars(self).values()))
+        return Cost(self.matmul * times, self.attention * times)
 
 
 @jax.tree_util.register_dataclass
@@ -95,11 +143,11 @@ class LayerContext:
     """What a layer sees besides its parameters and inputs."""
 
     config: ApplyConfig
-    batch: Mapping[str, Array]  # segment_ids, positions, prefix_segment_ids, loss_mask, rows where the caller has them
+    batch: Batch  # segment_ids, positions, prefix_segment_ids, loss_mask, rows where the caller has them
     key: PRNGKeyArray | None = None  # of this node and layer; None: no dropout
     layer: int | Array = 0  # index within the repeat; with a cache, the first index into it
     # Of this node, see `init_cache`: arrays [layers, B, ...], or [1, B, ...] of each layer one by one.
-    cache: Cache | tuple[Cache, ...] | None = None
+    cache: Any = None
     shared: PyTree | None = None  # the parameters of the node that `shares` names
     prepared: Any = None  # what `prepare` returned, the same for all layers
 
@@ -109,10 +157,9 @@ class Result:
     """A layer's value with its by-products. A layer without by-products returns the bare value."""
 
     value: Any
-    cache: Cache | tuple[Cache, ...] | None = None  # as the context's
-    # (sum, count): per-token means that are added to the training loss; the count is the same in all layers.
-    losses: dict[str, tuple[Array, Array]] = field(default_factory=dict)
-    metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # (sum, count)
+    cache: Any = None  # as the context's
+    losses: Pairs = field(default_factory=dict)  # means that the training loss is raised by; all layers have one count
+    metrics: Pairs = field(default_factory=dict)
 
     @staticmethod
     def of(value: Any) -> "Result":
@@ -126,9 +173,7 @@ class Layer(Settings):
     kind_name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...]] = ("x",)  # names of the inputs, for arity and error messages
     is_loss: ClassVar[bool] = False
-    # Rows may be several sequences that see a beginning together: it looks at no other token, or knows
-    # `prefix_segment_ids`.
-    joins: ClassVar[bool] = False
+    joins: ClassVar[bool] = False  # see `register_layer`
     constant: ClassVar[bool] = False  # no gradient goes through it, neither to its inputs nor to parameters
 
     def mixes_rows(self) -> bool:
@@ -173,11 +218,14 @@ LAYERS: Registry[type[Layer]] = Registry("layer")
 L = TypeVar("L", bound=type[Layer])
 
 
-def register_layer(name: str) -> Callable[[L], L]:
-    """Registers a Layer under the name that recipes give as `kind`; a name that is taken is refused."""
+def register_layer(name: str, *, joins: bool = False) -> Callable[[L], L]:
+    """Registers a Layer under the name that recipes give as `kind`; a name that is taken is refused.
+
+    `joins`: it looks at no other token, or knows `prefix_segment_ids`, so that rows may share a beginning.
+    """
 
     def register(cls: L) -> L:
-        LAYERS.register(name)(cls).kind_name = name
+        LAYERS.register(name)(cls).kind_name, cls.joins = name, joins
         return cls
 
     return register

@@ -15,37 +15,28 @@ import jax.numpy as jnp
 
 from affinage.config.training import LoraSettings
 from affinage.errors import UserError
-from affinage.model.parameter import ParamSpec, PyTree, map_parameters
+from affinage.model.layer import ParamSpec, PyTree, map_parameters
 
 if TYPE_CHECKING:
     from affinage.model.graph import Graph
 
 LORA_A, LORA_B = "lora_a", "lora_b"
-LORA_SITE = "lora_site"  # keeps the masks of dropout apart; in trees that the graph is applied to, where there is any
-_FIRST_SITE = 100  # after those of the blocks
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters that settings require, beside the matrices of a graph.
-
-    Raises:
-        UserError: for a target that is no matrix of the graph.
-    """
+    """The adapters that settings require, beside the matrices of a graph; a UserError for a target it does not have."""
 
     graph: "Graph"
     settings: LoraSettings
 
     def __post_init__(self) -> None:
         known, targets = sorted({path[-1] for path in self._matrices}), self.settings.target_modules
-        unknown = [] if targets == "all" else [name for name in targets if name not in known]
-        if unknown or not known:
-            raise UserError(
-                f"there is no matrix `{unknown[0]}` for an adapter" if unknown else "no matrix can have an adapter",
-                where="lora.target_modules",
-                fix=f"There are: {', '.join(known)}." if known else "Leave out `lora`.",
-            )
+        for name in () if targets == "all" else targets:
+            if name not in known:
+                fix = f"There are: {', '.join(known)}."
+                raise UserError(f"there is no matrix `{name}` for an adapter", where="lora.target_modules", fix=fix)
 
     @cached_property
     def _matrices(self) -> dict[Path, ParamSpec]:
@@ -75,39 +66,33 @@ class Adapters:
         """Declarations of A and B, where the matrices are in the graph's; split over a mesh as the matrix is."""
         tree: PyTree = {}
         for path in self.targets:
-            _put(tree, path, self._declared(self._matrices[path]))
+            place = tree
+            for name in path:
+                place = place.setdefault(name, {})
+            place.update(self._declared(self._matrices[path]))
         return tree
 
     def _declared(self, matrix: ParamSpec) -> PyTree:
-        layers, inputs, rank = _layers(matrix), matrix.inputs, self.settings.r
+        layers, inputs, rank = int(matrix.axes[0] == "layers"), matrix.inputs, self.settings.r  # one stack, or none
 
-        def dims(which: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-            return tuple(matrix.shape[i] for i in which), tuple(matrix.axes[i] for i in which)
+        def dims(values: tuple[Any, ...], which: tuple[int, ...]) -> tuple[Any, ...]:
+            return tuple(values[i] for i in which)
 
-        (stack, stack_axes), (out, out_axes) = dims(layers), dims(matrix.outputs)
-        into, into_axes = dims((*layers, *inputs))
+        into, out = (*range(layers), *inputs), matrix.outputs
+        a_shape, a_axes = (*dims(matrix.shape, into), rank), (*dims(matrix.axes, into), None)
+        b_shape = (*matrix.shape[:layers], rank, *dims(matrix.shape, out))
+        b_axes = (*matrix.axes[:layers], None, *dims(matrix.axes, out))
         # The variance of PyTorch's own initialization of a linear layer, which the paper's code and PEFT take.
-        std = (3 * prod(dims(inputs)[0])) ** -0.5
-        contracted = tuple(range(len(layers), len(layers) + len(inputs)))
-        a = ParamSpec((*into, rank), (*into_axes, None), std=std, inputs=contracted)
-        b = ParamSpec((*stack, rank, *out), (*stack_axes, None, *out_axes), init="zeros", inputs=(len(layers),))
-        return {LORA_A: a, LORA_B: b}
+        std = (3 * prod(dims(matrix.shape, inputs))) ** -0.5
+        a = ParamSpec(a_shape, a_axes, std=std, inputs=tuple(range(layers, layers + len(inputs))))
+        return {LORA_A: a, LORA_B: ParamSpec(b_shape, b_axes, init="zeros", inputs=(layers,))}
 
     def beside(self, weights: PyTree, adapters: PyTree) -> PyTree:
-        """The tree that the graph is applied to, with the adapters beside the matrices and the scale in them.
-
-        Both trees may have some of the nodes only, the same ones.
-        """
+        """The tree that the graph is applied to, with the adapters beside the matrices and the scale in them."""
         scale = self.settings.alpha / self.settings.r
-
-        def with_adapter(path: Path, site: int, matrix: PyTree, adapter: PyTree) -> PyTree:
-            pair = {LORA_A: adapter[LORA_A], LORA_B: adapter[LORA_B] * scale}
-            if self.settings.dropout:
-                layers = matrix["kernel"].shape[: len(_layers(self._matrices[path]))]
-                pair[LORA_SITE] = jnp.full(layers, _FIRST_SITE + site, jnp.int32)
-            return matrix | pair
-
-        return self._changed(weights, adapters, with_adapter)
+        return self._changed(
+            weights, adapters, lambda _, kernel, a, b: {"kernel": kernel, LORA_A: a, LORA_B: b * scale}
+        )
 
     def merged(self, weights: PyTree, adapters: PyTree) -> PyTree:
         """The weights with the adapters added to them, in float32 and then in the weights' own dtype."""
@@ -116,33 +101,19 @@ class Adapters:
         def product(a: Any, b: Any) -> Any:
             return jnp.tensordot(a, b, 1, precision=jax.lax.Precision.HIGHEST)
 
-        def add(path: Path, site: int, matrix: PyTree, adapter: PyTree) -> PyTree:
-            of_layers = jax.vmap(product) if _layers(self._matrices[path]) else product
-            a, b, kernel = (array.astype(jnp.float32) for array in (adapter[LORA_A], adapter[LORA_B], matrix["kernel"]))
-            return matrix | {"kernel": (kernel + scale * of_layers(a, b)).astype(matrix["kernel"].dtype)}
+        def add(matrix: ParamSpec, *arrays: Any) -> PyTree:
+            of_layers = jax.vmap(product) if matrix.axes[0] == "layers" else product
+            kernel, a, b = (array.astype(jnp.float32) for array in arrays)
+            return {"kernel": (kernel + scale * of_layers(a, b)).astype(arrays[0].dtype)}
 
         return self._changed(weights, adapters, add)
 
     def _changed(self, weights: PyTree, adapters: PyTree, change: Callable[..., PyTree]) -> PyTree:
         tree = jax.tree.map(lambda leaf: leaf, weights)  # new dicts, the same arrays
-        for site, path in enumerate(self.targets):
+        for path in self.targets:
             if path[0] in weights:
-                _put(tree, path, change(path, site, _at(weights, path), _at(adapters, path)))
+                matrix, adapter = tree, adapters
+                for name in path:
+                    matrix, adapter = matrix[name], adapter[name]
+                matrix.update(change(self._matrices[path], matrix["kernel"], adapter[LORA_A], adapter[LORA_B]))
         return tree
-
-
-def _layers(matrix: ParamSpec) -> tuple[int, ...]:
-    """The dimensions, one or none, along which the matrices of layers lie side by side."""
-    return tuple(i for i, axis in enumerate(matrix.axes) if axis == "layers")
-
-
-def _at(tree: PyTree, path: Path) -> PyTree:
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
-def _put(tree: PyTree, path: Path, value: PyTree) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value

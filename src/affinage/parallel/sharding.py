@@ -1,27 +1,28 @@
-"""Sharding: one table from the logical axes of arrays to the axes of the mesh, and all that follows from it."""
+"""The mesh, and one table from the logical axes of arrays to its axes, with all that follows from it."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from typing_extensions import override
 
 from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
 from affinage.config.training import AttentionImplementation
 from affinage.errors import UserError
-from affinage.model.apply_config import ApplyConfig, Layout
-from affinage.model.forward import logical_axes
+from affinage.hardware.mesh import AXES, axis_sizes
+from affinage.model.apply_config import ApplyConfig, Axes, Layout
 from affinage.model.graph import Graph
-from affinage.model.layer import SEQUENCE
-from affinage.parallel.mesh import make_mesh
+from affinage.model.layer import SEQUENCE, parameters_in
 
 PyTree = Any
-LogicalAxes = tuple[str | None, ...]
 Table = Mapping[str, tuple[str, ...]]
+Lines = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # of a table, which a recipe replaces
 
 # Logical axis -> mesh axes. This is the whole policy; a recipe that wants another replaces lines of it.
 TABLE: Table = {
@@ -45,29 +46,56 @@ TABLE: Table = {
 }
 STAGES = "pipeline"  # the mesh axis along which stand the stages of a pipeline
 REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless a table splits weights over it
-_OF_SEQUENCES = frozenset({"sequence", "residual", "keys", "width"})  # logical axes of activations alone
 
 
-def table_with(replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> Table:
+def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh with every axis of `AXES`, of size 1 where `sizes` does not name it; `devices` of all hosts.
+
+    At most one size may be "auto", which takes the devices that the others leave; without it one host may use only the
+    first of its devices. Raises a UserError where the sizes do not multiply to the number of devices.
+    """
+    full = axis_sizes(sizes, len(devices), jax.process_count())
+    shape = tuple(full[axis] for axis in AXES)
+    devices = devices[: math.prod(shape)]
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    # On a TPU the grid follows the wires of the torus; elsewhere it is the order of the devices.
+    options: dict[str, Any] = {"devices": list(devices), "allow_split_physical_axes": True}
+    if slices > 1:
+        across = across_slices(full, slices)
+        within = tuple(size // parts for size, parts in zip(shape, across, strict=True))
+        grid = mesh_utils.create_hybrid_device_mesh(within, across, **options)
+    else:
+        grid = mesh_utils.create_device_mesh(shape, **options)
+    return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
+    """Into how many parts each axis of `AXES` is cut so that every slice of TPUs has one, or a UserError."""
+    # What may go over the network, the first that divides: a sum of gradients, or one activation per stage.
+    for cut in ("data", "pipeline", "fsdp"):
+        if full[cut] % slices == 0:
+            return tuple(slices if axis == cut else 1 for axis in AXES)
+    fix = f"Make data (or pipeline, or fsdp) a multiple of {slices}; the network between slices is slow."
+    raise UserError(f"no axis of the mesh can be cut along the {slices} slices of TPUs", where="mesh", fix=fix)
+
+
+def table_with(replaced: Lines) -> Table:
     """The sharding table with the lines that a recipe replaces.
 
-    Raises:
-        UserError: where the rows or the positions of an activation would be split twice over one mesh axis.
+    Raises a UserError where one mesh axis would split both the rows and the positions of an activation.
     """
-    table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replacements.items()}}
-    if "expert_rows" not in replacements:
+    table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replaced.items()}}
+    if "expert_rows" not in replaced:
         table["expert_rows"] = tuple(axis for axis in table["batch"] if axis not in table["experts"])
     for other in ("sequence", "residual"):
         if shared := sorted(set(table["batch"]) & set(table[other])):
-            raise UserError(
-                f"both `batch` and `{other}` are split over {shared[0]}",
-                where="parallel.sharding",
-                fix="A mesh axis splits either the rows of a batch or the positions of its sequences.",
-            )
+            fix = "A mesh axis splits either the rows of a batch or the positions of its sequences."
+            what = f"both `batch` and `{other}` are split over {shared[0]}"
+            raise UserError(what, where="parallel.sharding", fix=fix)
     return table
 
 
-def partition_spec(axes: LogicalAxes, mesh: Mesh, table: Table = TABLE, without: Collection[str] = ()) -> PartitionSpec:
+def partition_spec(axes: Axes, mesh: Mesh, table: Table = TABLE, without: Collection[str] = ()) -> PartitionSpec:
     """The split of an array with the given logical axes; None in `axes` is never split.
 
     A mesh axis splits an array once: where two logical axes claim it, the one further left has it. Mesh axes of size 1
@@ -76,8 +104,6 @@ def partition_spec(axes: LogicalAxes, mesh: Mesh, table: Table = TABLE, without:
     taken: set[str] = set()
     parts: list[tuple[str, ...] | str | None] = []
     for axis in axes:
-        if axis is not None and axis not in table:
-            raise ValueError(f"logical axis {axis!r} is not in the sharding table: {', '.join(table)}")
         claimed = [name for name in table[axis] if mesh.shape[name] > 1 and name not in taken] if axis else []
         taken.update(claimed)
         names = [name for name in claimed if name not in without]
@@ -87,18 +113,12 @@ def partition_spec(axes: LogicalAxes, mesh: Mesh, table: Table = TABLE, without:
     return PartitionSpec(*parts)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MeshLayout(Layout):
-    """Arrays split over a mesh as the table says.
-
-    Without pins XLA may gather the rows instead of the weights, and hold every device's activations on each.
-    """
+    """Arrays split over a mesh as the table says; without pins XLA may gather the rows instead of the weights."""
 
     mesh: Mesh
     table: Table = field(default_factory=lambda: TABLE)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MeshLayout) and (self.mesh, dict(self.table)) == (other.mesh, dict(other.table))
 
     def __hash__(self) -> int:
         return hash((self.mesh, frozenset(self.table.items())))
@@ -110,10 +130,50 @@ class MeshLayout(Layout):
         outermost = self.table["batch"][:1] == (REPLICAS,)
         return self.mesh.shape[REPLICAS] if outermost and lines <= {"batch", "expert_rows"} else 1
 
-    @property
-    def of_a_replica(self) -> "MeshLayout":
-        """The layout within one of the copies, of which a `jax.vmap` computes all."""
-        return replace(self, table={line: _without(axes, REPLICAS) for line, axes in self.table.items()})
+    def without(self, removed: str) -> "MeshLayout":
+        """The layout along the other mesh axes, of what a `jax.vmap` computes side by side along this one."""
+        lines = {line: tuple(axis for axis in axes if axis != removed) for line, axes in self.table.items()}
+        return replace(self, table=lines)
+
+    @override
+    def constrain(self, x: Array, axes: Axes) -> Array:
+        if self.mesh.size == 1:
+            return x
+        sharding = NamedSharding(self.mesh, partition_spec(axes, self.mesh, self.table))
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    @override
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        return tuple(name for name in self.table[axis] if self.mesh.shape[name] > 1)
+
+    @override
+    def parts(self, *axes: str) -> int:
+        return math.prod(self.mesh.shape[name] for name in {name for axis in axes for name in self.table[axis]})
+
+    @override
+    def mapped(
+        self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
+    ) -> Callable[..., Any]:
+        every = set(self.mesh.axis_names)
+        apart = every if over is None else {STAGES, *(name for axis in over for name in self.mesh_axes(axis))}
+        if self.mesh.size == 1 or all(self.mesh.shape[name] == 1 for name in apart):
+            return function
+
+        def is_axes(node: Any) -> bool:
+            return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
+
+        def specs(tree: Any) -> Any:
+            spec = partial(partition_spec, mesh=self.mesh, table=self.table, without=every - apart)
+            return jax.tree.map(spec, tree, is_leaf=is_axes)
+
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=specs(tuple(inputs)),
+            out_specs=specs(outputs),
+            axis_names=apart,
+            check_vma=over is not None,  # a kernel's result does not say over which axes it varies
+        )
 
     # ---- stages of a pipeline ----
 
@@ -127,84 +187,19 @@ class MeshLayout(Layout):
         """Stages that the arrays of the program show: all; a plan's show one device's."""
         return self.stages
 
-    @property
-    def beside_stages(self) -> "MeshLayout":
-        """The layout of nodes that are no stages: the devices of the pipeline split their rows, too."""
-        return replace(self, table={**self.table, "batch": (*self.table["batch"], STAGES)})
-
-    @property
-    def of_a_stage(self) -> "MeshLayout":
-        """The layout within one stage, of which a `jax.vmap` computes all."""
-        return replace(self, table={**self.table, "batch": _without(self.table["batch"], STAGES)})
-
-    def gather_rows(self, x: Float[Array, "B ..."]) -> Array:
-        """See `Layout.gather_rows`."""
-        return self.of_a_stage._pin_first(x, "batch") if self.stages > 1 else x
-
-    def own_rows(self, x: Float[Array, "B ..."]) -> Array:
-        """See `Layout.own_rows`."""
-        return self._pin_first(x, "batch") if self.stages > 1 else x
-
-    def at_first_stage(self, x: Float[Array, "M b ..."]) -> Float[Array, "P M b ..."]:
-        """An array on the devices of the first stage, and zeros on the others'."""
-        return self.pin_stages(jnp.pad(x[None], ((0, self.own_stages - 1), *[(0, 0)] * x.ndim)))
-
-    def pin_stages(self, x: Float[Array, "P ..."]) -> Array:
-        """Pins the first axis to the stages."""
-        return self._pin_first(x, "stages") if self.own_stages > 1 else x
-
-    def _pin_first(self, x: Array, axis: str) -> Array:
-        """Pins the first axis alone; XLA splits the others."""
+    def pin_first(self, x: Float[Array, "N ..."], axis: str) -> Array:
+        """Pins the first axis of an array alone; XLA splits the others."""
         (first,) = partition_spec((axis,), self.mesh, self.table) or (None,)
         spec = PartitionSpec(first, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-    def constrain(self, x: Array, axes: LogicalAxes) -> Array:
-        """See `Layout.constrain`."""
-        if self.mesh.size == 1:
-            return x
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(self.mesh, partition_spec(axes, self.mesh, self.table))
-        )
+    def gather_rows(self, x: Float[Array, "B ..."]) -> Array:
+        """The rows that every stage of a pipeline needs, from those that a device has of nodes beside the stages."""
+        return self.without(STAGES).pin_first(x, "batch")
 
-    def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """See `Layout.mesh_axes`."""
-        return tuple(name for name in self.table[axis] if self.mesh.shape[name] > 1)
-
-    def parts(self, *axes: str) -> int:
-        """See `Layout.parts`; a mesh axis splits an array once, however many of its axes claim it."""
-        return math.prod(self.mesh.shape[name] for name in {name for axis in axes for name in self.table[axis]})
-
-    def mapped(
-        self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
-    ) -> Callable[..., Any]:
-        """See `Layout.mapped`."""
-        every = set(self.mesh.axis_names)
-        apart = every if over is None else {STAGES, *(name for axis in over for name in self.mesh_axes(axis))}
-        if self.mesh.size == 1 or all(self.mesh.shape[name] == 1 for name in apart):
-            return function
-
-        def specs(tree: Any) -> Any:
-            return jax.tree.map(
-                lambda axes: partition_spec(axes, self.mesh, self.table, every - apart), tree, is_leaf=_is_axes
-            )
-
-        return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=specs(tuple(inputs)),
-            out_specs=specs(outputs),
-            axis_names=apart,
-            check_vma=over is not None,  # a kernel's result does not say over which axes it varies
-        )
-
-
-def _without(axes: tuple[str, ...], removed: str) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if axis != removed)
-
-
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
+    def own_rows(self, x: Float[Array, "B ..."]) -> Array:
+        """The reverse of `gather_rows`."""
+        return self.pin_first(x, "batch")
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -225,14 +220,11 @@ def apply_config_on(layout: MeshLayout, attention: AttentionImplementation, sett
 def param_shardings(mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:
     """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
 
-    Raises:
-        UserError: where a size does not divide over its mesh axes.
+    Raises a UserError where a size does not divide over its mesh axes.
     """
 
-    def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
+    def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if len(axes) != len(shape.shape):
-            raise ValueError(f"parameter {name} of shape {shape.shape} has logical axes {axes}")
         spec = partition_spec(axes, mesh, table)
         for size, axis, part in zip(shape.shape, axes, spec, strict=False):
             over = (part,) if isinstance(part, str) else part or ()
@@ -243,35 +235,29 @@ def param_shardings(mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = T
 
 
 def serving_layout(
-    sizes: Mapping[str, int | str],
-    devices: Sequence[jax.Device],
-    axes: Any,
-    abstract: Any,
-    replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]] | None = None,
+    sizes: Mapping[str, int | str], devices: Sequence[jax.Device], axes: PyTree, abstract: PyTree, replaced: Lines
 ) -> tuple[MeshLayout, Any]:
     """How a model is used that was trained on a mesh of these sizes: the layout, and its parameters' shardings.
 
     Generation has neither stages nor long sequences to split: the devices of `pipeline` and `context` split the
-    weights as `fsdp` does, or, where a width does not divide, hold copies as `data`. `replacements` are the lines of
-    the sharding table that the recipe has replaced.
+    weights as `fsdp` does, or, where a width does not divide, hold copies as `data`. `replaced` are the recipe's lines
+    of the sharding table.
     """
-    table, shape = serving_table(replacements or {}), dict(make_mesh(sizes, devices).shape)
+    table, shape = serving_table(replaced), dict(make_mesh(sizes, devices).shape)
     folded = shape[STAGES] * shape["context"]
-    shape |= {STAGES: 1, "context": 1}
-    mesh = make_mesh(shape | {"fsdp": shape["fsdp"] * folded}, devices)
+    layouts = [
+        MeshLayout(make_mesh(shape | {STAGES: 1, "context": 1, axis: shape[axis] * folded}, devices), table)
+        for axis in ("fsdp", "data")
+    ]
     try:
-        return MeshLayout(mesh, table), param_shardings(mesh, axes, abstract, table)
+        return layouts[0], param_shardings(layouts[0].mesh, axes, abstract, table)
     except UserError:
-        mesh = make_mesh(shape | {"data": shape["data"] * folded}, devices)
-        return MeshLayout(mesh, table), param_shardings(mesh, axes, abstract, table)
+        return layouts[1], param_shardings(layouts[1].mesh, axes, abstract, table)
 
 
-def serving_table(replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> Table:
+def serving_table(replaced: Lines) -> Table:
     """The sharding table of a recipe for generation, in which sequences are whole."""
-    return table_with({**replacements, "sequence": (), "residual": ()})
-
-
-# ---- what does not fit ----
+    return table_with({**replaced, "sequence": (), "residual": ()})
 
 
 def multiples(size: int, pieces: int) -> str:
@@ -280,26 +266,19 @@ def multiples(size: int, pieces: int) -> str:
     return " or ".join(str(n) for n in (below, below + pieces) if n)
 
 
-def require_divisible(
-    what: str, size: int, axes: Sequence[str], mesh: Mesh, *, where: str, times: int = 1, fix: str = ""
-) -> None:
-    """Refuse a size that `times` the devices along mesh `axes` do not divide.
-
-    Raises:
-        UserError: naming the nearest sizes that work, and `fix`.
-    """
+def require_divisible(what: str, size: int, axes: Sequence[str], mesh: Mesh, *, where: str, times: int = 1) -> None:
+    """Refuse a size that `times` the devices along mesh `axes` do not divide, by a UserError with the nearest sizes."""
     pieces = math.prod(mesh.shape[axis] for axis in axes)
     if size % (pieces * times):
         split = f"{' x '.join(axes)} = {pieces}" + (f" times {times} micro-batches" if times > 1 else "")
-        nearest = f"The nearest that work: {multiples(size, pieces * times)}. {fix}"
-        raise UserError(f"{what} does not divide over {split}", where=where, fix=nearest.strip())
+        nearest = f"The nearest that work: {multiples(size, pieces * times)}."
+        raise UserError(f"{what} does not divide over {split}", where=where, fix=nearest)
 
 
 def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = TABLE) -> None:
     """Refuse a batch of which micro-batches cannot be split evenly over the mesh; raises UserError."""
     axes = [axis for axis in table["batch"] if mesh.shape[axis] > 1]
-    fix = "With few rows, fsdp can split the sequence: see docs/parallel.md." if "fsdp" in axes else ""
-    require_divisible(f"batch {rows}", rows, axes, mesh, where="batch_size", times=micro_batches, fix=fix)
+    require_divisible(f"batch {rows}", rows, axes, mesh, where="batch_size", times=micro_batches)
 
 
 def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> None:
@@ -309,21 +288,14 @@ def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> Non
 
 
 def check_axes_used(graph: Graph, sizes: Mapping[str, int], table: Table) -> None:
-    """Refuse a mesh with an axis along which nothing of the model is split, so that all its devices do the same work.
+    """Refuse, by a UserError, a mesh with an axis along which nothing of the model is split.
 
-    The axis of a pipeline is left to `Pipeline.check`.
-
-    Raises:
-        UserError: naming the axis.
+    All its devices would do the same work. The axis of a pipeline is left to `Pipeline.check`.
     """
-    leaves = jax.tree.leaves(logical_axes(graph), is_leaf=lambda leaf: isinstance(leaf, tuple))
-    used = {"batch", *(name for axes in leaves for name in axes if name is not None)}
+    used = {"batch", *(name for parameter in parameters_in(graph.parameters) for name in parameter.axes if name)}
     if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
-        used |= _OF_SEQUENCES
+        used |= {"sequence", "residual", "keys", "width"}  # of activations alone
     for axis, size in sizes.items():
         if size > 1 and axis != STAGES and not any(axis in table[line] for line in used):
-            raise UserError(
-                f"nothing of this model is split along {axis} = {size}: those {size} devices would do the same work",
-                where="mesh",
-                fix="Give them to data or fsdp.",
-            )
+            what = f"nothing of this model is split along {axis} = {size}: those {size} devices would do the same work"
+            raise UserError(what, where="mesh", fix="Give them to data or fsdp.")

@@ -1,27 +1,36 @@
-"""How one train step becomes one compiled program for all devices of a mesh."""
+"""How one train step becomes one compiled program for all devices of a mesh: split by XLA, or as a pipeline."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
 
 import jax
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+from typing_extensions import override
 
+from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
-from affinage.model.apply_config import ApplyConfig
-from affinage.model.graph import Graph
-from affinage.parallel.sharding import replicated
+from affinage.hardware.mesh import flags_for
+from affinage.model.apply_config import NAMED, ApplyConfig
+from affinage.model.forward import apply_layers
+from affinage.model.graph import Graph, Node
+from affinage.model.layer import LayerContext, Result
+from affinage.parallel.sharding import STAGES, MeshLayout, multiples, replicated
 
 PyTree = Any
 Function = Callable[..., Any]
+_RESIDUAL = ("batch", "residual", "width")
 
 
 @dataclass(frozen=True)
 class Strategy:
     """One program on all devices, split by XLA's partitioner from the shardings of its arguments.
 
-    Which of data parallelism, FSDP, tensor, expert and context parallelism this is, is in the mesh and the sharding
-    table alone. `compiler_options` are XLA's, by name. A test or a plug-in may bring a strategy of its own.
+    Data, fully sharded, tensor, expert and context parallelism are in the mesh and the sharding table alone. A plug-in
+    may bring a strategy of its own. `compiler_options` are XLA's, by name.
     """
 
     compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)
@@ -34,17 +43,18 @@ class Strategy:
         return config
 
     def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
-        """Compile the pure `(state, batch) -> (state, metrics)`; the new state takes the memory of the old one.
+        """Compile `(state, batch) -> (state, metrics)` for trees of `jax.ShapeDtypeStruct` with shardings.
 
-        `state` and `batch` are trees of `jax.ShapeDtypeStruct` with shardings. The new state comes out sharded like the
-        old one, the metrics are whole on every device.
+        The new state takes the memory of the old one and is sharded like it; the metrics are whole on every device.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        return self._compile(jax.jit(step, donate_argnums=0, out_shardings=(shardings, _whole(state))), state, batch)
+        whole = replicated(jax.tree.leaves(shardings)[0].mesh)
+        return self._compile(jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)), state, batch)
 
     def compile_evaluation(self, step: Function, params: PyTree, batch: PyTree) -> Function:
         """Compile `(params, batch) -> sums`; the parameters stay, the sums are whole on every device."""
-        return self._compile(jax.jit(step, out_shardings=_whole(params)), params, batch)
+        whole = replicated(jax.tree.leaves(params)[0].sharding.mesh)
+        return self._compile(jax.jit(step, out_shardings=whole), params, batch)
 
     def _compile(self, jitted: Any, *arguments: PyTree) -> Function:
         options = {name: flag if isinstance(flag, bool) else str(flag) for name, flag in self.compiler_options.items()}
@@ -54,12 +64,160 @@ class Strategy:
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise
-            raise UserError(
-                f"XLA: {str(error).partition(chr(10))[0]}",
-                where="parallel.xla_flags",
-                fix="Names begin with xla_ and have no --.",
-            ) from error
+            what, fix = f"XLA: {str(error).partition(chr(10))[0]}", "Names begin with xla_ and have no --."
+            raise UserError(what, where="parallel.xla_flags", fix=fix) from error
 
 
-def _whole(arguments: PyTree) -> NamedSharding:
-    return replicated(jax.tree.leaves(arguments)[0].sharding.mesh)
+def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
+    """A pipeline where the mesh has stages, else one program split by XLA."""
+    options = flags_for(mesh.devices.flat[0].platform, mesh.size, settings.xla_flags)
+    if mesh.shape[STAGES] > 1:
+        return Pipeline(options, settings.pipeline_micro_batches, settings.pipeline_rounds)
+    return Strategy(options)
+
+
+# ---- the pipeline: layers stand on different devices, micro-batches go through them one after the other ----
+
+
+@dataclass(frozen=True)
+class Pipeline(Strategy):
+    """The layers of a repeated node as P stages along the mesh axis `pipeline` (GPipe: Huang et al., 2019).
+
+    All stages are one `jax.vmap` over an axis that the mesh splits, and what a stage has computed goes to the next by a
+    roll along that axis. In each of rounds x M + P - 1 ticks every stage works on another micro-batch; the share of
+    ticks without work is (P - 1) / (rounds x M + P - 1). Embedding and head are no stages: they split the rows over
+    the devices of the pipeline as well. Of several rounds, a device holds as many shorter stages (interleaved:
+    Narayanan et al., 2021), and weights, which lie in the order of the layers, are sent to their stages in every step.
+    """
+
+    micro_batches: int | None = None  # M, a multiple of P; None: the largest up to 4 P that divides the rows
+    rounds: int = 1  # how often a micro-batch goes through the stages
+
+    @override
+    def adapt(self, config: ApplyConfig) -> ApplyConfig:
+        layout = cast(MeshLayout, config.layout)  # of nodes that are no stages: all devices split their rows
+        beside = replace(layout, table={**layout.table, "batch": (*layout.table["batch"], STAGES)})
+        return replace(config, layers=self._layers, layout=beside)
+
+    @override
+    def check(self, graph: Graph, rows: int, config: ApplyConfig) -> None:
+        layout = cast(MeshLayout, config.layout)
+        repeated, pieces = [node for node in graph.nodes if node.repeat is not None], layout.stages * self.rounds
+        if not repeated:
+            fix = "A pipeline's stages are the layers of a node with `repeat`. Use the other axes of the mesh."
+            what = f"the mesh has pipeline {layout.stages}, but no node of the model is repeated"
+            raise UserError(what, where="mesh", fix=fix)
+        for node in repeated:
+            if node.layers % pieces:
+                fix = f"`repeat: {multiples(node.layers, pieces)}` works with this mesh."
+                what = f"the {node.layers} layers of `{node.name}` do not divide into {layout.stages} stages"
+                what += f" of {self.rounds} rounds" if self.rounds > 1 else ""
+                raise UserError(what, where="mesh", fix=fix)
+        self.parts(rows, layout)
+
+    def parts(self, rows: int, layout: MeshLayout) -> int:
+        """Micro-batches that this many rows go through the pipeline in, or a UserError naming numbers that work."""
+        stages, pieces = layout.stages, layout.without(STAGES).parts("batch")
+        fitting = [number for number in range(stages, rows + 1, stages) if rows % (number * pieces) == 0]
+        wanted = self.micro_batches or max((number for number in fitting if number <= 4 * stages), default=stages)
+        if wanted in fitting:
+            return wanted
+        fix = f"Make the rows of a micro-batch of the training a multiple of {stages * pieces}."
+        if fitting:
+            fix = f"Set `pipeline_micro_batches` to {' or '.join(map(str, fitting))}."
+        what = f"{rows} rows, split {pieces} times, do not divide into {wanted} micro-batches of {stages} stages"
+        raise UserError(what, where="parallel.pipeline_micro_batches", fix=fix)
+
+    def _layers(self, node: Node, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
+        """The layers of `node`, as `apply_layers` applies them."""
+        beside = cast(MeshLayout, context.config.layout)
+        layout, own, rounds = beside.without(STAGES), beside.own_stages, self.rounds
+        x = beside.gather_rows(x)
+        parts, each = self.parts(len(x), beside), node.layers // (own * rounds)
+        rows = {name: _micro_batches(beside.gather_rows(array), parts) for name, array in context.batch.items()}
+
+        def pin(x: Array) -> Array:
+            return beside.pin_first(x, "stages") if own > 1 else x
+
+        # [stages, rounds, layers of a piece, ...]
+        weights = jax.tree.map(lambda w: pin(jnp.swapaxes(w.reshape(rounds, own, each, *w.shape[1:]), 0, 1)), params)
+
+        def stage(weights: PyTree, x: Array, piece: Array, number: Array) -> tuple[Array, Any, Any]:
+            """Stage `number` at its `piece` of work: micro-batch `piece` mod M of round `piece` div M."""
+            batch, x = {n: _at(array, piece % parts) for n, array in rows.items()}, layout.constrain(x, _RESIDUAL)
+            inner = replace(context, batch=batch, config=replace(context.config, layout=layout, layers=None))
+            inner = replace(inner, prepared=node.layer.prepare((x,), inner))
+            weights = jax.tree.map(lambda w: _at(w, piece // parts), weights)
+            first = (piece // parts * beside.stages + number) * each
+            result = apply_layers(replace(node, repeat=each), weights, x, inner, first)
+            return layout.constrain(result.value, _RESIDUAL), result.losses, result.metrics
+
+        if rounds > 1:
+            # Else JAX would keep the weights that are cut out for a round in every tick. Of one round they are the same
+            # in every tick, and kept once.
+            keep = partial(_with_block_inputs, context.config.remat or NAMED)
+            stage = jax.checkpoint(stage, prevent_cse=False, policy=keep)
+        run = partial(jax.vmap(stage, spmd_axis_name=STAGES if own > 1 else None), weights)
+        # Micro-batches wait on the devices of the first stage; the others have zeros.
+        x = _micro_batches(x, parts)
+        waiting = pin(jnp.pad(x[None], ((0, own - 1), *[(0, 0)] * x.ndim)))
+        value, losses, metrics = _schedule(run, waiting, beside.stages, rounds)
+        y = jnp.swapaxes(layout.constrain(value, (None, *_RESIDUAL)), 0, 1).reshape(-1, *x.shape[2:])
+        return Result(beside.own_rows(y), losses=losses, metrics=metrics)
+
+
+def _schedule(
+    run: Callable[..., Any], waiting: Float[Array, "P M b S D"], stages: int, rounds: int
+) -> tuple[Float[Array, "M b S D"], Any, Any]:
+    """All ticks: what the last stage makes of the micro-batches that wait at the first one, and sums of by-products.
+
+    In tick t stage i is at its piece of work t - i; before the first and after the last one it works on whatever is
+    there, and nothing reads that.
+    """
+    own, parts = waiting.shape[:2]
+    number = jnp.arange(own)
+    first = (number == 0).reshape(-1, 1, 1, 1)
+
+    def store(waiting: Array, made: Array, time: Array | int) -> Array:
+        """Put what went round to the first stage into the place of its micro-batch."""
+        place = (time - stages) % parts
+        arrived = jnp.where(time >= stages, made, _at(waiting, place, 1))
+        return jax.lax.dynamic_update_index_in_dim(waiting, arrived, place, 1)
+
+    def tick(carry: tuple[Array, Array], time: Array) -> tuple[tuple[Array, Array], Any]:
+        made, waiting = carry
+        made = jnp.roll(made, 1, axis=0)
+        waiting = store(waiting, made, time)
+        piece = jnp.clip(time - number, 0, rounds * parts - 1)
+        made, losses, metrics = run(jnp.where(first, _at(waiting, time % parts, 1), made), piece, number)
+        busy = piece == time - number
+        # A loss counts its tokens once, not in every layer.
+        counted = busy & (number == 0) & (piece < parts)
+        losses = {name: (_sum(busy, total), _sum(counted, count)) for name, (total, count) in losses.items()}
+        return (made, waiting), (losses, jax.tree.map(partial(_sum, busy), metrics))
+
+    ticks = rounds * parts + stages - 1
+    (made, waiting), sums = jax.lax.scan(tick, (jnp.zeros_like(waiting[:, 0]), waiting), jnp.arange(ticks))
+    losses, metrics = jax.tree.map(jnp.sum, sums)
+    return store(waiting, jnp.roll(made, 1, axis=0), ticks)[0], losses, metrics
+
+
+def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, **parameters: Any) -> Any:
+    """What `remat` keeps, and what every layer begins with: of two policies the outer one holds for what is inside."""
+    choice = remat(primitive, *inputs, **parameters)  # has a `dst` where it is offloaded to the host's memory
+    return True if parameters.get("name") == "block_input" and not hasattr(choice, "dst") else choice
+
+
+def _micro_batches(x: Array, parts: int) -> Array:
+    """[B, ...] as [M, B / M, ...]: micro-batch m has the rows m, m + M, ..., so that every device keeps its own."""
+    return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
+
+
+def _at(x: Array, index: Array | int, axis: int = 0) -> Array:
+    if x.shape[axis] == 1:
+        return jnp.squeeze(x, axis)
+    return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+
+
+def _sum(condition: Array, values: Array) -> Array:
+    return jnp.sum(jnp.where(condition, values, 0.0))

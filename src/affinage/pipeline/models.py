@@ -22,6 +22,7 @@ from affinage.results import read_json, read_json_lines
 MODEL = "model.json"  # beside the checkpoints of a training or an import: what is needed to load them
 TOKENIZER = "tokenizer"  # the same, of an import; the tokenizer of a training is a result of its own
 KEPT = "kept"  # a checkpoint in place of those of the training
+SAVED = ("checkpoints", "frozen", KEPT)  # the folders of a training that Orbax writes
 BEGUN_WITH = "begun_with"  # in model.json: where Hugging Face's libraries find the import that a training began with
 RELEASE = "release"  # in model.json: what the import says of its license and sampling, see `release_in`
 HUB_CONFIG = "config.json"  # of a Hugging Face folder

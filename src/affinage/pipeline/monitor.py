@@ -151,7 +151,7 @@ def monitor_of(
     world = inputs.get("synthesize") or (made_from(inputs["tokenize"], "synthesize") if "tokenize" in inputs else None)
 
     def keep(step: int, state: TrainState) -> None:
-        store = CheckpointStore(context.folder / KEPT, keep_last=1)
+        store = CheckpointStore(f"{context.saves_to}/{KEPT}", keep_last=1)
         store.save(step, {"params": state.params}, {"step": step})
         store.wait()
 
@@ -194,7 +194,6 @@ def monitor_of(
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
                 batch_size=rows_that_fit(model, beside=beside),
-                samples=0,
                 answered=lambda task, line: lines.setdefault(task, []).append(line),
                 progress=raise_if_stopped,
             )

@@ -108,7 +108,7 @@ def _open(
     known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
-    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
+    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
     return LoadedModel(
         graph=graph,
         params=params(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
-from affinage.checkpoint.remote import RemoteError, RemoteFolder, download_newest, forget, is_inside
-from affinage.checkpoint.store import CHECKPOINTS
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, download, download_newest, forget, is_inside
 from affinage.errors import UserError, first_line
+from affinage.pipeline.models import SAVED
 from affinage.pipeline.step import print_line
 from affinage.pipeline.store import Request, Store, hash_on_disk, read_manifest
 from affinage.results import MANIFEST, Manifest
@@ -94,10 +94,13 @@ class RemoteResults:
         If the training is `forced`, what is there is removed instead. Raises UserError if the server does not answer.
         """
         folder = self._store.path(request)
+        url = f"{self.url}/{folder.name}"
         if forced:
-            forget(f"{self.url}/{folder.name}")
+            forget(url)
+        elif url.startswith("gs://"):  # where Orbax reads the checkpoints
+            download(url, folder, SAVED, others=True)
         else:
-            download_newest(f"{self.url}/{folder.name}", folder, lambda line: print_line(f"{request.step}: {line}"))
+            download_newest(url, folder, lambda line: print_line(f"{request.step}: {line}"))
 
     def put(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
@@ -107,8 +110,8 @@ class RemoteResults:
             there.remove([MANIFEST])
             sizes = there.sizes()
             for name, facts in manifest.files.items():
-                # A training has copied its checkpoints itself.
-                if not (name.startswith(f"{CHECKPOINTS}/") and sizes.get(name) == facts.bytes):
+                # A training has copied its checkpoints itself, or read them there.
+                if not (name.partition("/")[0] in SAVED and sizes.get(name) == facts.bytes):
                     there.put(folder / name, name)
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
         except (RemoteError, OSError) as error:

@@ -8,7 +8,7 @@ import platform
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -156,14 +156,19 @@ class PipelineRunner:
             raise UserError(what, where=str(self.loaded.path), fix=fix)
         steps = {step.name: step for step in self._all}
         while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
-            folder, until = self.store.find(work["step"], work["key"]), time.monotonic() + _SHOWN_WITHIN
-            while not (folder / REQUEST).is_file():
-                if time.monotonic() > until:
-                    what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
-                    fix = "Give all processes a --runs on one disk that all of them see; see docs/clusters.md."
-                    raise UserError(what, where=str(folder.absolute()), fix=fix)
+            requests = {name: Request(**fields) for name, fields in work["requests"].items()}
+            request, until = requests[work["step"]], time.monotonic() + _SHOWN_WITHIN
+            folder = self.store.path(request)
+            context = StepContext(self.loaded, folder, self._inputs(request.inputs), self.folder)
+            while not (folder / REQUEST).is_file() and time.monotonic() < until:
                 time.sleep(_POLL)
-            context = StepContext(self.loaded, folder, self._inputs(work["inputs"]), self.folder)
+            if not (folder / REQUEST).is_file() and self._remote is not None and context.saves_to != folder:
+                self._remote.bring(request.inputs, requests, self._making)  # a disk of its own
+                self.store.begin(request, resume=True)
+            if not all((path / REQUEST).is_file() for path in (folder, *context.inputs.values())):
+                what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
+                fix = "Give all processes a --runs on a disk that they share, or a gs:// remote; see docs/clusters.md."
+                raise UserError(what, where=str(folder.absolute()), fix=fix)
             with Processes.current.all_at_work(), self._errors_with_lines():
                 steps[work["step"]].fn(context)
 
@@ -211,7 +216,7 @@ class PipelineRunner:
                             small = bool(planned.step.artifact)
                             remote.bring(planned.step.inputs, requests, self._making, small=small)
                             self._note(steps)
-                        self._make(planned, listener)
+                        self._make(planned, requests, listener)
                         ran.append(planned)
                 self._link(planned)
                 if missing and remote is not None:
@@ -220,7 +225,7 @@ class PipelineRunner:
                 print_line(f"NOT all results were copied to {remote.url}: {remote.failure}; run it again to try")
         return ran
 
-    def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
+    def _make(self, planned: PlannedStep, requests: Mapping[str, Request], listener: ProgressListener) -> None:
         step, request, store = planned.step, planned.request, self.store
         folder = store.begin(request, resume=step.resumable)
         listener.on_begin(planned)
@@ -240,7 +245,7 @@ class PipelineRunner:
             if self._remote is not None and step.has_progress:
                 self._remote.resume(request, forced=planned.forced)
             if step.distributed:
-                work = {"step": request.step, "key": request.key, "inputs": request.inputs}
+                work = {"step": step.name, "requests": {name: asdict(each) for name, each in requests.items()}}
                 Processes.current.broadcast(_NEXT, work)
                 together.enter_context(Processes.current.all_at_work())
             summary = step.fn(context)

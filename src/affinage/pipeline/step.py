@@ -39,6 +39,17 @@ class StepContext:
         """The name of the step."""
         return self.folder.name.rpartition("-")[0]
 
+    @property
+    def remote(self) -> str | None:
+        """The URL that a training is copied to; None if nowhere."""
+        remote = self.recipe.runtime.remote
+        return None if remote is None else f"{remote.rstrip('/')}/{self.folder.name}"
+
+    @property
+    def saves_to(self) -> Path | str:
+        """Where Orbax writes the checkpoints of a training: its folder, or a `gs://` URL, which all processes see."""
+        return self.remote if self.remote is not None and self.remote.startswith("gs://") else self.folder
+
 
 @dataclass(frozen=True)
 class Step:

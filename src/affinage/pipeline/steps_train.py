@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from affinage.checkpoint.remote import Uploader
+from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
@@ -23,7 +24,7 @@ from affinage.model.graph import ANSWERS, preference_graph
 from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder
-from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS
+from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, SAVED
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
@@ -90,6 +91,8 @@ def train(context: StepContext) -> Summary:
                 facts[BEGUN_WITH] = imported["from"]
         write_json(context.folder / MODEL, facts)
     summary = run_training(job)
+    if context.saves_to != context.folder and Processes.current.first:
+        download(str(context.remote), context.folder, SAVED)
     if name == "pretrain":
         return summary | {"epochs": feed.epochs(settings.steps)}
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
@@ -138,9 +141,10 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
         print_line(f"{name}: {choice}")
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    if runtime.remote is not None:
-        url, keep = f"{runtime.remote.rstrip('/')}/{context.folder.name}", runtime.checkpoint
-        fields["uploader"] = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    rules: dict[str, Any] = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
+    if context.remote is not None:
+        fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
+        fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
     # The weights of the training before, or those that the recipe begins with; None for random ones.
     trainings = _BEFORE["dpo" if name == "ref-logprobs" else name]
     before = next((inputs[each] for each in trainings if each in inputs), None)

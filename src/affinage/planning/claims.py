@@ -122,8 +122,8 @@ def _of_data(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     of_step = rows * facts.context
     wrong = [point for point in claims.checkpoints if not _close(point.tokens / of_step, point.step, _ROUGHLY)]
     if wrong:
-        reached, steps = wrong[0].tokens, " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
-        what = f"{_count(reached)} tokens are said to be reached at {steps}"
+        reached, points = wrong[0].tokens, " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
+        what = f"{_count(reached)} tokens are said to be reached at {points}"
         each = f"{rows:,} × {facts.context:,} tokens a step reach them at step {reached / of_step:,.0f}"
         yield Contradiction("checkpoints", f"{what}; {each}")
     sft = claims.sft

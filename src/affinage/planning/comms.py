@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice
 from affinage.model.graph import Node
+from affinage.model.layer import parameters_in
 from affinage.model.layers.embedding import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
-from affinage.model.parameter import parameters_in
-from affinage.parallel.mesh import AXES
 from affinage.parallel.sharding import REPLICAS, STAGES
 from affinage.planning.per_device import PerDevice
 from affinage.training.state import split_params

@@ -250,20 +250,14 @@ def _whole(layers: float) -> int:
 
 
 def _next(attempts: list[Attempt], per_layer: float, room: float) -> int | None:
-    """Layers to try next: by the peaks that the compiler reported, else in halves; None if the largest is known."""
+    """Layers to try next: by the peak that the compiler reported, else in halves; None if the largest is known."""
     low = max((attempt.layers for attempt in attempts if attempt.report.fits), default=0)
     high = min((attempt.layers for attempt in attempts if not attempt.report.fits), default=0)
     if high and high - low <= _STEP:
         return None
-    known = [(attempt.layers, attempt.report.peak_bytes) for attempt in attempts if attempt.report.peak_bytes]
-    layers = (low + high) / 2 if high else low + _STEP
-    if attempts[-1].report.peak_bytes:
-        newest, peak = known[-1]
-        if len(known) > 1:
-            per_layer = max(0.0, (peak - known[-2][1]) / (newest - known[-2][0])) or per_layer
-        predicted = newest + (room - peak) / per_layer
-        layers = predicted if low <= predicted and not (high and predicted > high) else layers
-    return min(max(_whole(layers), low + _STEP), high - _STEP if high else _whole(layers) + low + _STEP)
+    newest, peak = attempts[-1].layers, attempts[-1].report.peak_bytes
+    layers = max(_whole(newest + (room - peak) / per_layer if peak else (low + high) / 2), low + _STEP)
+    return min(layers, high - _STEP) if high else layers
 
 
 if __name__ == "__main__":  # with the file for the answer, and JSON of recipe, overrides and slice

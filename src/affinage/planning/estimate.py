@@ -80,7 +80,7 @@ def step_memory(device: PerDevice) -> Memory:
 class NodeTime:
     """Seconds of a step that one node takes."""
 
-    name: str  # of the node
+    name: str
     compute: float  # of operations that multiply for longer than they move bytes
     memory: float  # of the others
     hidden: float  # of collectives, and copies to and from the host, beside the products

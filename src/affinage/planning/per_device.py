@@ -18,19 +18,18 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import Chip
+from affinage.hardware.mesh import AXES, axis_sizes
 from affinage.hardware.slices import Slice
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
-from affinage.model.layers.attention_ops import only_planned
-from affinage.model.layers.splash import queries_are_split
-from affinage.model.parameter import Axes, parameters_in
+from affinage.model.layer import Axes, parameters_in
+from affinage.model.layers.kernels import queries_are_split
 from affinage.parallel import Pipeline, sharding
-from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.sharding import STAGES, TABLE, MeshLayout, apply_config_on, partition_spec, table_with
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
-from affinage.training.layerwise import as_it_is_done, check_update
+from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import ParamSplit, TrainState, abstract_state, split_params
 from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
@@ -43,13 +42,13 @@ class PerDevice:
     """A model and its batch, divided over a mesh of devices that need not exist."""
 
     graph: Graph  # the whole model
-    settings: TrainSettings  # of the training
+    settings: TrainSettings
     sizes: Mapping[str, int]  # devices along each mesh axis
     rows: int  # sequences of the global batch
     seq_len: int  # tokens of a row
     parallel: ParallelSettings  # how the work is split beside the mesh
     chip: Chip  # of every device
-    platform: str  # cpu, gpu or tpu
+    platform: str
 
     @property
     def micro_batches(self) -> int:
@@ -216,7 +215,8 @@ def per_device(
         )
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
-    done = as_it_is_done(settings, requested)
+    layerwise = {"remat": LAYERWISE_REMAT} if settings.optimizer_in_backward else {}
+    done = requested.model_copy(update=layerwise)
     rows = rows_per_step(settings, devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
     sharding.check_axes_used(graph, sizes, device.layout.table)
@@ -267,6 +267,7 @@ def _trace(
         attention=settings.attention,
         layout=layout,
         ring_attention=parallel.context_attention == "ring",
+        planned=True,
     )
     config = with_remat(config, parallel.remat)
     if stages > 1:
@@ -281,8 +282,7 @@ def _trace(
 
     weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
     axes = [(name, size) for name, size in (("neighbor", neighbors), ("stage", stages)) if size > 1]
-    with only_planned():
-        traced = jax.make_jaxpr(of_weights, axis_env=axes)(weights, rest, batch)
+    traced = jax.make_jaxpr(of_weights, axis_env=axes)(weights, rest, batch)
     return traced.jaxpr, len(jax.tree.leaves(weights))
 
 

@@ -15,10 +15,10 @@ from affinage.config.recipe import Recipe
 from affinage.config.training import DpoSettings, TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.devices import measured_bandwidth, measured_flops
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
-from affinage.parallel.mesh import AXES
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.estimate import Choice, Memory, StepTime, choose_remat, step_memory, step_time
 from affinage.planning.per_device import PerDevice, per_device
@@ -37,13 +37,13 @@ _SMALL_BATCH = 0.25  # share of a step that does not grow with the batch
 class Plan:
     """A training on a slice, estimated."""
 
-    recipe: Recipe  # the training is its first
-    section: Training  # of the recipe: pretrain, sft or dpo
-    where: Slice  # the slice
-    device: PerDevice  # the step of one device
+    recipe: Recipe
+    section: Training  # of the recipe, its first
+    where: Slice
+    device: PerDevice
     memory: Memory  # of one device
     time: StepTime  # of one step
-    facts: Facts  # what the settings come to
+    facts: Facts
     contradictions: tuple[Contradiction, ...]  # of the recipe's claims
     price: float | None  # US dollars per chip and hour, None if it is not known
     price_source: str  # where it comes from

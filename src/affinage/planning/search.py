@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 from affinage.config.parallel import RematPreset
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
+from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
-from affinage.parallel.mesh import AXES
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
@@ -101,8 +101,12 @@ def search(
 
     def estimate(share: float, refused: list[Candidate], candidate: Candidate) -> tuple[Order, Plan] | None:
         nonlocal estimated
-        if any(_needs_more(candidate, other) for other in refused):
-            return None
+        for other in refused:  # if on the same mesh it keeps no less in any respect than what did not fit
+            keeps = candidate.micro_batches <= other.micro_batches
+            keeps &= REMATS.index(candidate.remat) <= REMATS.index(other.remat)
+            # Only the gradients of several micro-batches are summed in arrays of their own.
+            if candidate.mesh == other.mesh and keeps and (candidate.micro_batches > 1 or other.micro_batches == 1):
+                return None
         plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
         progress(f"{estimated} of {len(queue):,} ways estimated in full")
         if plan.memory.total > share * plan.capacity:
@@ -146,14 +150,7 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     for mesh, parts in itertools.product(_meshes(graph, where.devices), micro_batches):
         settled = Candidate(mesh, parts, "none").put_into(recipe)
         try:
-            device = per_device(
-                graph,
-                training_settings(settled)[1],
-                dict(zip(AXES, mesh, strict=True)),
-                seq_len,
-                where,
-                settled.parallel,
-            )
+            device = per_device(graph, training_settings(settled)[1], settled.mesh, seq_len, where, settled.parallel)
             if device.bytes_of(device.state) > (where.chip.memory_per_device or 0):
                 continue
         except UserError:
@@ -183,17 +180,6 @@ def order(candidate: Candidate, seconds: float) -> Order:
         sum(size > 1 for size in candidate.mesh),
         tuple(reversed(candidate.mesh)),
         candidate.micro_batches,
-    )
-
-
-def _needs_more(candidate: Candidate, refused: Candidate) -> bool:
-    """Whether on the same mesh `candidate` keeps no less in any respect than what did not fit."""
-    return (
-        candidate.mesh == refused.mesh
-        and candidate.micro_batches <= refused.micro_batches
-        # Only the gradients of several micro-batches are summed in arrays of their own.
-        and (candidate.micro_batches > 1 or refused.micro_batches == 1)
-        and REMATS.index(candidate.remat) <= REMATS.index(refused.remat)
     )
 
 

@@ -25,7 +25,7 @@ from affinage.results import (
 
 if TYPE_CHECKING:
     from affinage.model import Graph
-    from affinage.model.analysis import Analysis
+    from affinage.model.analysis import NodeCost
 
 
 class Regression(Result):
@@ -74,7 +74,7 @@ class Training:
     points: list[EvalPoint]  # benchmarks during the training
     monitored: bool  # whether regressions of the benchmarks can end it
     predicted: dict[str, float]
-    analysis: "Analysis | None"  # of the model
+    analysis: "list[NodeCost] | None"  # of the model
     context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)

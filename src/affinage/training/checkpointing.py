@@ -39,7 +39,7 @@ class Checkpointer:
             self._job.folder / CHECKPOINTS,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
-            uploader=self._uploader,
+            saved=self._uploader.saved if self._uploader is not None else lambda: None,
         )
         self.resumed_at: list[int] = []  # the steps at which the starts of this run began, except the first
         self._saved_at = time.monotonic()
@@ -64,11 +64,11 @@ class Checkpointer:
             newest = self._store.restore_newest(abstract.named(), self._accept, at_most)
             if newest is not None:
                 step, trees, meta = newest
-                state = TrainState(**trees, frozen=kept_frozen(job.folder, abstract.frozen))
+                state = TrainState(**trees, frozen=kept_frozen(self._store.folder.parent, abstract.frozen))
             else:
                 step, state, meta = self._extended(job.extends) if job.extends else (0, self._trainer.begin(), {})
                 if state.frozen is not None:
-                    frozen = CheckpointStore(job.folder / FROZEN)
+                    frozen = CheckpointStore(self._store.folder.parent / FROZEN)
                     frozen.save(0, {"params": state.frozen}, {})
                     frozen.wait()
                 checksums(state.named())  # compiled now: the first save may come within a grace period
@@ -89,7 +89,7 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether the state after a step is to be saved; the same in all processes. Raises OSError if a save failed."""
-        self._store.check_save()
+        self._store.wait(0)
         settings = self._settings
         if step % settings.every_steps == 0 or step == self._job.settings.steps:
             return True

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from affinage.config.parallel import ParallelSettings, RematPreset
+from affinage.config.parallel import RematPreset
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes
@@ -51,7 +51,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
         def first_input(rest: PyTree) -> Array:
             (before,) = node.inputs
             value: Array = apply(graph, rest, batch, replace(with_key, until=before)).values[before]
-            return config.constrain(value, ("batch", "residual", "width"))
+            return config.layout.constrain(value, ("batch", "residual", "width"))
 
         def loss_after(rest: PyTree, last: Array) -> tuple[Float[Array, ""], Any]:
             outputs = apply(graph, rest, batch, replace(with_key, layers=lambda *_: Result(last)))
@@ -92,7 +92,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
             weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
-            grads = jax.tree.map(lambda axes, g: config.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
+            grads = jax.tree.map(lambda axes, g: config.layout.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
             new, new_state, facts = update({name: weights}, _at(states, index), {name: grads}, number + 1)
             return _put(params, new[name], index), _put(states, new_state, index), grad, total + facts
 
@@ -149,11 +149,6 @@ def check_update(split: ParamSplit, settings: TrainSettings, *, in_stages: bool)
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         what, fix = f"layers cannot be updated one by one: {reason}", "Leave out `optimizer_in_backward: true`."
         raise UserError(what, where="optimizer_in_backward", fix=fix)
-
-
-def as_it_is_done(settings: TrainSettings, parallel: ParallelSettings) -> ParallelSettings:
-    """What a training does of `parallel`: layers that are updated one by one are computed again in any case."""
-    return parallel.model_copy(update={"remat": LAYERWISE_REMAT}) if settings.optimizer_in_backward else parallel
 
 
 def _repeated(graph: Graph) -> Node:

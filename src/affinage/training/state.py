@@ -1,7 +1,7 @@
 """What a training knows between two steps, which of its parameters it changes, and how it begins."""
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import TrainSettings, TuningSettings
-from affinage.model import Adapters, ApplyConfig, Declared, Graph, Node, abstract_params, logical_axes
+from affinage.model import Adapters, Declared, Graph, Node, abstract_params, logical_axes
 from affinage.model.analysis import analyze
-from affinage.model.layer import BATCH, SEQUENCE
-from affinage.model.parameter import parameters_in
+from affinage.model.layer import BATCH, SEQUENCE, parameters_in
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
 from affinage.training.optimizer import map_like_params
@@ -109,13 +108,9 @@ class ParamSplit:
         """The weights of the model that the trained parameters make, as any other model has them."""
         return params if self.adapters is None else self.adapters.merged(frozen, params)
 
-    def apply_config(self, config: ApplyConfig) -> ApplyConfig:
-        """With the adapters' dropout."""
-        return config if self.adapters is None else replace(config, adapter_dropout=self.adapters.settings.dropout)
-
     def step_flops(self, rows: int, context: int) -> int:
         """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
-        total = analyze(self.graph, rows, context).training_flops
+        total = sum(cost.training_flops for cost in analyze(self.graph, rows, context))
         return total + sum(self.adapted_flops(node, rows, context) for node in self.graph.nodes)
 
     def adapted_flops(self, node: Node, rows: int, context: int) -> int:

@@ -40,10 +40,10 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
     the state spike_score and spike (0 or 1), and what the graph itself reports. The key of `config` is set here; `seed`
     is for dropout, augmentation and rounding.
     """
-    graph, config, parts = split.graph, split.apply_config(config), settings.gradient_accumulation_steps
+    graph, parts = split.graph, settings.gradient_accumulation_steps
     replicas = replicas_of(graph, config) if parts > 1 else 1
     if replicas > 1:
-        config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).of_a_replica)
+        config = dataclasses.replace(config, layout=cast(MeshLayout, config.layout).without(REPLICAS))
 
     update = make_update(make_optimizer(settings.optimizer, decayed(split.trainable)), settings, seed=seed)
 

@@ -11,7 +11,7 @@ import affinage
 from affinage.cluster.processes import Processes
 from affinage.hardware.devices import peak_bytes
 from affinage.model.analysis import parameters
-from affinage.model.parameter import parameters_in
+from affinage.model.layer import parameters_in
 from affinage.secrets import masked
 from affinage.training.metrics import METRICS, GoodputTimer, read_lines
 from affinage.training.trainer import Trainer
@@ -38,7 +38,7 @@ def write_summary(
         "parameters": {
             "total": count.total,
             "embedding": count.embedding,
-            "non_embedding": count.non_embedding,
+            "non_embedding": count.total - count.embedding,
             "trained": sum(parameter.size for parameter in parameters_in(trainer.split.trainable.parameters)),
         },
         "flops_per_step": trainer.flops_per_step,

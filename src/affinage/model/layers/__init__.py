@@ -1,7 +1,5 @@
 """The layers that come with the package; importing this registers them."""
 
 from affinage.model.layers import block as block
-from affinage.model.layers import dropout as dropout
 from affinage.model.layers import embedding as embedding
 from affinage.model.layers import losses as losses
-from affinage.model.layers import norm as norm

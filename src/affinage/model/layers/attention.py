@@ -1,213 +1,236 @@
-"""Multi-head self-attention with grouped queries, rotary positions, packed documents and a KV cache."""
+"""Causal attention within documents: one function over four implementations, and the choice between them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, cast
+import logging
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, get_args
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
-from pydantic import Field, model_validator
+from jaxtyping import Array, Bool, Float
 
-from affinage.config.settings import Settings
-from affinage.model.layer import Cost, LayerContext, ShapeMismatch
-from affinage.model.layers.attention_ops import Workload, attention, choose, of_whole_rows
-from affinage.model.layers.dense import dense, dense_flops, dense_parameters, dense_together
-from affinage.model.layers.dropout import drop
-from affinage.model.layers.embedding import positions_of
-from affinage.model.layers.norm import NormSettings
-from affinage.model.layers.rotary import RopeSettings, Tables, rotate
-from affinage.model.parameter import PyTree
+from affinage.config.training import AttentionImplementation
+from affinage.errors import UserError
+from affinage.model.apply_config import HOPPER, ApplyConfig, Axes, Layout
+from affinage.model.layers.dense import product32
+from affinage.model.layers.kernels import (
+    LANES,
+    Keys,
+    Queries,
+    Segments,
+    cudnn_attention,
+    queries_are_split,
+    splash_attention,
+    splash_on_parts,
+)
 
+IMPLEMENTATIONS: tuple[str, ...] = get_args(AttentionImplementation)
+MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
+_KERNELS = {"tpu": "splash", "gpu": "cudnn"}
+_SMALLEST_BLOCK, _MOST_BLOCKS = 64, 4  # queries at once on a CPU; each block is compiled by itself
 
-@dataclass(frozen=True)
-class Prepared:
-    """What `AttentionSettings.prepare` computes once for all layers."""
+Dropout = Callable[[Array], Array] | None  # of the probabilities
+Softmax = tuple[Array, Array, Array]  # largest score so far, sum of exponentials, weighted values; float32
+Held = tuple[Array, Array, Array]  # keys [B, K, S, D], values, and the segments [B, S] of their tokens
 
-    impl: str  # the implementation, see `affinage.model.layers.attention_ops`
-    positions: Int[Array, "B S"]
-    segment_ids: Int[Array, "B S"] | None
-    mask: Bool[Array, "b S T"] | None  # of plain products
-    rotary: Tables | None
-
-
-class AttentionSettings(Settings):
-    """The attention half of a block."""
-
-    heads: int = Field(ge=1)
-    """Of queries."""
-    kv_heads: int | None = Field(default=None, ge=1)
-    """Keys and values shared by groups of heads; default: as many."""
-    head_dim: int | None = Field(default=None, ge=1)
-    """Default: width / heads."""
-    rope: RopeSettings | None = None
-    """Rotary positions; null: none."""
-    bias: bool | Literal["qkv"] = False
-    """On all four projections, or (Qwen 2) on the first three."""
-    qk_norm: bool = False
-    """RMS norm of every query and key head before the rotation (Qwen 3)."""
-    window: int | None = Field(default=None, ge=1)
-    """A token sees itself and this many less one before it; null: all."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Of the attention probabilities."""
-
-    @model_validator(mode="after")
-    def _groups(self) -> "AttentionSettings":
-        if self.heads % self.groups_of:
-            raise ValueError(f"{self.heads} heads do not divide into {self.groups_of} kv_heads")
-        return self
-
-    @property
-    def groups_of(self) -> int:
-        """Number of key and value heads."""
-        return self.kv_heads or self.heads
-
-    def head_width(self, width: int) -> int:
-        """Elements of one head; an even number where there are rotary positions."""
-        if self.head_dim is None and width % self.heads:
-            raise ShapeMismatch(f"width {width} does not divide into {self.heads} heads; give head_dim")
-        head = self.head_dim or width // self.heads
-        if self.rope and head % 2:
-            raise ShapeMismatch(f"rotary positions need an even head_dim, got {head}")
-        return head
-
-    def parameters(self, width: int, std: float, eps: float) -> PyTree:
-        """Kernels [D, H, Dh], [D, K, Dh] twice and [H, Dh, D]."""
-        head, heads = self.head_width(width), (self.heads, self.head_width(width))
-
-        def inward(number: int, axis: str) -> PyTree:
-            return dense_parameters((width,), (number, head), ("embed", axis, "head_dim"), bias=bias, std=std)
-
-        bias, of_out = bool(self.bias), ("heads", "head_dim", "embed")
-        tree: PyTree = {
-            "query": inward(self.heads, "heads"),
-            "key": inward(self.groups_of, "kv_heads"),
-            "value": inward(self.groups_of, "kv_heads"),
-            "out": dense_parameters(heads, (width,), of_out, bias=self.bias is True, std=std, residual=True),
-        }
-        if self.qk_norm:
-            norm = NormSettings(kind="rms", eps=eps).parameters(head, axis="head_dim")
-            tree |= {"query_norm": norm, "key_norm": norm}
-        return tree
-
-    def cache(self, width: int, batch: int, length: int) -> dict[str, tuple[int, ...]]:
-        """Keys (after the rotation) and values of every position."""
-        shape = (batch, self.groups_of, length, self.head_width(width))
-        return {"key": shape, "value": shape}
-
-    def prepare(self, x: Float[Array, "B S D"], context: LayerContext) -> "Prepared":
-        """What all layers have in common: the implementation, positions, segments, the mask and the rotary tables."""
-        config, head = context.config, self.head_width(x.shape[2])
-        positions = positions_of(context, x.shape[0], x.shape[1])
-        workload = Workload(
-            config.platform,
-            x.dtype,
-            head,
-            config.layout.whole(x.shape[1], "sequence"),
-            capability=config.capability,
-            cached=context.cache is not None,
-            prefixes="prefix_segment_ids" in context.batch,
-            dropout=self.dropout if context.key is not None else 0.0,
-        )
-        impl = choose("ring" if config.rings else config.attention, workload)
-        return Prepared(
-            impl=impl,
-            positions=positions,
-            segment_ids=context.batch.get("segment_ids"),
-            mask=self._mask(context, positions) if impl == "xla" else None,
-            rotary=self.rope.tables(positions, head, stored=config.platform == "cpu") if self.rope else None,
-        )
-
-    def _mask(self, context: LayerContext, positions: Int[Array, "B S"]) -> Bool[Array, "B S T"]:
-        """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
-        if context.cache is not None:
-            return self._in_reach(positions, jnp.arange(_of(context.cache)["key"].shape[3])[None])
-        layout, length = context.config.layout, positions.shape[1]
-        of_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
-        segments, prefixes = context.batch.get("segment_ids"), context.batch.get("prefix_segment_ids")
-        if segments is not None and prefixes is not None:  # positions say what comes before a token
-            seen = of_all(segments)[:, None, :]
-            alike = (segments[:, :, None] == seen) | (prefixes[:, :, None] == seen)
-            return alike & self._in_reach(positions, of_all(positions))
-        mask = self._in_reach(jnp.arange(length)[None], jnp.arange(layout.whole(length, "sequence"))[None])
-        return mask if segments is None else mask & (segments[:, :, None] == of_all(segments)[:, None, :])
-
-    def _in_reach(self, query: Int[Array, "b S"], key: Int[Array, "b T"]) -> Bool[Array, "b S T"]:
-        behind = query[:, :, None] - key[:, None, :]
-        return behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
-
-    def apply(
-        self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext, eps: float
-    ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
-        """The attended values, and the advanced cache where there is one."""
-        prepared: Prepared = context.prepared
-        config, cache = context.config, None
-        named = zip(self._heads(params, x, context, eps), ("query", "key", "value"), strict=True)
-        query, key, value = (checkpoint_name(heads, name) for heads, name in named)
-        if context.cache is not None:
-            cache = _write(_of(context.cache), *of_whole_rows(key, value, config.layout), context)
-            key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
-        dropped = self.dropout > 0 and context.key is not None
-        out = attention(
-            query,
-            key,
-            value,
-            prepared.segment_ids,
-            impl=prepared.impl,
-            layout=config.layout,
-            window=self.window,
-            dropout=partial(drop, rate=self.dropout, context=context, site=1) if dropped else None,
-            mask=prepared.mask,
-            on_cpu=config.platform == "cpu" and cache is None,
-            capability=config.capability,
-        )
-        return dense(params["out"], checkpoint_name(out, "attended"), context, contracted=2), cache
-
-    def _heads(self, params: PyTree, x: Array, context: LayerContext, eps: float) -> tuple[Array, Array, Array]:
-        """Query [B, S, H, Dh], key and value [B, S, K, Dh], positions already in them."""
-        query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
-        if self.qk_norm:
-            norm = NormSettings(kind="rms", eps=eps)
-            query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
-        if (tables := context.prepared.rotary) is not None:
-            query, key = rotate(query, tables), rotate(key, tables)
-        constrain, of_key = context.config.constrain, ("batch", "sequence", "kv_heads", "head_dim")
-        query = constrain(query, ("batch", "sequence", "heads", "head_dim"))
-        return query, constrain(key, of_key), constrain(value, of_key)
-
-    def cost(self, width: int, batch: int, length: int) -> Cost:
-        """Four projections, and two products over pairs of tokens."""
-        head, tokens = self.head_width(width), batch * length
-        projections = 2 * dense_flops(width, self.heads * head, tokens)
-        projections += 2 * dense_flops(width, self.groups_of * head, tokens)
-        per_pair = 2 * 2 * self.heads * head
-        return Cost(projections, per_pair * batch * length * length, per_pair * batch * self.pairs(length))
-
-    def pairs(self, length: int, first: int = 0) -> int:
-        """Keys that the queries of a row of `length` tokens see, from its token `first` on, all together."""
-
-        def of(tokens: int) -> int:
-            reach = min(tokens, self.window or tokens)
-            return reach * (reach + 1) // 2 + (tokens - reach) * reach
-
-        return of(length) - of(first)
+logger = logging.getLogger(__name__)
 
 
-def _of(cache: Any) -> Mapping[str, Array]:
-    """The cache of the layer at hand."""
-    assert not isinstance(cache, tuple)
-    return cast(Mapping[str, Array], cache)
+def choose(
+    config: ApplyConfig, dtype: Any, head_dim: int, length: int, *, dropout: float = 0.0, only_xla: bool = False
+) -> str:
+    """The requested implementation or, for `auto`, the platform's kernel where it can do the work on long enough rows.
+
+    `length`: tokens in a row; `only_xla`: keys come from a cache, or documents share a prefix. Raises a UserError if
+    the requested one cannot honor the workload: nothing is ever left out silently.
+    """
+    rings = config.ring_attention and config.layout.parts("sequence") > 1
+    requested, platform, capability = "ring" if rings else config.attention, config.platform, config.capability
+    if requested not in (*IMPLEMENTATIONS, "ring"):
+        fix = f"There are {', '.join(IMPLEMENTATIONS)}."
+        raise UserError(f"attention implementation {requested!r} is not known", fix=fix)
+    kernel = _KERNELS.get(platform, "xla") if requested == "auto" else requested
+    if only_xla or kernel == "xla" or (requested == "auto" and length < LANES):
+        return "xla"
+    dtype, widest = jnp.dtype(dtype), 256 if (capability or (0, 0)) >= HOPPER else 128
+    obstacles = {f"dropout of {dropout:g} of the probabilities": dropout > 0}
+    if kernel == "splash":
+        obstacles[f"a {platform}: it is a kernel for TPUs"] = platform != "tpu"
+        obstacles[f"{dtype}"] = dtype not in (jnp.float32, jnp.bfloat16)
+    elif kernel == "cudnn":
+        obstacles[f"a {platform} without cuDNN"] = platform != "gpu" or capability is None
+        obstacles[f"{dtype}"] = dtype not in (jnp.float16, jnp.bfloat16)
+        obstacles[f"heads of {head_dim} (multiples of 8 up to {widest})"] = head_dim % 8 > 0 or head_dim > widest
+        obstacles[f"rows of {length} tokens (an odd number)"] = length % 2 > 0
+    missing = ", ".join(what for what, is_missing in obstacles.items() if is_missing)
+    if requested == "auto":
+        if not config.planned:
+            _log_choice(kernel, missing)
+        return "xla" if missing else kernel
+    if missing:
+        fix = "`attention: auto` takes one that can, or xla."
+        if requested == "ring":
+            fix = "Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`."
+        raise UserError(f"attention by {requested} cannot honor {missing}", where="attention", fix=fix)
+    return kernel
 
 
-def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
-    """Puts new keys and values [B, S, K, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
-    positions = context.prepared.positions
-    slots = jnp.where(positions < 0, cache["key"].shape[3], positions)
-    rows = jnp.arange(len(positions))[:, None]
+@lru_cache(maxsize=64)  # logs a choice once a process
+def _log_choice(kernel: str, missing: str) -> None:
+    if missing:
+        slow = "attention: plain products over all pairs of tokens, which cost time and memory"
+        logger.warning("%s, as %s cannot honor %s", slow, kernel, missing)
+    else:
+        logger.info("attention: %s", kernel)
 
-    def write(stored: Array, new: Array) -> Array:
-        # One scatter: a vmap over rows makes XLA copy the whole cache for every layer and token.
-        return stored.at[context.layer, rows, :, slots].set(new.astype(stored.dtype), mode="drop")
 
-    return {"key": write(cache["key"], key), "value": write(cache["value"], value)}
+def attention(
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segment_ids: Segments,
+    impl: str,
+    config: ApplyConfig,
+    *,
+    window: int | None = None,
+    dropout: Dropout = None,
+    mask: Bool[Array, "b S T"] | None = None,
+    in_blocks: bool = False,
+) -> Queries:
+    """Values weighted by the softmax of scaled scores, causal and within segments; float32 inside.
+
+    `impl` is as `choose` returns it. With a `window` a token sees itself and this many less one before it. `dropout` of
+    the probabilities, the `mask` of what a query sees (causality included) and blocks of queries are for `xla` only.
+    """
+    layout = config.layout
+    if impl == "ring":
+        return ring_attention(query, key, value, segment_ids, layout, window=window)
+    if impl == "splash" and queries_are_split(layout.whole(query.shape[1], "sequence"), layout.parts("sequence")):
+        return splash_on_parts(query, key, value, segment_ids, layout, window=window)
+    key, value = of_whole_rows(key, value, layout)
+    if impl == "xla":
+        assert mask is not None
+        # Slices of a split sequence, and sums of heads whose queries are split again elsewhere, would have to be sent.
+        in_blocks = in_blocks and layout.parts("sequence", "heads") == 1
+        return xla_attention(query, key, value, mask, dropout=dropout, in_blocks=in_blocks)
+    kernel: Callable[..., Array] = partial(splash_attention, window=window)
+    if impl == "cudnn":
+        kernel = partial(cudnn_attention, window=window, by_offsets=(config.capability or (0, 0)) >= HOPPER)
+    # Each device runs the kernel on its rows and heads, over whole rows.
+    of_part, of_query = (("batch", length, "heads", "head_dim") for length in ("sequence", None))
+    of_key = ("batch", None, "kv_heads", "head_dim")
+    arrays = [layout.resplit(query, of_part, of_query), key, value]
+    axes: list[Axes] = [of_query, of_key, of_key]
+    if segment_ids is not None:
+        arrays.append(layout.resplit(segment_ids, ("batch", "sequence"), ("batch", "keys")))
+        axes.append(("batch", None))
+    out = layout.mapped(lambda q, k, v, s=None: kernel(q, k, v, s), axes, of_query)(*arrays)
+    return layout.resplit(out, of_query, of_part)
+
+
+def of_whole_rows(key: Array, value: Array, layout: Layout) -> tuple[Array, Array]:
+    """Keys and values [B, S, K, D], where sequences are split gathered to those of whole rows."""
+    of_parts, of_rows = ("batch", "sequence", "kv_heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
+    return layout.resplit(key, of_parts, of_rows), layout.resplit(value, of_parts, of_rows)
+
+
+def xla_attention(
+    query: Queries, key: Keys, value: Keys, mask: Bool[Array, "b S T"], dropout: Dropout = None, in_blocks: bool = False
+) -> Queries:
+    """Plain products over the pairs where `mask` is True; `in_blocks` of queries spares CPUs up to half of the work."""
+    batch, length, heads, width = query.shape
+    query = query.reshape(batch, length, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
+    key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+    size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS)) if in_blocks and dropout is None else length
+    parts = []
+    for start in range(0, length, size):
+        queries, keys = slice(start, start + size), slice(0, start + size if size < length else None)
+        scores = product32("bkgsd,bktd->bkgst", query[:, :, :, queries], key[:, :, keys]) * width**-0.5
+        scores = jnp.where(mask[:, None, None, queries, keys], scores, MASKED)
+        weights = _softmax(scores, value.dtype)
+        weights = weights if dropout is None else dropout(weights)
+        parts.append(jnp.einsum("bkgst,bktd->bkgsd", weights, value[:, :, keys]))
+    out = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _softmax(scores: Float[Array, "*N T"], dtype: Any) -> Float[Array, "*N T"]:
+    """The probabilities, computed in float32; the backward pass has no more of them than these."""
+    return jax.nn.softmax(scores, axis=-1).astype(dtype)
+
+
+def _softmax_forward(scores: Array, dtype: Any) -> tuple[Array, Array]:
+    weights = checkpoint_name(_softmax(scores, dtype), "attention_weights")
+    return weights, weights
+
+
+def _softmax_backward(dtype: Any, weights: Array, gradient: Array) -> tuple[Array]:
+    products = weights.astype(jnp.float32) * gradient.astype(jnp.float32)
+    return (products - weights.astype(jnp.float32) * jnp.sum(products, axis=-1, keepdims=True),)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+# ---- the ring: keys and values of a sequence that is split over devices go round ----
+
+
+def ring_attention(
+    query: Queries, key: Keys, value: Keys, segment_ids: Segments, layout: Layout, *, window: int | None
+) -> Queries:
+    """Causal attention within documents of rows that are split over devices (Liu, Zaharia and Abbeel, 2023).
+
+    Each device's queries meet every other device's keys in one step each, by an online softmax; steps that a window
+    puts out of reach are left out. The backward pass sends the keys round again: a device keeps what is its own.
+    """
+    parts, axes = layout.parts("sequence"), layout.mesh_axes("sequence")
+    length = layout.whole(query.shape[1], "sequence") // parts
+    steps = parts if window is None else min(parts, 1 + math.ceil((window - 1) / length))
+    to_next = [(index, (index + 1) % parts) for index in range(parts)]
+    position = jnp.arange(length)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def meet(softmax: Softmax, held: Held, query: Array, segments: Array, distance: Array) -> Softmax:
+        """The softmax with the keys that came `distance` steps."""
+        largest, total, weighted = softmax
+        key, value, key_segments = held
+        scores = product32("bkgsd,bktd->bkgst", query, key) * query.shape[-1] ** -0.5
+        # Parts that the queries lie behind the keys; negative: before them.
+        apart = jnp.where(jax.lax.axis_index(axes) >= distance, distance, distance - parts)
+        behind = position[:, None] - position[None, :] + apart * length
+        visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        visible = visible[None] & (segments[:, :, None] == key_segments[:, None, :])
+        scores = jnp.where(visible[:, None, None], scores, MASKED)
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        exponentials, shrink = jnp.exp(scores - new), jnp.exp(largest - new)
+        values = product32("bkgst,bktd->bkgsd", exponentials.astype(value.dtype), value)
+        return new, total * shrink + jnp.sum(exponentials, axis=-1, keepdims=True), weighted * shrink + values
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    def local(query: Array, key: Array, value: Array, segments: Array) -> Array:
+        rows, _, heads, width = query.shape
+        query = query.reshape(rows, length, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
+        held = (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), segments)
+
+        def turn(carry: tuple[Softmax, Held], distance: Array) -> tuple[tuple[Softmax, Held], None]:
+            softmax, held = carry
+            following = jax.tree.map(lambda part: jax.lax.ppermute(part, axes, to_next), held)  # does not wait
+            return (meet(softmax, held, query, segments, distance), following), None
+
+        nothing = jnp.zeros_like(query, jnp.float32)
+        # Its own keys first: from there on every query has seen one.
+        begun = ((nothing[..., :1] + MASKED, nothing[..., :1], nothing), held)
+        (softmax, held), _ = jax.lax.scan(turn, begun, jnp.arange(steps - 1))
+        _, total, weighted = meet(softmax, held, query, segments, jnp.int32(steps - 1))
+        out = (weighted / total).astype(value.dtype)
+        return out.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
+
+    if segment_ids is None:
+        segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
+    of_queries, of_keys = (("batch", "sequence", heads, "head_dim") for heads in ("heads", "kv_heads"))
+    split = layout.mapped(local, (of_queries, of_keys, of_keys, ("batch", "sequence")), of_queries)
+    attended: Array = split(query, key, value, segment_ids)
+    return attended

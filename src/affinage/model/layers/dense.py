@@ -1,21 +1,20 @@
-"""Linear maps, with kernels cast to the compute dtype at use, and the feed-forward layer."""
+"""What blocks are made of beside attention: linear maps, the feed-forward layer, normalizations and dropout."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 from pydantic import Field
 
 from affinage.config.settings import Settings
-from affinage.model.layer import LayerContext
-from affinage.model.layers.dropout import drop
-from affinage.model.lora import LORA_A, LORA_B, LORA_SITE
-from affinage.model.parameter import Axes, ParamSpec, PyTree
+from affinage.model.layer import Axes, Layer, LayerContext, ParamSpec, PyTree, Shape, register_layer
+from affinage.model.lora import LORA_A, LORA_B
 from affinage.registry import Registry, one_of
 
 Elementwise = Callable[[Array], Array]
@@ -35,26 +34,20 @@ def dense_parameters(
 def dense(
     params: PyTree, x: Float[Array, "..."], context: LayerContext, contracted: int = 1, *, name: str = ""
 ) -> Float[Array, "..."]:
-    """x [..., *inputs] times kernel [*inputs, *outputs], plus the bias; `contracted` is the number of input axes.
+    """x [..., *inputs] times kernel [*inputs, *outputs], plus an adapter's product and the bias.
 
-    An adapter's product is added, see `affinage.model.lora`. The sum without the bias has the `name` for policies of
-    `jax.checkpoint`.
+    `contracted` is the number of input axes; the sum without the bias has the `name` for policies of `jax.checkpoint`.
     """
     y = _product(x, params["kernel"], context, contracted)
     if LORA_A in params:
-        rate = context.config.adapter_dropout
-        dropped = drop(x, rate, context, params[LORA_SITE]) if rate else x
-        y = y + _product(_product(dropped, params[LORA_A], context, contracted), params[LORA_B], context, 1)
+        y = y + _product(_product(x, params[LORA_A], context, contracted), params[LORA_B], context, 1)
     return _with_bias(checkpoint_name(y, name) if name else y, params)
 
 
 def dense_together(
     several: Sequence[PyTree], x: Float[Array, "..."], context: LayerContext, names: Sequence[str] = ()
 ) -> list[Float[Array, "..."]]:
-    """`dense` of the last axis of one x by several kernels; on GPUs one product, where the outputs are whole here.
-
-    One product reads x once, and its gradient needs no sum. For policies of `jax.checkpoint` it has the first name.
-    """
+    """`dense` of the last axis of one x by several kernels; on GPUs one product, which has the first name."""
     names = names or [""] * len(several)
     adapted = any(LORA_A in params for params in several)
     if context.config.platform != "gpu" or adapted or context.config.layout.parts("heads", "kv_heads", "ffn") > 1:
@@ -96,9 +89,33 @@ def _with_bias(y: Float[Array, "..."], params: PyTree) -> Float[Array, "..."]:
     return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product32(equation: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
+    """An einsum of two arrays with a float32 result; every index stands in two of the three terms.
+
+    Its gradient is rounded to the operands' dtype: JAX would multiply in float32, at an eighth of the speed.
+    """
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+
+
+def _product32_backward(equation: str, operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    left, right = operands
+    terms, result = equation.split("->")
+    of_left, of_right = terms.split(",")
+    d_left = jnp.einsum(f"{result},{of_right}->{of_left}", gradient.astype(right.dtype), right)
+    d_right = jnp.einsum(f"{result},{of_left}->{of_right}", gradient.astype(left.dtype), left)
+    return d_left.astype(left.dtype), d_right.astype(right.dtype)
+
+
+product32.defvjp(lambda equation, left, right: (product32(equation, left, right), (left, right)), _product32_backward)
+
+
 def dense_flops(inputs: int, outputs: int, tokens: int) -> int:
     """2 * m * n * k of the product."""
     return 2 * tokens * inputs * outputs
+
+
+# ---- the feed-forward layer ----
 
 
 def _gelu(x: Array) -> Array:
@@ -143,8 +160,115 @@ class FfnSettings(Settings):
         names = ("up", "gate") if self.kind in GATED else ("up",)
         products = dense_together([params[n] for n in names], x, context, [f"ffn_{n}" for n in names])
         hidden = activate(self.kind, products[0], products[1] if len(products) > 1 else None)
-        return dense(params["down"], context.config.constrain(hidden, ("batch", "sequence", "ffn")), context)
+        hidden = context.config.layout.constrain(hidden, ("batch", "sequence", "ffn"))
+        return dense(params["down"], hidden, context)
 
     def flops(self, width: int, rows: int, length: int) -> int:
         """Of the two or three products."""
         return dense_flops(width, self.width, rows * length) * (3 if self.kind in GATED else 2)
+
+
+# ---- normalizations, computed in float32 ----
+
+Normalization = Callable[[PyTree, Array, float], Array]  # of the last axis, with a scale, maybe an offset, and eps
+
+
+def _normalize(params: PyTree, x: Float[Array, "*N D"], eps: float, *, center: bool) -> Float[Array, "*N D"]:
+    """Root mean square (Zhang and Sennrich, 2019) or, centered, layer normalization (Ba, Kiros and Hinton, 2016)."""
+
+    def along_last(vector: Float[Array, "D"]) -> Array:
+        return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
+
+    x32 = x.astype(jnp.float32)
+    if center:
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    y = y * along_last(params["scale"])
+    return (y + along_last(params["bias"]) if center else y).astype(x.dtype)
+
+
+NORMS: Registry[Normalization] = Registry(
+    "norm", {"rms": partial(_normalize, center=False), "layer": partial(_normalize, center=True)}
+)
+
+
+def norm(name: str) -> Callable[[Normalization], Normalization]:
+    """Registers a function as the norm's `kind: name`."""
+    return NORMS.register(name)
+
+
+class NormSettings(Settings):
+    """Which normalization stands inside a block."""
+
+    kind: Annotated[str, one_of(NORMS)] = "rms"
+    """Rms, layer, or one of a plug-in."""
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to the mean square or variance."""
+
+    def parameters(self, width: int, axis: str | None = "embed") -> PyTree:
+        """Scale [width], and for a layer norm also an offset."""
+        tree: PyTree = {"scale": ParamSpec((width,), (axis,), init="ones", decay=False)}
+        if self.kind == "layer":
+            tree["bias"] = ParamSpec((width,), (axis,), init="zeros", decay=False)
+        return tree
+
+    def apply(self, params: PyTree, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+        """Normalizes the last axis."""
+        return NORMS[self.kind](params, x, self.eps)
+
+
+@register_layer("rms_norm", joins=True)
+class RmsNorm(Layer):
+    """Root mean square normalization over the last axis."""
+
+    norm_kind: ClassVar[str] = "rms"
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to the mean square or variance."""
+
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        return Shape((*inputs[0].dims[:-1], inputs[0].width))
+
+    def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
+        return NormSettings(kind=self.norm_kind).parameters(inputs[0].width)
+
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+        return NORMS[self.norm_kind](params, inputs[0], self.eps)
+
+
+@register_layer("layer_norm", joins=True)
+class LayerNorm(RmsNorm):
+    """Layer normalization over the last axis, with an offset."""
+
+    norm_kind = "layer"
+
+
+def drop(x: Float[Array, "B ..."], rate: float, context: LayerContext, site: int) -> Float[Array, "B ..."]:
+    """Zeroes elements with probability `rate` and scales the rest by 1 / (1 - rate).
+
+    The mask is of the step's key, the layer, the `site` within it and the global row, however a batch is split.
+    """
+    if rate == 0.0 or context.key is None:
+        return x
+    key = jax.random.fold_in(context.key, site)
+    rows = context.batch.get("rows", jnp.arange(x.shape[0]))
+
+    def kept(row: Array) -> Array:
+        row_key: PRNGKeyArray = jax.random.fold_in(key, row)
+        return jax.random.bernoulli(row_key, 1.0 - rate, x.shape[1:])
+
+    mask = checkpoint_name(jax.vmap(kept)(rows), "dropout_mask")
+    return jnp.where(mask, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+@register_layer("dropout", joins=True)
+class Dropout(Layer):
+    """Dropout as a node of its own, e.g. after GPT-2's embeddings."""
+
+    rate: float = Field(ge=0, lt=1)
+    """Probability of zeroing an element."""
+
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        return inputs[0]
+
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+        return drop(inputs[0], self.rate, context, site=0)

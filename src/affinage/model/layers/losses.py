@@ -8,12 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from pydantic import Field
-from typing_extensions import override
 
 from affinage.model.apply_config import ApplyConfig, Layout
-from affinage.model.layer import BATCH, TOKENS, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
-from affinage.model.parameter import PyTree
-from affinage.model.products import Logits, multiply_out, without_padding
+from affinage.model.layer import (
+    BATCH,
+    TOKENS,
+    Layer,
+    LayerContext,
+    Loss,
+    PyTree,
+    Result,
+    Shape,
+    ShapeMismatch,
+    register_layer,
+)
+from affinage.model.layers.embedding import multiply_out, without_padding
 
 WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 on a device ...
 CHUNK_TOKENS = 8192  # ... and beyond it for this many tokens of a device at a time
@@ -32,36 +41,27 @@ class Sums(NamedTuple):
 def cross_entropy(
     logits: Float[Array, "*N V"], targets: Int[Array, "*N"], weights: Float[Array, "*N"], on_cpu: bool = False
 ) -> Sums:
-    """Sums over all tokens, each times its weight, of float32 logits.
-
-    The gradient is written by hand, because autodiff keeps three arrays of the size of the logits where two do.
-    """
+    """Sums over tokens times their weights, of float32 logits; autodiff would keep three arrays of their size."""
     return _forward(logits, targets, weights, on_cpu)[0]
 
 
 def _forward(logits: Array, targets: Array, weights: Array, on_cpu: bool) -> tuple[Sums, tuple[Array, ...]]:
-    largest, log_z = _read_twice(logits) if on_cpu else _read_once(logits)
+    if on_cpu:
+        largest = jnp.max(logits, axis=-1)
+        total = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
+    else:  # in one reduction, which XLA:CPU does not vectorize
+        start = (jnp.float32(-1e38), jnp.float32(0.0))
+        largest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), start, _joined_sums, (logits.ndim - 1,))
+    log_z = largest + jnp.log(total)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     sums = Sums(jnp.sum((log_z - chosen) * weights), jnp.sum((chosen >= largest) * weights))
     return sums, (logits, targets, weights, log_z)
 
 
-def _read_twice(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
-    """The largest logit and the log of the softmax's denominator."""
-    largest = jnp.max(logits, axis=-1)
-    return largest, largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
-
-
-def _read_once(logits: Float[Array, "*N V"]) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
-    """The same in one reduction (Milakov and Gimelshein, 2018), which XLA:CPU does not vectorize."""
-
-    def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-        largest = jnp.maximum(left[0], right[0])
-        return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
-
-    start = (jnp.float32(-1e38), jnp.float32(0.0))
-    largest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), start, join, (logits.ndim - 1,))
-    return largest, largest + jnp.log(total)
+def _joined_sums(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The largest and the sum of exponentials, relative to it, of two parts (Milakov and Gimelshein, 2018)."""
+    largest = jnp.maximum(left[0], right[0])
+    return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
 
 
 def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
@@ -76,9 +76,7 @@ def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[A
 cross_entropy.defvjp(_forward, _backward)
 
 
-class _Parts(NamedTuple):
-    """How logits are computed in parts; hashable, so that it can be static."""
-
+class _Parts(NamedTuple):  # hashable, so that it can be static
     chunk: int  # positions of all rows at once
     layout: Layout
     vocabulary: int | None  # logits from this one on are padding; None: there is no padding
@@ -95,16 +93,10 @@ def chunked_cross_entropy(
 ) -> Sums:
     """The same from hidden vectors, `chunk` positions at a time: [B, S, V] is never stored.
 
-    Differentiated, it computes the gradients together with the sums, so no product is done twice: they are linear in
-    the one number that comes back.
+    It computes the gradients together with the sums, so no product is done twice: they are linear in the one number
+    that comes back. Of a program without a gradient XLA leaves them out.
     """
-
-    def one(total: Sums, part: tuple[Array, ...]) -> tuple[Sums, None]:
-        h, t, w = part
-        sums = cross_entropy(multiply_out(h, kernel, parts.vocabulary), t, w, parts.on_cpu)
-        return jax.tree.map(jnp.add, total, sums), None
-
-    return jax.lax.scan(one, _no_sums(), chunks(parts.chunk, hidden, targets, weights))[0]
+    return _chunked_forward(hidden, kernel, targets, weights, parts)[0]
 
 
 def _chunked_forward(
@@ -125,8 +117,10 @@ def _chunked_forward(
         more = jnp.einsum("pbcv,pbcd->pvd", apart(d_logits), apart(h), preferred_element_type=jnp.float32)
         return (jax.tree.map(jnp.add, total, sums), d_kernel + more), d_hidden
 
-    start = layout.constrain(jnp.zeros((copies, *kernel.shape), jnp.float32), ("batch", "vocab", None))
-    (sums, d_kernel), d_hidden = jax.lax.scan(one, (_no_sums(), start), chunks(parts.chunk, hidden, targets, weights))
+    nothing = Sums(jnp.float32(0.0), jnp.float32(0.0))
+    start = nothing, layout.constrain(jnp.zeros((copies, *kernel.shape), jnp.float32), ("batch", "vocab", None))
+    in_chunks = tuple(_split(x, parts.chunk) for x in (hidden, targets, weights))
+    (sums, d_kernel), d_hidden = jax.lax.scan(one, start, in_chunks)
     d_hidden = _joined(d_hidden, hidden.shape[1])
     return sums, (d_hidden, jnp.sum(d_kernel, axis=0).astype(kernel.dtype))
 
@@ -139,23 +133,14 @@ def _chunked_backward(parts: _Parts, saved: tuple[Array, Array], gradient: Sums)
 chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _no_sums() -> Sums:
-    return Sums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-
-
-def chunks(chunk: int, *arrays: Array) -> tuple[Array, ...]:
-    """[B, S, ...] as [S / chunk, B, chunk, ...]; the last chunk is filled with zeros."""
-
-    def split(x: Array) -> Array:
-        missing = -x.shape[1] % chunk
-        x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
-
-    return tuple(split(array) for array in arrays)
+def _split(x: Float[Array, "B S ..."], chunk: int) -> Float[Array, "C B c ..."]:
+    """Chunks of positions; the last one is filled with zeros."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)])
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
 
 def _joined(x: Float[Array, "C B c ..."], length: int) -> Float[Array, "B S ..."]:
-    """The reverse of `chunks`."""
+    """The reverse of `_split`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(len(x), -1, *x.shape[3:])[:, :length]
 
@@ -185,14 +170,14 @@ class _OfLogits(Layer):
     """Tokens of a device whose logits exist at once; 0: all; auto: all up to 1 GiB of logits, else 8192."""
 
     def _check(self, inputs: tuple[Shape, ...]) -> None:
-        logits, tokens = inputs
-        if tokens != TOKENS or len(logits.dims) != 3:
-            raise ShapeMismatch(f"expected logits [B, S, vocabulary] and token ids [B, S] int, got {logits}, {tokens}")
+        if inputs[1] != TOKENS or len(inputs[0].dims) != 3:
+            got = " and ".join(map(str, inputs))
+            raise ShapeMismatch(f"expected logits [B, S, vocabulary] and token ids [B, S] int, got {got}")
 
     def _targets(self, tokens: Array, context: LayerContext) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
         """Targets and weights of whole rows: where sequences are split, a target may lie on the next device."""
         targets, weights = next_tokens(tokens, context.batch)
-        pin = context.config.constrain
+        pin = context.config.layout.constrain
         return pin(targets, ("batch", None)), pin(weights, ("batch", None))
 
     def _chunk(self, targets: Array, vocabulary: int, layout: Layout) -> int:
@@ -212,141 +197,101 @@ class NextTokenLoss(_OfLogits):
 
     is_loss = True
 
-    @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         self._check(inputs)
         return Shape(())
 
-    @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
         logits, tokens = inputs
         targets, weights = self._targets(tokens, context)
-        count = jnp.sum(weights)
-        sums = self._sums(logits, targets, weights, context.config)
+        config, count, on_cpu = context.config, jnp.sum(weights), context.config.platform == "cpu"
+        hidden, (kernel, vocabulary) = logits.hidden, padded(logits.kernel, config)
+        if chunk := self._chunk(targets, len(kernel), config.layout):
+            parts = _Parts(chunk, config.layout, vocabulary, on_cpu)
+            sums = chunked_cross_entropy(hidden, kernel, targets, weights, parts)
+        else:
+            if config.flattens:
+                hidden, targets, weights = (x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, weights))
+            sums = cross_entropy(multiply_out(hidden, kernel, vocabulary), targets, weights, on_cpu)
         plain, correct = jax.lax.stop_gradient(sums)
         metrics = {"cross_entropy": (plain, count), "accuracy": (correct, count)}
         return Result(Loss(sums.cross_entropy, count), metrics=metrics)
 
-    def _sums(self, logits: Any, targets: Array, weights: Array, config: ApplyConfig) -> Sums:
-        on_cpu = config.platform == "cpu"
-        if not isinstance(logits, Logits):
-            return cross_entropy(logits.astype(jnp.float32), targets, weights, on_cpu)
-        hidden, (kernel, vocabulary) = logits.hidden, padded(logits.kernel, config)
-        if chunk := self._chunk(targets, len(kernel), config.layout):
-            parts = _Parts(chunk, config.layout, vocabulary, on_cpu)
-            return chunked_cross_entropy(hidden, kernel, targets, weights, parts)
-        if config.flattens:
-            hidden, targets, weights = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)
-        return cross_entropy(multiply_out(hidden, kernel, vocabulary), targets, weights, on_cpu)
-
-
-# ---- preference pairs ----
-
 
 @register_layer("document_log_probabilities")
 class DocumentLogProbabilities(_OfLogits):
-    """For each of the first documents of a row, sums over its counted targets: log-probability, number, mean logit.
+    """For each of the first documents of a row the log-probability of its counted targets, summed, and their number.
 
-    [B, documents, 3] float32; documents that are not there have zeros. Targets count as in `next_token_loss`. The mean
-    is over the vocabulary and has no gradient.
+    [B, documents, 2] float32; documents that are not there have zeros. Targets count as in `next_token_loss`.
     """
 
     documents: int = Field(ge=1)
     """Of a row at most; a batch says by `segment_ids` where each lies."""
 
-    @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         self._check(inputs)
-        return Shape((BATCH, self.documents, 3))
+        return Shape((BATCH, self.documents, 2))
 
-    @override
-    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B N 3"]:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B N 2"]:
         logits, tokens = inputs
         targets, weights = self._targets(tokens, context)
-        chunk = self._chunk(targets, len(logits.kernel), context.config.layout)
-        log_probabilities, means = _of_targets(logits, targets, chunk, context.config)
+        kernel, vocabulary = padded(logits.kernel, context.config)
+
+        @jax.checkpoint  # the backward pass computes the logits again instead of keeping them
+        def log_probabilities(part: tuple[Array, Array]) -> Array:
+            hidden, target = part
+            values = multiply_out(hidden, kernel, vocabulary)
+            return jnp.take_along_axis(values, target[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(values, axis=-1)
+
+        if chunk := self._chunk(targets, len(logits.kernel), context.config.layout):
+            in_chunks = (_split(logits.hidden, chunk), _split(targets, chunk))
+            of_targets = _joined(jax.lax.map(log_probabilities, in_chunks), targets.shape[1])
+        else:
+            of_targets = log_probabilities((logits.hidden, targets))
         segments = context.batch.get("segment_ids")
         ids = jnp.zeros_like(tokens) if segments is None else segments - segments[:, :1]
         belongs = ids[..., None] == jnp.arange(self.documents, dtype=ids.dtype)[None, None]
-        summed = jnp.stack([log_probabilities * weights, weights, means * weights], axis=-1)
+        summed = jnp.stack([of_targets * weights, weights], axis=-1)
         return jnp.einsum("bsk,bsn->bnk", summed, belongs.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-
-
-def _of_targets(
-    logits: Logits, targets: Int[Array, "B S"], chunk: int, config: ApplyConfig
-) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
-    """The log-probability of every target, and the mean of the logits there (which has no gradient).
-
-    `chunk` positions have their logits at once (0: all); the backward pass makes them again instead of keeping them,
-    so that [B, S, V] is never stored. The mean is that of the kernel's rows times the hidden vector.
-    """
-    kernel, vocabulary = padded(logits.kernel, config)
-
-    @jax.checkpoint
-    def log_probabilities(part: tuple[Array, Array]) -> Array:
-        hidden, target = part
-        values = multiply_out(hidden, kernel, vocabulary)
-        return jnp.take_along_axis(values, target[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(values, axis=-1)
-
-    hidden, row = jax.lax.stop_gradient((logits.hidden, jnp.mean(logits.kernel.astype(jnp.float32), axis=0)))
-    means = jnp.dot(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
-    if not chunk:
-        return log_probabilities((logits.hidden, targets)), means
-    found = jax.lax.map(log_probabilities, chunks(chunk, logits.hidden, targets))
-    return _joined(found, targets.shape[1]), means
 
 
 @register_layer("preference_loss")
 class PreferenceLoss(Layer):
     """The loss of direct preference optimization, summed over pairs; document 2k of a row is chosen, 2k + 1 rejected.
 
-    With d = (log p(chosen) - log p(rejected)) - (the same of the reference), `sigmoid` is -log sigmoid(beta d)
-    (Rafailov et al., 2023, equation 7); `ipo` is (d - 1 / (2 beta))^2 with log-probabilities that are means over tokens
-    (Azar et al., 2023). The metrics are TRL's. The batch brings `reference_log_probabilities` [B, documents].
+    It is -log sigmoid(beta d) with d = (log p(chosen) - log p(rejected)) - (the same of the reference) (Rafailov et
+    al., 2023, equation 7). The metrics are TRL's. The batch brings `reference_log_probabilities` [B, documents].
     """
 
     takes = ("log_probabilities",)
     is_loss = True
-    form: Literal["sigmoid", "ipo"] = "sigmoid"
-    """DPO's own, or IPO's square."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to the reference; TRL's default."""
 
-    @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         dims = inputs[0].dims
-        if len(dims) != 3 or dims[2] != 3 or not isinstance(dims[1], int) or dims[1] % 2:
-            raise ShapeMismatch(f"expected log-probabilities [B, an even number of documents, 3], got {inputs[0]}")
+        if len(dims) != 3 or dims[2] != 2 or not isinstance(dims[1], int) or dims[1] % 2:
+            raise ShapeMismatch(f"expected log-probabilities [B, an even number of documents, 2], got {inputs[0]}")
         return Shape(())
 
-    @override
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
-        policy, counts, logits = (inputs[0][..., index] for index in range(3))
+        policy, counts = inputs[0][..., 0], inputs[0][..., 1]
         change = policy - context.batch[REFERENCE].astype(jnp.float32)
+        losses = -jax.nn.log_sigmoid(self.beta * (change[:, 0::2] - change[:, 1::2]))
         there = (counts[:, 0::2] > 0) & (counts[:, 1::2] > 0)
-        if self.form == "ipo":
-            losses = jnp.square(_margin(change / jnp.maximum(counts, 1.0)) - 1.0 / (2.0 * self.beta))
-        else:
-            losses = -jax.nn.log_sigmoid(self.beta * _margin(change))
-        rewards, log_probs, logits = jax.lax.stop_gradient((self.beta * change, policy, logits))
+        rewards, pairs = self.beta * change, jnp.sum(there.astype(jnp.float32))
+        margins = rewards[:, 0::2] - rewards[:, 1::2]
         values = {
             "rewards/chosen": rewards[:, 0::2],
             "rewards/rejected": rewards[:, 1::2],
-            "rewards/accuracies": (_margin(rewards) > 0).astype(jnp.float32),
-            "rewards/margins": _margin(rewards),
-            "logps/chosen": log_probs[:, 0::2],
-            "logps/rejected": log_probs[:, 1::2],
+            "rewards/accuracies": (margins > 0).astype(jnp.float32),
+            "rewards/margins": margins,
+            "logps/chosen": policy[:, 0::2],
+            "logps/rejected": policy[:, 1::2],
         }
 
         def total(values: Float[Array, "B N/2"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(there, values, 0.0))
 
-        pairs = jnp.sum(there.astype(jnp.float32))
-        metrics = {name: (total(each), pairs) for name, each in values.items()}
-        for side, name in enumerate(("logits/chosen", "logits/rejected")):  # means over tokens, not over answers
-            metrics[name] = (total(logits[:, side::2]), total(counts[:, side::2]))
+        metrics = {name: (jax.lax.stop_gradient(total(each)), pairs) for name, each in values.items()}
         return Result(Loss(total(losses), pairs), metrics=metrics)
-
-
-def _margin(values: Float[Array, "B N"]) -> Float[Array, "B N/2"]:
-    return values[:, 0::2] - values[:, 1::2]

@@ -11,31 +11,17 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
-from affinage.model.layer import LayerContext, Result
+from affinage.model.apply_config import Layout
+from affinage.model.layer import Batch, LayerContext, Pairs, ParamSpec, PyTree, Result
 from affinage.model.layers.dense import GATED, Activation, activate, dense_flops
 from affinage.model.layers.losses import next_tokens
-from affinage.model.parameter import ParamSpec, PyTree
-
-Pair = tuple[Array, Array]  # sum, count
-
-
-class Routing(NamedTuple):
-    """The router's decision for every token."""
-
-    logits: Float[Array, "B S E"]
-    probabilities: Float[Array, "B S E"]
-    experts: Int[Array, "B S K"]  # the most probable first
-    gates: Float[Array, "B S K"]  # what each expert's answer is multiplied by
 
 
 class Slots(NamedTuple):
-    """Where every choice of a token lies in its row's buffer of M slots, and the way back.
+    """Where every choice of a token lies in its row's buffer of M slots, and the way back."""
 
-    Choice k of token t has the number t * K + k. S * K stands for an empty slot, M for a choice without one.
-    """
-
-    of_choice: Int[Array, "B S K"]
-    choice_in: Int[Array, "B M"]
+    of_choice: Int[Array, "B S K"]  # M: it has no slot
+    choice_in: Int[Array, "B M"]  # t * K + k for choice k of token t; S * K: the slot is empty
 
 
 class MoeSettings(Settings):
@@ -85,35 +71,27 @@ class MoeSettings(Settings):
 
     def apply(self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The experts' answers weighted by their gates, with the losses and metrics of the router."""
-        routing = self._route(params["router"], x)
-        capacity = None
-        if self.capacity_factor is not None and context.key is not None:
-            capacity = self.capacity(x.shape[1])
-        elif context.config.platform == "cpu":
-            # XLA:CPU multiplies groups of any size by every expert, at a tenth of the speed of equal groups.
-            capacity = x.shape[1]
-        if capacity is None:
-            chosen, taken = self._sorted(params, x, routing, context), jnp.ones(routing.gates.shape, bool)
-        else:
-            slots = slots_by_capacity(routing.experts, self.experts, capacity)
-            chosen, taken = self._buffered(params, x, slots, context), slots.of_choice < self.experts * capacity
-        chosen = checkpoint_name(chosen, "experts_out")
-        y = jnp.sum(routing.gates[..., None] * chosen, axis=2).astype(x.dtype)
-        losses, metrics = self._by_products(routing, taken, context)
-        return Result(y, losses=losses, metrics=metrics)
-
-    def _route(self, params: PyTree, x: Float[Array, "B S D"]) -> Routing:
-        """The most probable experts of each token, all in float32 (Fedus et al., 2022, section 2.4).
-
-        The gates of several add up to 1 (Mixtral); of one the gate is its probability (Switch).
-        """
-        kernel = params["kernel"].astype(jnp.float32)
-        logits = jnp.dot(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+        # The most probable experts of each token, all in float32 (Fedus et al., 2022, section 2.4).
+        router = params["router"]["kernel"].astype(jnp.float32)
+        logits = jnp.dot(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         probabilities = jax.nn.softmax(logits, axis=-1)
         gates, experts = jax.lax.top_k(probabilities, self.top_k)
-        if self.top_k > 1:
+        if self.top_k > 1:  # the gates of several add up to 1 (Mixtral); of one the gate is its probability (Switch)
             gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
-        return Routing(logits, probabilities, experts, gates)
+
+        kernels = {name: tree["kernel"].astype(x.dtype) for name, tree in params.items() if name != "router"}
+        drops, layout = self.capacity_factor is not None and context.key is not None, context.config.layout
+        # XLA:CPU multiplies groups of any size by every expert, at a tenth of the speed of equal groups.
+        if drops or context.config.platform == "cpu":
+            capacity = self.capacity(x.shape[1]) if drops else x.shape[1]
+            slots = slots_by_capacity(experts, self.experts, capacity)
+            chosen, taken = self._buffered(kernels, x, slots, layout), slots.of_choice < self.experts * capacity
+        else:
+            chosen, taken = self._sorted(kernels, x, experts, layout), jnp.ones(gates.shape, bool)
+        chosen = checkpoint_name(chosen, "experts_out")
+        y = jnp.sum(gates[..., None] * chosen, axis=2).astype(x.dtype)
+        losses, metrics = self._by_products(logits, probabilities, experts, taken, context.batch)
+        return Result(y, losses=losses, metrics=metrics)
 
     def capacity(self, length: int) -> int:
         """Slots of an expert in a row of this many tokens; as many as tokens where nothing is dropped."""
@@ -122,10 +100,9 @@ class MoeSettings(Settings):
         return min(length, math.ceil(self.capacity_factor * self.top_k * length / self.experts))
 
     def _buffered(
-        self, params: PyTree, x: Float[Array, "B S D"], slots: Slots, context: LayerContext
+        self, kernels: PyTree, x: Float[Array, "B S D"], slots: Slots, layout: Layout
     ) -> Float[Array, "B S K D"]:
         """With a buffer of equal size for every expert and row."""
-        layout = context.config.layout
         of_rows, of_experts = ("batch", None, None, "width"), ("expert_rows", "experts", None, "width")
         buffers = to_slots(x, slots).reshape(x.shape[0], self.experts, -1, x.shape[2])
         # Filled where the row is, then sent to where the expert is, and back.
@@ -137,74 +114,60 @@ class MoeSettings(Settings):
         def pin(hidden: Array) -> Array:
             return layout.constrain(hidden, ("expert_rows", "experts", None, "ffn"))
 
-        answers = layout.resplit(self._experts(self._kernels(params, x), buffers, times, pin), of_experts, of_rows)
+        answers = layout.resplit(self._answers(kernels, buffers, times, pin), of_experts, of_rows)
         return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
 
     def _sorted(
-        self, params: PyTree, x: Float[Array, "B S D"], routing: Routing, context: LayerContext
+        self, kernels: PyTree, x: Float[Array, "B S D"], experts: Int[Array, "B S K"], layout: Layout
     ) -> Float[Array, "B S K D"]:
         """With tokens sorted by expert (MegaBlocks: Gale et al., 2022): each device sorts those that it has."""
-        layout = context.config.layout
 
         def local(x: Array, experts: Array, kernels: PyTree) -> Array:
             def answer(tokens: Array, sizes: Array) -> Array:
-                return self._experts(kernels, tokens, lambda values, w: jax.lax.ragged_dot(values, w, sizes))
+                return self._answers(kernels, tokens, lambda values, w: jax.lax.ragged_dot(values, w, sizes))
 
             slots, sizes = slots_by_sorting(experts.reshape(1, -1, self.top_k), self.experts)
             tokens = to_slots(x.reshape(1, -1, x.shape[2]), slots)[0]
             answers = at_owners(tokens, sizes, answer, layout.mesh_axes("experts"), layout.parts("experts"))
             return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
 
-        kernels = self._kernels(params, x)
-        rows = ("batch", "sequence", None)
-        of_kernels = dict.fromkeys(kernels, ("experts", None, None))
+        rows, of_kernels = ("batch", "sequence", None), dict.fromkeys(kernels, ("experts", None, None))
         over = ("batch", "sequence", "experts")
-        split = layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)
-        chosen: Array = split(x, routing.experts, kernels)
+        chosen: Array = layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)(x, experts, kernels)
         return chosen
 
-    def _kernels(self, params: PyTree, x: Array) -> PyTree:
-        return {name: params[name]["kernel"].astype(x.dtype) for name in ("up", "gate", "down") if name in params}
-
-    def _experts(
-        self,
-        kernels: PyTree,
-        values: Array,
-        times: Callable[[Array, Array], Array],
-        pin: Callable[[Array], Array] = lambda hidden: hidden,
+    def _answers(
+        self, kernels: PyTree, values: Array, times: Callable[..., Array], pin: Callable[..., Array] = lambda x: x
     ) -> Array:
         """Every expert's answers to the values that lie with it, by `times`, which multiplies by each one's matrix."""
-
         up = checkpoint_name(times(values, kernels["up"]), "ffn_up")
         gate = checkpoint_name(times(values, kernels["gate"]), "ffn_gate") if "gate" in kernels else None
         return times(pin(activate(self.activation, up, gate)), kernels["down"])
 
     def _by_products(
-        self, routing: Routing, taken: Array, context: LayerContext
-    ) -> tuple[dict[str, Pair], dict[str, Pair]]:
+        self, logits: Array, probabilities: Array, experts: Array, taken: Array, batch: Batch
+    ) -> tuple[Pairs, Pairs]:
         """Losses and metrics over the positions whose prediction counts."""
         weights = jnp.ones(taken.shape[:2], jnp.float32)
-        if "tokens" in context.batch:
-            _, weights = next_tokens(context.batch["tokens"], context.batch)
-        chosen = jnp.sum(jax.nn.one_hot(routing.experts, self.experts), axis=2)
-        choices, probability = (jnp.sum(weights[..., None] * v, axis=1) for v in (chosen, routing.probabilities))
+        if "tokens" in batch:
+            _, weights = next_tokens(batch["tokens"], batch)
+        chosen = jnp.sum(jax.nn.one_hot(experts, self.experts), axis=2)
+        choices, probability = (jnp.sum(weights[..., None] * v, axis=1) for v in (chosen, probabilities))
         positions, count = jnp.sum(weights, axis=1), jnp.sum(weights)
         # E times the sum over experts of (share of the choices) x (mean probability): 1 where every share is 1 / E
         # (Fedus et al., 2022, equations 4 to 6). The shares are of a row, so that micro-batches add up to the batch.
         products = jnp.sum(choices * probability, axis=1) / jnp.maximum(positions, 1.0)
         balance = self.experts * jnp.sum(products) / (self.top_k * jnp.maximum(count, 1.0))
         # The mean squared log-denominator of the router's softmax (ST-MoE: Zoph et al., 2022, equation 5).
-        z = jnp.sum(weights * jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))) / jnp.maximum(count, 1.0)
-        fullest = jnp.max(jnp.sum(choices, axis=0)) * self.experts / self.top_k
-        metrics = {
-            "load_balance": (balance * count, count),
-            "router_z": (z * count, count),
-            "expert_load_max": (fullest, count),  # the fullest expert's share over the even one
-            "dropped_share": (jnp.sum(weights[..., None] * ~taken), count * self.top_k),
-        }
+        z = jnp.sum(weights * jnp.square(jax.nn.logsumexp(logits, axis=-1))) / jnp.maximum(count, 1.0)
         losses = {
             "load_balance": (self.load_balance_weight * balance * count, count),
             "router_z": (self.z_loss_weight * z * count, count),
+        }
+        fullest = jnp.max(jnp.sum(choices, axis=0)) * self.experts / self.top_k
+        metrics = {
+            "expert_load_max": (fullest, count),  # the fullest expert's share over the even one
+            "dropped_share": (jnp.sum(weights[..., None] * ~taken), count * self.top_k),
         }
         return losses, jax.lax.stop_gradient(metrics)
 
@@ -216,14 +179,10 @@ class MoeSettings(Settings):
         return router + products * dense_flops(width, self.width, rows * choices)
 
 
-# ---- moves of tokens to their experts' slots and back ----
-
-
 def slots_by_capacity(experts: Int[Array, "B S K"], number: int, capacity: int) -> Slots:
     """Each of `number` experts takes the first `capacity` choices of a row that fall on it, the others get no slot.
 
-    In order of the tokens, so that what a token gets depends on nothing after it and on no other row: padding at the
-    end displaces nobody, and neither a mesh nor micro-batches change the result.
+    What a token gets depends on nothing after it, padding included, and on no other row.
     """
     rows, length, top_k = experts.shape
     flat = experts.reshape(rows, length * top_k)
@@ -253,8 +212,7 @@ def at_owners(
 ) -> Float[Array, "N D"]:
     """`answer(tokens, sizes)` of tokens sorted by expert, where the experts lie on `owners` devices along a mesh axis.
 
-    Nothing is dropped, so a buffer for each owner holds all of a device's tokens in case they all go there. Two
-    all-to-alls: there and back.
+    Nothing is dropped: a buffer for each owner holds all of a device's tokens. Two all-to-alls: there and back.
     """
     if owners == 1:
         return answer(tokens, sizes)
