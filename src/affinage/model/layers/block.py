@@ -198,7 +198,7 @@ class AttentionSettings(Settings):
         self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext, eps: float
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
-        config, prepared, cache = context.config, context.prepared, None
+        config, prepared, cache, continues = context.config, context.prepared, None, _continues(context)
         query, key, value = dense_together([params[name] for name in ("query", "key", "value")], x, context)
         if self.qk_norm:
             query = NORMS["rms"](params["query_norm"], query, eps)
@@ -210,15 +210,11 @@ class AttentionSettings(Settings):
         value = checkpoint_name(config.layout.constrain(value, _OF_KEY), "value")
         if context.cache is not None:
             cache = _write(context.cache, *of_whole_rows(key, value, config.layout), context)
-        if cache is not None and _continues(context):
+        if cache is not None and continues:
             key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
         dropped = self.dropout > 0 and context.key is not None
         dropout = partial(drop, rate=self.dropout, context=context, site=1) if dropped else None
-        of_xla = {
-            "dropout": dropout,
-            "mask": prepared.mask,
-            "in_blocks": config.platform == "cpu" and not _continues(context),
-        }
+        of_xla = {"dropout": dropout, "mask": prepared.mask, "in_blocks": config.platform == "cpu" and not continues}
         args = (query, key, value, prepared.segment_ids, prepared.impl, config)
         out = attention(*args, window=self.window, **of_xla)
         return dense(params["out"], checkpoint_name(out, "attended"), context, contracted=2), cache
