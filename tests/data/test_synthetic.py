@@ -14,9 +14,8 @@ from affinage.data.synthetic import write_world
 from affinage.data.synthetic.documents import jaccard
 from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations, scenes
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import POCKET_TASKS
 from affinage.evaluation.harness import load_tasks, quiet
-from affinage.evaluation.tasks import find_tasks
+from affinage.evaluation.tasks import POCKET_TASKS, find_tasks, is_chat
 
 SEED = 3
 OBJECT_SLOTS = ("o", "os", "bare", "d")
@@ -197,13 +196,13 @@ def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, languag
 
 def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: Path) -> None:
     known = {POCKET_WORLD: world / "tasks"}
-    assert {task["task"] for task in find_tasks([POCKET_WORLD], known).local} == set(POCKET_TASKS)
-    found = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
-    assert [task["task"] for task in found.local] == ["pocket_chat_fr", "pocket_agreement_en"]
-    assert found.named == ("piqa",) and [task["task"] for task in found.chat] == ["pocket_chat_fr"]
+    assert {task["task"] for task in find_tasks([POCKET_WORLD], known)[0]} == set(POCKET_TASKS)
+    found, _ = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
+    assert [task["task"] for task in found] == ["pocket_chat_fr", "piqa", "pocket_agreement_en"]
+    assert found[1] == {"task": "piqa"} and list(map(is_chat, found)) == [True, False, False]
     with pytest.raises(UserError):
         find_tasks(["pocket_agreement_en"], {})
-    (task,) = find_tasks(["pocket_facts_en"], known).local
+    (task,) = find_tasks(["pocket_facts_en"], known)[0]
     with quiet():
         (loaded,) = load_tasks([task]).values()
         loaded.build_all_requests(limit=1)

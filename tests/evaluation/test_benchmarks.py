@@ -10,10 +10,9 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
 from affinage.evaluation.run import evaluate
-from affinage.evaluation.tasks import benchmark_items, find_tasks
+from affinage.evaluation.tasks import BENCHMARKS, GROUPS, benchmark_items, files_of, find_tasks
 from affinage.report.evaluations import headline
 from benchmark_fixtures import ITEMS, write_items
 from tiny_models import tiny_llama
@@ -28,7 +27,7 @@ def as_the_harness_has_it(name):
     """Its own definition, told nothing but where the hub's row comes from."""
     rows = datasets.Dataset.from_list([ITEMS[name][0]])
     splits = defaultdict(lambda: rows, test=rows)
-    folder = str((DEFINITIONS / BENCHMARKS[name].definition).parent)
+    folder = str((DEFINITIONS / BENCHMARKS[name]["definition"]).parent)
     manager = TaskManager(include_path=folder, include_defaults=False)
     own = {"task": name, "custom_dataset": lambda **_: splits}
     return manager.load([{"group": "of one", "task": [own]}])["tasks"][name]
@@ -44,9 +43,9 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
                 continue
             folder = tmp_path / form
             folder.mkdir()
-            stem = (name, *BENCHMARKS[name].files)[-1]
+            stem = (name, *BENCHMARKS[name].get("files", ()))[-1]
             (folder / f"{stem}.jsonl.gz").write_bytes(gzip.compress(json.dumps(item).encode()))
-            (config,) = find_tasks([name], {}, folder).local
+            (config,) = find_tasks([name], {}, folder)[0]
             (task,) = load_tasks([config]).values()
             assert requests_of(task) == expected, form
             assert task.config.metric_list == as_the_harness_has_it(name).config.metric_list
@@ -54,11 +53,11 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
 
 def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
     folder = write_items(tmp_path / "items", ["piqa", "boolq", "xnli_fr"])
-    found = find_tasks(["julian"], {}, folder)
-    assert [task["task"] for task in found.local] == ["piqa", "boolq"] and not found.named
-    assert set(found.unavailable) == set(GROUPS["julian"]) - {"piqa", "boolq"}
+    found, left_out = find_tasks(["julian"], {}, folder)
+    assert [task["task"] for task in found] == ["piqa", "boolq"] and all("where" in task for task in found)
+    assert set(left_out) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
-    assert find_tasks(["julian"], {}).named == GROUPS["julian"]
+    assert find_tasks(["julian"], {}) == ([{"task": name} for name in GROUPS["julian"]], [])
 
 
 @pytest.mark.full
@@ -93,7 +92,7 @@ def test_a_folder_without_the_items_is_refused(task, named, tmp_path):
 
 def test_a_row_of_another_form_is_named(tmp_path):
     (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
-    (config,) = find_tasks(["belebele_fra_Latn"], {}, tmp_path).local
+    (config,) = find_tasks(["belebele_fra_Latn"], {}, tmp_path)[0]
     with pytest.raises(UserError, match=r"row 1 .* belebele_fra_Latn"):
         load_tasks([config])
 

@@ -8,15 +8,14 @@ from lm_eval.api.metrics import bits_per_byte
 from scipy import stats
 
 from affinage.errors import UserError
-from affinage.evaluation.compare import Answers, compare, unlike
-from affinage.evaluation.results import line_of
+from affinage.evaluation.results import asked_otherwise, compare, line_of, read_answers
 
 
 def lines(folder, task, *rows):
     """A folder of results with one task, whose items have these lines."""
     (folder / "items").mkdir(parents=True, exist_ok=True)
     (folder / "items" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Answers(folder)
+    return read_answers(folder)
 
 
 def write(folder, task, rows):
@@ -43,9 +42,9 @@ def test_differences_are_paired_over_the_items_that_both_have(tmp_path):
 def test_a_few_items_prove_little_and_identical_answers_differ_in_nothing(tmp_path):
     all_right, all_wrong = [(f"{n}", 1) for n in range(2)], [(f"{n}", 0) for n in range(2)]
     (found,) = compare(write(tmp_path / "a", "t", all_wrong), write(tmp_path / "b", "t", all_right))
-    assert found.difference == 1 and found.p == pytest.approx(0.5) and not found.is_real and not found.is_none
+    assert found.difference == 1 and found.p == pytest.approx(0.5) and not found.is_real
     (same,) = compare(write(tmp_path / "c", "t", all_right), write(tmp_path / "d", "t", all_right))
-    assert same.is_none and not same.is_real
+    assert same.difference == same.stderr == 0 and not same.is_real
 
 
 def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
@@ -91,16 +90,15 @@ def test_tasks_that_were_not_asked_alike_are_named(tmp_path):
         return lines(tmp_path / folder, task, *rows)
 
     zero = of("zero", "boolq", ["a", "b", "c"])
-    assert unlike(zero, zero) == []
-    (found,) = unlike(zero, of("few", "boolq", ["a", "more b", "more c"]))
-    assert (found.task, found.questions) == ("boolq", 2)
-    assert unlike(zero, of("mended", "boolq", ["a", "b", "c"], answer="u"))[0].questions == 3
+    assert asked_otherwise(zero, zero) == {}
+    assert asked_otherwise(zero, of("few", "boolq", ["a", "more b", "more c"])) == {"boolq": 2}
+    assert asked_otherwise(zero, of("mended", "boolq", ["a", "b", "c"], answer="u")) == {"boolq": 3}
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
     one, two = write(tmp_path / "a", "t", [("x", 0)]), write(tmp_path / "b", "u", [("x", 0)])
     unscored = lines(tmp_path / "c", "t", *({"hash": str(n), "filter": "none", "bleu": None} for n in range(3)))
-    for wrong in (lambda: compare(one, two), lambda: compare(unscored, unscored), lambda: Answers(tmp_path / "d")):
+    for wrong in (lambda: compare(one, two), lambda: compare(unscored, unscored), lambda: read_answers(tmp_path / "d")):
         with pytest.raises(UserError) as refused:
             wrong()
         assert refused.value.fix

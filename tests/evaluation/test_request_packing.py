@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from affinage.errors import UserError
-from affinage.evaluation.batching import as_rows, batches, find_groups
+from affinage.evaluation.scoring import as_rows, batches, find_groups
 
 CONTEXT = 40
 token_lists = st.lists(st.integers(1, 2), min_size=1, max_size=30)
@@ -71,7 +71,7 @@ def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
 def test_rows_have_few_lengths_and_little_padding(lengths, packed_rows):
     pairs = [([1] * length, [2 + n]) for n, length in enumerate(lengths)]
     groups = [find_groups([row], 60)[0] for row in as_rows(pairs, 60)]
-    found = batches(groups, 600, context=60, most=60 * packed_rows, pad=0, multiple=1, packed=packed_rows)
+    found = batches(groups, 600, context=60, most=60 * packed_rows, pad=0, multiple=1)
     assert len({one.tokens.shape[1] for one in found}) <= 3
     padded = sum(one.tokens.size for one in found)
     assert padded <= 60 * len(groups) + 60

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from affinage.evaluation.results import fingerprint, read_results, write_results
+from affinage.evaluation.results import RESULTS, fingerprint, write_results
 from affinage.evaluation.run import evaluate
+from affinage.results import read_json
 from choice_task import sums, write_task
 from tiny_models import tiny_llama
 
@@ -41,12 +42,12 @@ def judged(tasks, tmp_path_factory):
 def test_the_same_model_adds_and_another_begins_anew(tasks, judged, tmp_path):
     folder, first, second = judged
     assert set(second["tasks"]) == {"ends"} and items(folder) == ["ends", "sums"]
-    kept = read_results(folder)
+    kept = read_json(folder / RESULTS)
     assert kept["tasks"] == first["tasks"] | second["tasks"] and kept["samples"] == first["samples"] | second["samples"]
     retrained = shutil.copytree(folder, tmp_path / "retrained")
     other = evaluate(tiny_llama(seed=1), tasks[:1], folder=retrained)
     assert other["fingerprint"] != first["fingerprint"] == second["fingerprint"]
-    assert items(retrained) == ["sums"] and read_results(retrained) == other
+    assert items(retrained) == ["sums"] and read_json(retrained / RESULTS) == other
     assert items(folder) == ["ends", "sums"]
 
 
@@ -66,14 +67,14 @@ def results(task):
 def test_the_searches_of_several_tasks_are_kept_together(tmp_path):
     for task in "aba":
         write_results(results(task), {task: []}, tmp_path)
-    assert set(read_results(tmp_path)["contamination"]["tasks"]) == {"a", "b"}
+    assert set(read_json(tmp_path / RESULTS)["contamination"]["tasks"]) == {"a", "b"}
 
 
 def test_items_that_a_kill_left_without_their_results_are_nobody_s(tmp_path):
     write_results(results("a"), {"a": []}, tmp_path)
     (tmp_path / "results.json").unlink()
     write_results(results("b"), {"b": []}, tmp_path)
-    assert items(tmp_path) == ["b"] and set(read_results(tmp_path)["tasks"]) == {"b"}
+    assert items(tmp_path) == ["b"] and set(read_json(tmp_path / RESULTS)["tasks"]) == {"b"}
 
 
 def test_a_model_that_reads_or_is_told_otherwise_is_another():

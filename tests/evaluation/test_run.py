@@ -6,7 +6,7 @@ import pytest
 
 import choice_task
 from affinage.errors import UserError
-from affinage.evaluation.compare import Answers, unlike
+from affinage.evaluation.results import asked_otherwise, read_answers
 from affinage.evaluation.run import compressor_bits_per_byte, evaluate
 from benchmark_fixtures import write_items
 from choice_task import write_task
@@ -89,13 +89,13 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     def asked(name, **how):
         folder = tmp_path / name
         results = evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat=True, folder=folder, **how)
-        return results["samples"]["piqa"][0]["prompt"], results["tasks"]["piqa"]["chat_template"], Answers(folder)
+        return results["samples"]["piqa"][0]["prompt"], results["tasks"]["piqa"]["chat_template"], read_answers(folder)
 
     plain, told, without = asked("auto")
     assert "<|im_start|>" not in plain and not told
     templated, told, within = asked("always", apply_chat_template=True)
     assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
-    assert [one.task for one in unlike(without, within)] == ["piqa"]
+    assert list(asked_otherwise(without, within)) == ["piqa"]
     with pytest.raises(UserError) as refused:
         evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
     assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix

@@ -11,7 +11,7 @@ from lm_eval import utils
 
 from affinage.errors import UserError
 from affinage.evaluation.harness import load_tasks, quiet
-from affinage.evaluation.tasks import benchmark_items, check_names, find_tasks, read_json_lines
+from affinage.evaluation.tasks import benchmark_items, check_names, find_tasks, is_chat, read_json_lines
 from choice_task import write_task
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
@@ -28,12 +28,9 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
     write(tmp_path / "tasks", "chat.yaml", {"include": "shared", "task": "two"})
     write(tmp_path / "tasks", "shared", {"dataset_path": "hub/two", "output_type": "generate_until"})  # is no task
     monkeypatch.chdir(tmp_path)
-    found = find_tasks(["world", "tasks/one.yaml", "hellaswag"], {"world": tmp_path / "tasks"})
-    assert [task["task"] for task in found.local] == ["two", "one"] and found.named == ("hellaswag",)
-    (chat,) = found.chat
+    chat, one, named = find_tasks(["world", "tasks/one.yaml", "hellaswag"], {"world": tmp_path / "tasks"})[0]
+    assert [is_chat(task) for task in (chat, one, named)] == [True, False, False] and named == {"task": "hellaswag"}
     assert chat.items() >= {"dataset_path": "hub/two", "output_type": "generate_until", "task": "two"}.items()
-    assert found.rounds(True, "auto")[0][0][-1] == "hellaswag"
-    one = found.local[1]
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
     assert path == str(tmp_path / "tasks/one.jsonl")
     assert one["custom_dataset"](**one["dataset_kwargs"], version=1)["test"][0] == {"a": "x\u2028y"}
@@ -44,7 +41,7 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
     path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
     assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
-    with pytest.raises(UserError, match="character 6") as refused:
+    with pytest.raises(UserError, match="delimiter") as refused:
         read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
     assert refused.value.where == f"{tmp_path / 'bad.jsonl'}:3"
 
@@ -101,7 +98,7 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
     folder.mkdir(exist_ok=True)
     write_task(folder, "mine", items, **settings)
     with pytest.raises(UserError) as refused, quiet():
-        load_tasks(find_tasks([str(folder / "mine.yaml")], {}).local, num_fewshot)
+        load_tasks(find_tasks([str(folder / "mine.yaml")], {})[0], num_fewshot)
     assert refused.value.what and refused.value.where and refused.value.fix
     return refused.value
 
@@ -149,7 +146,7 @@ def test_a_mistake_in_a_task_file_or_an_item_is_one_message(tmp_path, changed, s
 def test_no_example_before_a_question_is_the_item_asked(tmp_path, splits):
     write_task(tmp_path, "mine", SUMS, **splits)
     with quiet():
-        (task,) = load_tasks(find_tasks([str(tmp_path / "mine.yaml")], {}).local, 5).values()
+        (task,) = load_tasks(find_tasks([str(tmp_path / "mine.yaml")], {})[0], 5).values()
         task.build_all_requests(limit=None, rank=0, world_size=1)
     for request in task.instances:
         questions = [line.split()[1] for line in request.args[0].split("\n\n")]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinage.generation.detokenizer import Detokenizer
+from affinage.generation.engine import Detokenizer
 from tiny_models import tokenizer
 
 texts = st.text(st.sampled_from("abc é€🧀\n\tü"), max_size=25)
@@ -13,7 +13,7 @@ texts = st.text(st.sampled_from("abc é€🧀\n\tü"), max_size=25)
 def test_pieces_join_to_the_text(text):
     stream = Detokenizer(tokenizer())
     pieces = [stream.push(token) for token in tokenizer().encode(text)]
-    assert "".join([*pieces, stream.finish()]) == text == stream.released
+    assert "".join([*pieces, stream.push(None)]) == text == stream.released
     assert not any("\ufffd" in piece for piece in pieces)
 
 
@@ -25,7 +25,7 @@ def test_text_ends_before_the_first_stop_string(text, stops):
         pieces.append(stream.push(token))
         if stream.stopped:
             break
-    pieces.append(stream.finish())
+    pieces.append(stream.push(None))
     released = "".join(pieces)
     ends = [text.index(stop) for stop in stops if stop in text]
     assert stream.stopped == bool(ends)
@@ -37,4 +37,4 @@ def test_text_ends_before_the_first_stop_string(text, stops):
 def test_bytes_that_are_no_text_do_not_block_what_follows():
     tokens = [10 + 0xE2, *tokenizer().encode("abc")]  # ids 10 to 265 are the bytes
     stream = Detokenizer(tokenizer())
-    assert "".join([stream.push(token) for token in tokens] + [stream.finish()]) == "\ufffdabc"
+    assert "".join([stream.push(token) for token in tokens] + [stream.push(None)]) == "\ufffdabc"

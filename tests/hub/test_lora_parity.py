@@ -8,7 +8,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from affinage.config.training import LoraSettings, SftSettings
-from affinage.hub.adapter import adapter_tensors, write_adapter
+from affinage.hub.export import adapter_tensors, write_adapter
 from affinage.hub.families import family_of
 from affinage.model import Adapters, ApplyConfig, apply, init_params
 from affinage.training.state import TrainState, split_params

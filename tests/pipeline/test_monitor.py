@@ -172,13 +172,13 @@ def test_a_training_with_benchmarks_has_the_same_bits_as_one_without(scored: Pat
 def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: Path):
     rows, model = lines(scored, "evaluation"), open_model("tiny/pretrain", scored.parents[1])
     assert [row["step"] for row in rows] == [0, 10, 20] == [point["step"] for point in points_of(scored)]
-    prompts = []
-    for seed in (0, 1, None):
-        again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], sample_seed=seed, limit=12, samples=12)
-        prompts.append([sample["prompt"] for sample in again["samples"]["sums"]])
+    items: dict[int | None, list[int]] = {0: [], 1: [], None: []}
+    for seed, ids in items.items():
+        keep = {"answered": lambda _, line, ids=ids: ids.append(line["id"]), "sample_seed": seed, "limit": 12}
+        again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], **keep)
         if seed == 0:
             assert rows[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}
-    assert prompts[0] != prompts[1] and prompts[2] == [f"{n} plus {n} is" for n in range(12)]
+    assert items[0] != items[1] and items[None] == list(range(12))
     last, bits = lines(scored, "validation")[-1]["validation"], rows[-1]["evaluation"]["bits_per_byte"]
     assert set(bits) == {"en", "fr"} and bits["en"] == pytest.approx(last["pocket-world.en"]["bits_per_byte"])
     shown = read_training("pretrain", scored, TrainingResult(), {})

@@ -102,7 +102,7 @@ def chat(
         note = "is not a chat model. It continues texts: affinage generate"
         print(f"Warning: {model} {note} {shlex.quote(model)} ...", file=sys.stderr)
     if system is not None:
-        session.set_system(system)
+        session.reset(system)
     for text in question or ():
         session.reset()
         for piece in session.reply(text):

@@ -160,7 +160,7 @@ def _card(target: "Target", state: "ModelState | None", license: str | None) -> 
 def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
     _must_be_new(to)
     target, _ = model_of(name, runs)
-    from affinage.hub.adapter import write_adapter
+    from affinage.hub.export import write_adapter
     from affinage.pipeline.models import adapter_base, command
     from affinage.pipeline.opening import open_adapters
 

@@ -1,5 +1,6 @@
 """affinage's models as lm-evaluation-harness sees them."""
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -119,10 +120,7 @@ class JaxLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Return the log-probability of every text, in disjoint windows of the context, the first one after <s>."""
-        totals = self._rolling([request.args[0] for request in requests])
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+        return self._rolling([request.args[0] for request in requests])
 
     def bits_per_byte(self, texts: Sequence[str]) -> float:
         """Return the bits that the model needs per UTF-8 byte of the texts, the ends of texts included."""
@@ -195,17 +193,15 @@ class JaxLM(TemplateLM):
         what: str,
         answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
     ) -> list[tuple[float, bool]]:
-        scored = 0
+        scored = itertools.count(1)
 
-        def count(index: int, answer: tuple[float, bool]) -> None:
-            nonlocal scored
-            scored += 1
+        def keep(index: int, answer: tuple[float, bool]) -> None:
             answered(index, answer)
-            if scored % 16 == 0 or scored == len(pairs):
-                self._progress(f"scored {scored:,} of {len(pairs):,} {what}")
+            if (count := next(scored)) % 16 == 0 or count == len(pairs):
+                self._progress(f"scored {count:,} of {len(pairs):,} {what}")
 
         with self._timed(len(pairs)):
-            return score(self.model, pairs, count, batch=self._batch)
+            return score(self.model, pairs, keep, batch=self._batch)
 
     @contextmanager
     def _timed(self, requests: int) -> Iterator[None]:

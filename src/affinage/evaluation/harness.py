@@ -1,6 +1,5 @@
 """lm-evaluation-harness by its public interface: tasks are loaded and checked, templates sandboxed, answers cached."""
 
-import dataclasses
 import io
 import json
 import logging
@@ -26,22 +25,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.model import LM, CachingLM
 from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask, Task
-from lm_eval.config.task import TaskConfig
 from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 
 from affinage.cluster.processes import Processes
 from affinage.data.hub_answers import is_of_the_network, limit_requests
 from affinage.errors import UserError, did_you_mean, first_line
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, POCKET_TASKS
-from affinage.evaluation.tasks import is_offline
+from affinage.evaluation.tasks import BENCHMARKS, GROUPS, POCKET_TASKS, is_offline, on_hub
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 _BROADCAST = 1000  # answers in a message to the other hosts
 _PATIENCE = 5.0  # seconds, for the Hub to answer at all
-_OFFLINE = "items on this machine"  # the group that overrides the data of the harness's own tasks
-# `use_prompt` and `unsafe_code` run code of others.
-_KEYS = {field.name for field in dataclasses.fields(TaskConfig)} - {"use_prompt", "unsafe_code", "custom_dataset"}
+_OFFLINE = "Check the network, set HF_HUB_OFFLINE=1 to use what was fetched before, or name a folder: --data-dir."
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -72,38 +67,51 @@ def quiet() -> Iterator[None]:
 
 
 def load_tasks(
-    tasks: Sequence[Mapping[str, Any] | str], num_fewshot: int | None = None, shots_of: Mapping[str, int] | None = None
+    tasks: Sequence[Mapping[str, Any]], num_fewshot: int | None = None, shots_of: Mapping[str, int] | None = None
 ) -> dict[str, Task]:
-    """Return the harness's tasks by name, ready to be evaluated: configurations of task files, benchmarks, or names.
+    """Return the harness's tasks by name, ready to be evaluated, for those that `find_tasks` returns.
 
     `num_fewshot` replaces a task's own number, unless that is set to 0; if it is None, `shots_of` does by the task's
     name. No example before a question is the item itself. Raises UserError for a name that the harness does not have,
-    and for whatever is wrong with a task or its data.
+    for whatever is wrong with a task or its data, and if the Hub, which some of the data come from, does not answer.
     """
     random.seed(0)  # tasks may shuffle as they are loaded; these are the harness's own seeds
     np.random.seed(1234)
-    names = [task if isinstance(task, str) else str(task["task"]) for task in tasks]
-    manager = task_manager([name for name, task in zip(names, tasks, strict=True) if not _is_own(task)])
+    limit_requests()
+    manager = task_manager([task["task"] for task in tasks if not _is_own(task)])
     loaded: dict[str, Task] = {}
-    for name, task in zip(names, tasks, strict=True):
-        with _mistakes_in(name, name if isinstance(task, str) else str(task.get("where", name))):
-            spec: Any = task if isinstance(task, str) else {key: task[key] for key in task if key != "where"}
-            if _is_own(task):
-                _check_keys(spec)
-            elif not isinstance(task, str):
-                spec = {"group": _OFFLINE, "task": [spec]}
-            for own_name, made in manager.load([spec])["tasks"].items():
+    for spec in map(dict, tasks):
+        name, where, is_own, is_remote = spec["task"], str(spec.pop("where", spec["task"])), _is_own(spec), on_hub(spec)
+        try:
+            if is_own:
+                _check_metrics(spec)
+            if is_remote and not huggingface_hub.constants.HF_HUB_OFFLINE:
+                huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE)
+            # A name alone, a whole configuration, or in a group what overrides the data of the harness's own task.
+            whole: Any = name if len(spec) == 1 else spec if is_own else {"group": "of this machine", "task": [spec]}
+            for own_name, made in manager.load([whole])["tasks"].items():
                 if isinstance(made, ConfigurableTask):
-                    _prepare(made, num_fewshot if num_fewshot is not None else (shots_of or {}).get(own_name))
-                if _is_own(task):
+                    _set_examples(made, num_fewshot if num_fewshot is not None else (shots_of or {}).get(own_name))
+                if is_own:
                     _check_items(made)
                 loaded[own_name] = made
+        except UserError as error:
+            raise UserError(error.what, where=error.where or where, fix=error.fix) from error
+        except (Exception, SystemExit) as error:
+            of_a_library = isinstance(error, OSError) and error.errno is None  # an error of a file here has a number
+            if is_remote and (of_a_library or (isinstance(error, Exception) and is_of_the_network(error))):
+                what = f"the items of {name} cannot be fetched from {huggingface_hub.constants.ENDPOINT}"
+                raise UserError(f"{what}: {first_line(error)}", where=where, fix=_OFFLINE) from error
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # of the machine
+                raise
+            what = f"the task `{name}` cannot be used: {type(error).__name__}: {first_line(error)}"
+            raise UserError(what, where=where, fix="Mend it, or install what it needs, or leave it out.") from error
     return loaded
 
 
-def _is_own(task: Mapping[str, Any] | str) -> bool:
-    """Whether the definition is a task file, not the harness's."""
-    return not isinstance(task, str) and not is_offline(task)
+def _is_own(spec: Mapping[str, Any]) -> bool:
+    """Whether a task file defines it, not the harness."""
+    return len(spec) > 1 and not is_offline(spec)
 
 
 def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager:
@@ -112,7 +120,7 @@ def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskMan
     Raises UserError for a name that neither we nor the harness have.
     """
     if all(name in BENCHMARKS for name in names):
-        folders = sorted({str((DEFINITIONS / BENCHMARKS[name].definition).parent) for name in names})
+        folders = sorted({str((DEFINITIONS / BENCHMARKS[name]["definition"]).parent) for name in names})
         return TaskManager(include_path=folders, include_defaults=False)
     manager = TaskManager()
     for name in names:
@@ -123,33 +131,18 @@ def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskMan
     return manager
 
 
-@contextmanager
-def _mistakes_in(name: str, where: str) -> Iterator[None]:
-    """Whatever the harness raises becomes one message that names the task, except for errors of network and machine."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(error.what, where=error.where or where, fix=error.fix) from error
-    except (Exception, SystemExit) as error:
-        of_the_machine = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        if of_the_machine or (isinstance(error, Exception) and is_of_the_network(error)):
-            raise
-        what = f"the task `{name}` cannot be used: {type(error).__name__}: {first_line(error)}"
-        raise UserError(what, where=where, fix="Mend it, or install what it needs, or leave the task out.") from error
-
-
-def _check_keys(task: Mapping[str, Any]) -> None:
-    """Raise UserError for keys and metrics of a task file that the harness does not have."""
-    for key in task.keys() - _KEYS - {"custom_dataset", "group"}:
-        raise UserError(f"a task has no `{key}`", fix=did_you_mean(key, sorted(_KEYS)) or "Leave it out.")
+def _check_metrics(task: Mapping[str, Any]) -> None:
+    """Raise UserError for what a task file may not have: code of others, and metrics that are downloaded programs."""
+    for key in task.keys() & {"use_prompt", "unsafe_code"}:
+        raise UserError(f"`{key}` of a task runs code of others", fix="Leave it out.")
     for metric in task.get("metric_list") or ():
-        name = metric.get("metric") if isinstance(metric, Mapping) else metric
-        if not isinstance(metric, Mapping) or name not in metric_registry or metric.get("hf_evaluate"):
-            fix = did_you_mean(str(name), sorted(metric_registry)) or f"There are {', '.join(sorted(metric_registry))}."
-            raise UserError(f"the harness computes no metric `{name}`", fix=fix)
+        name = str(metric.get("metric") if isinstance(metric, Mapping) and not metric.get("hf_evaluate") else metric)
+        if name not in metric_registry or not isinstance(metric, Mapping):
+            fix = did_you_mean(name, metric_registry) or f"`metric:` is one of {', '.join(sorted(metric_registry))}."
+            raise UserError(f"the harness computes no metric {name}", fix=fix)
 
 
-def _prepare(task: ConfigurableTask, num_fewshot: int | None) -> None:
+def _set_examples(task: ConfigurableTask, num_fewshot: int | None) -> None:
     """Set the number of examples, and keep the item that is asked out of them."""
     config, examples = task.config, task.fewshot_cfg
     if config.num_fewshot is None or (num_fewshot is not None and config.num_fewshot != 0):
@@ -174,31 +167,24 @@ def _check_items(task: Task) -> None:
         task.doc_to_text(example, task.fewshot_cfg.doc_to_text)
         task.doc_to_target(example, task.fewshot_cfg.doc_to_target)
     for number, item in enumerate(task.eval_docs, 1):
-        if mistake := _mistake_of(item, task):
-            raise UserError(f"item {number} {mistake}", fix="Mend the item, or what the task file makes of it.")
-
-
-def _mistake_of(item: Any, task: Task) -> str:
-    try:
-        question, answer = task.doc_to_text(item), task.doc_to_target(item)
-        choices = task.doc_to_choice(item) if task.config.doc_to_choice is not None else None
-        for template in filter(None, (task.config.description, task.config.gen_prefix)):
-            lm_eval.utils.apply_template(template, item)
-    except Exception as error:  # of its templates
-        return f"does not fit the templates: {first_line(error)}"
-    if question in (None, "None"):
-        return "has no question"
-    if answer is None or answer in ("None", []):
-        return "has no right answer"
-    if task.OUTPUT_TYPE != "multiple_choice":
-        return ""
-    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
-        return f"has no list of choices but {choices!r}"
-    right = question if isinstance(question, int) else answer
-    for each in right if isinstance(right, list) else [right]:
-        if each not in choices and not (isinstance(each, int) and 0 <= each < len(choices)):
-            return f"names {each!r} as right, of {len(choices)} choices"
-    return ""
+        try:
+            for template in filter(None, (task.config.description, task.config.gen_prefix)):
+                lm_eval.utils.apply_template(template, item)
+            question, answer = task.doc_to_text(item), task.doc_to_target(item)
+            if question in (None, "None") or answer is None or answer in ("None", []):
+                raise ValueError("no question in `doc_to_text`, or no answer in `doc_to_target`")
+            if task.OUTPUT_TYPE != "multiple_choice":
+                continue
+            choices, right = task.doc_to_choice(item), question if isinstance(question, int) else answer
+            if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+                raise ValueError(f"`doc_to_choice` gives no list of choices but {choices!r}")
+            for each in right if isinstance(right, list) else [right]:
+                if each not in choices and not (isinstance(each, int) and 0 <= each < len(choices)):
+                    raise ValueError(f"`doc_to_target` names {each!r} as right, of {len(choices)} choices")
+        except Exception as error:  # also of its templates
+            files = (task.config.dataset_kwargs or {}).get("data_files", task.config.dataset_path)
+            fix = f"Mend the item in {files}, or the task file."
+            raise UserError(f"item {number} cannot be scored: {first_line(error)}", fix=fix) from error
 
 
 # ---- answers over a kill ----
@@ -211,9 +197,9 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     the file and broadcasts its content: all of them must send the same questions to the devices.
     """
     processes = Processes.at_work()
-    path = path if processes.first else path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    answers = SqliteDict(str(path), encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
+    file = str(path) if processes.first else None  # None: a temporary one
+    answers = SqliteDict(file, encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
     if answers.get("model") != model:
         answers.clear()
         answers["model"] = model
@@ -221,29 +207,8 @@ def cached(lm: LM, path: Path, model: str) -> CachingLM:
     for start in range(0, processes.broadcast("how many answers are known", len(known), seconds=None), _BROADCAST):
         answers.update(processes.broadcast("known answers", known[start : start + _BROADCAST], seconds=None))
     answers.commit(blocking=True)
-    caching = CachingLM(lm, str(path))
+    caching = CachingLM(lm, answers.filename)
     caching.dbdict.close()
     caching.dbdict = answers
     lm.set_cache_hook(caching.get_cache_hook())
     return caching
-
-
-# ---- the Hub ----
-
-
-@contextmanager
-def reachable_data(named: Sequence[str]) -> Iterator[None]:
-    """While entered, the data of the tasks `named` are fetched from the Hub; UserError if it does not answer."""
-    limit_requests()
-    endpoint = huggingface_hub.constants.ENDPOINT
-    what = f"the items of {', '.join(named)} cannot be fetched from {endpoint}"
-    fix = "Check the network, set HF_HUB_OFFLINE=1 to use what was fetched before, or name a folder: --data-dir."
-    try:
-        if named and not huggingface_hub.constants.HF_HUB_OFFLINE:
-            huggingface_hub.get_session().head(endpoint, timeout=_PATIENCE)
-        yield
-    except Exception as error:
-        of_a_library = isinstance(error, OSError) and error.errno is None  # an error of a file here has a number
-        if not named or isinstance(error, UserError) or not (of_a_library or is_of_the_network(error)):
-            raise
-        raise UserError(f"{what}: {first_line(error)}", fix=fix) from error

@@ -19,8 +19,7 @@ from affinage.data.decontaminate import Contamination
 from affinage.data.overlap import BenchmarkItem
 from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
-from affinage.evaluation.benchmarks import CORE, CORE_SHOTS
-from affinage.evaluation.harness import cached, load_tasks, quiet, reachable_data
+from affinage.evaluation.harness import cached, load_tasks, quiet
 from affinage.evaluation.results import (
     contamination_of,
     fingerprint,
@@ -31,10 +30,11 @@ from affinage.evaluation.results import (
     write_results,
 )
 from affinage.evaluation.scoring import rows_that_fit
-from affinage.evaluation.tasks import ChatTemplateUse, find_tasks, items_of
+from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of
 from affinage.generation.model import LoadedModel
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
+_SAMPLES = 3  # items per task in the results for people to read
 Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
 _NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length
 
@@ -43,44 +43,26 @@ def evaluate(
     model: LoadedModel,
     tasks: Sequence[str],
     *,
-    folder: Path | None = None,
-    facts: Mapping[str, Any] | None = None,
-    keep: Path | None = None,
-    task_folders: Mapping[str, Path] | None = None,
+    folder: Path | None = None,  # for results.json and items/TASK.jsonl; see `write_results`
+    facts: Mapping[str, Any] | None = None,  # more for the results, such as which training made the model
+    keep: Path | None = None,  # file of the harness's cache: answers of this model in it are not computed again
+    task_folders: Mapping[str, Path] | None = None,  # of closed worlds, whose facts are the training text
     data_dir: str | Path | None = None,
-    chat: bool = False,
-    apply_chat_template: ChatTemplateUse = "auto",
-    limit: int | None = None,
+    chat: bool = False,  # whether it was trained to chat: only then it gets the tasks for chat models
+    apply_chat_template: ChatTemplateUse = "auto",  # to all tasks, or none; auto: to those for chat models
+    limit: int | None = None,  # items per task: the first ones or, with a `sample_seed`, those that it draws
     sample_seed: int | None = None,
-    num_fewshot: int | None = None,
-    batch_size: int | Literal["auto"] = "auto",
-    texts: Mapping[str, Sequence[str]] | None = None,
-    samples: int = 3,
-    seen: Seen | None = None,
-    answered: Callable[[str, dict[str, Any]], None] | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    num_fewshot: int | None = None,  # examples before each question; None: as many as the task says
+    batch_size: int | Literal["auto"] = "auto",  # rows of the context at once; auto: as many as fit
+    texts: Mapping[str, Sequence[str]] | None = None,  # by name, to measure bits per byte beside those of gzip and xz
+    seen: Seen | None = None,  # searches the training text for items; the results have the scores without those found
+    answered: Callable[[str, dict[str, Any]], None] = lambda _task, _line: None,  # gets the line of each item
+    progress: Callable[[str], None] = lambda _: None,  # gets a line about what is done
 ) -> dict[str, Any]:
-    """Return the scores of a model on benchmarks, with standard errors.
+    """Return the scores of a model on the `tasks` (names for `find_tasks`), with standard errors.
 
     Hosts that work together all call it with the same tasks and the same model, sharded over the devices of all. Each
     gets the scores; the first one alone searches the training text, compresses, and has the file `keep`.
-
-    Args:
-        model: to be evaluated.
-        tasks: names for `find_tasks`, with `task_folders` and `data_dir`. Tasks of `task_folders` are of closed worlds,
-            whose facts are the training text, and so not searched for there.
-        folder: for results.json and items/TASK.jsonl; see `write_results`.
-        facts: more for the results, such as which training made the model.
-        keep: file of the harness's cache: answers of this model in it are not computed again.
-        chat: whether the model was trained to chat; see `TaskSet.rounds` for this and `apply_chat_template`.
-        limit: items per task: the first ones or, with a `sample_seed`, those that it draws.
-        num_fewshot: examples before each question; None: as many as the task says.
-        batch_size: rows of the context at once; auto: as many as fit.
-        texts: validation texts by name, whose bits per byte are measured, beside those of gzip and xz.
-        samples: items per task in the results for people to read.
-        seen: searches the training text for items; scores without those found are in the results.
-        answered: called with the task and the line of each item.
-        progress: called with a line about what is done.
 
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.
@@ -90,7 +72,11 @@ def evaluate(
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, processes = time.monotonic(), Processes.at_work()
     closed = task_folders or {}
-    chosen = find_tasks(tasks, closed, data_dir)
+    chosen, unavailable = find_tasks(tasks, closed, data_dir)
+    of_chat = [task for task in chosen if is_chat(task)]
+    rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if chat else []}
+    if apply_chat_template != "auto":
+        rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
     identity = fingerprint(model) if keep is not None or folder is not None else ""
     lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, progress=progress)
     outcome: dict[str, Any] = {}
@@ -101,12 +87,9 @@ def evaluate(
         caching: Any = lm
         if keep is not None:
             caching = cached(lm, keep, identity)
-            if not processes.first:  # its copy of the answers
-                stack.callback(Path(caching.cache_db).unlink, missing_ok=True)
             stack.callback(caching.dbdict.close)
-        stack.enter_context(reachable_data(chosen.fetched))
         stack.enter_context(quiet())
-        for specs, templated in chosen.rounds(chat, apply_chat_template):
+        for templated, specs in rounds.items():
             if not specs:
                 continue
             lm.in_chat_template = templated
@@ -129,7 +112,7 @@ def evaluate(
             items |= raw["samples"]
         if seen is not None:
             progress("searching the training text for the items")
-            of_worlds = {task["task"] for task in find_tasks(list(closed), closed).local}
+            of_worlds = {task["task"] for task in find_tasks(list(closed), closed)[0]}
             searched = {name: task for name, task in loaded.items() if name not in of_worlds}
             contamination = seen(items_of(searched)) if searched and processes.first else None
             processes.broadcast("the end of the search", None, seconds=None)
@@ -137,14 +120,14 @@ def evaluate(
         "model": model.name,
         "context": model.context,
         "tasks": outcome,
-        "unavailable": list(chosen.unavailable),
-        "skipped": [] if chat or apply_chat_template != "auto" else [str(task["task"]) for task in chosen.chat],
+        "unavailable": unavailable,
+        "skipped": [] if chat or apply_chat_template != "auto" else [task["task"] for task in of_chat],
         "seconds": time.monotonic() - started,
         # Nothing is asked where all answers are in the file `keep`.
         "items_per_second": sum(task["items"] for task in outcome.values()) / lm.seconds if lm.requests else None,
         "requests": lm.requests,
         "versions": {"affinage": __version__, "jax": version("jax"), "lm_eval": version("lm_eval")},
-        "samples": {name: [_readable(item) for item in of_task[:samples]] for name, of_task in items.items()},
+        "samples": {name: [_readable(item) for item in of_task[:_SAMPLES]] for name, of_task in items.items()},
     }
     if CORE in tasks:
         results["core"] = _centered_mean(outcome)
@@ -152,15 +135,13 @@ def evaluate(
         results["contamination"] = contamination_of(contamination, outcome, items)
     if texts:
         progress("measuring bits per byte")
-        bits = {name: {"model": lm.bits_per_byte(of_name)} for name, of_name in texts.items()}
+        results["bits_per_byte"] = bits = {name: {"model": lm.bits_per_byte(each)} for name, each in texts.items()}
         for name, of_name in texts.items() if processes.first else ():
             bits[name] |= compressor_bits_per_byte(of_name)
         processes.broadcast("the end of the compression", None, seconds=None)
-        results["bits_per_byte"] = bits
-    if answered is not None:
-        for name, of_task in items.items():
-            for item in of_task:
-                answered(name, line_of(item))
+    for name, of_task in items.items():
+        for item in of_task:
+            answered(name, line_of(item))
     if folder is not None:
         results |= {"fingerprint": identity, **(facts or {})}
         write_results(results, items, folder)
@@ -179,17 +160,13 @@ def _drawn(task: str, items: int, count: int, seed: int) -> list[int]:
 
 
 def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
-    """Return what `gzip -9` and `xz -9` need for the texts, a line each: {"gzip": ..., "xz": ...}.
+    """Return what `gzip -9` and `xz -9` need for the texts, a line each, in bits per byte: {"gzip": ..., "xz": ...}.
 
-    The bytes counted are the texts' own in UTF-8. What is common to several texts is compressed once; a model does not
-    see the texts before. xz -9 needs about 700 MB of memory.
+    What is common to several texts is compressed once; a model does not see the texts before.
     """
     encoded = [text.encode() for text in texts]
-    whole, total = b"\n".join(encoded), sum(map(len, encoded))
-    return {
-        "gzip": 8 * len(gzip.compress(whole, 9)) / total,
-        "xz": 8 * len(lzma.compress(whole, preset=9)) / total,
-    }
+    whole, bits = b"\n".join(encoded), sum(map(len, encoded)) / 8
+    return {"gzip": len(gzip.compress(whole, 9)) / bits, "xz": len(lzma.compress(whole, preset=9)) / bits}
 
 
 def _result(name: str, raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> dict[str, Any]:

@@ -1,64 +1,55 @@
-"""Which tasks a name stands for: task files and items on this machine, or tasks of lm-evaluation-harness."""
+"""Which tasks a name stands for: lm-evaluation-harness's own, benchmarks over items on this machine, or task files.
+
+benchmarks.yaml lists the benchmarks and groups that have names here. Their definitions are always the harness's; their
+items come from the Hub, or from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
+"""
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.overlap import BenchmarkItem, strings_in
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
 from affinage.paths import from_home
 
 if TYPE_CHECKING:
     import datasets
 
+    from affinage.data.overlap import BenchmarkItem
+
 ChatTemplateUse = Literal["auto"] | bool
-Task = dict[str, Any]  # the configuration of a task; `where` is its file
+Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
 _PATHS = "Paths start from the working directory."
 _TASK_FILE = "A task file is YAML: `task: NAME`, `dataset_path: json`, `dataset_kwargs: {data_files: items.jsonl}`, ..."
 _LINES = "It must be UTF-8 text with one JSON object a line, plain or compressed with gzip."
 
+_LISTED = yaml.safe_load(files("affinage.evaluation").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
+BENCHMARKS: dict[str, Task] = _LISTED["benchmarks"]
+QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
+POCKET_TASKS = tuple(
+    f"pocket_{about}_{language}"
+    for about in ("facts", "facts_unseen", "cross", "agreement", "arithmetic", "chat")
+    for language in ("en", "fr")
+)
+GROUPS: dict[str, tuple[str, ...]] = {name: tuple(members) for name, members in _LISTED["groups"].items()}
+GROUPS[QUICKSTART] = (POCKET_WORLD,)
+CORE = "core"
+CORE_SHOTS: dict[str, int] = _LISTED["groups"][CORE]
 
-@dataclass(frozen=True)
-class TaskSet:
-    """The tasks of a list of names: whole configurations (`local`), and names that the harness looks up (`named`).
 
-    `unavailable` are members of groups of which the folder of items has no file.
-    """
+def of_pocket_world(task: str) -> bool:
+    """Return whether it is one of the pocket world's benchmarks, or a name for all of them."""
+    return task in (POCKET_WORLD, QUICKSTART, *POCKET_TASKS)
 
-    local: tuple[Task, ...]
-    named: tuple[str, ...]
-    unavailable: tuple[str, ...] = ()
 
-    @property
-    def fetched(self) -> list[str]:
-        """Names of the tasks whose items come from the Hub, or from its cache."""
-        return [*(str(task["task"]) for task in self.local if _is_on_hub(task)), *self.named]
-
-    @property
-    def chat(self) -> list[Task]:
-        """Tasks for chat models: local ones that generate text or have the tag `chat`; the harness's are not."""
-
-        def is_chat(task: Task) -> bool:
-            tags = task.get("tag") or []
-            tagged = "chat" in ([tags] if isinstance(tags, str) else tags)
-            return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
-
-        return [task for task in self.local if is_chat(task)]
-
-    def rounds(self, chat: bool, template: ChatTemplateUse) -> list[tuple[list[Task | str], bool]]:
-        """Tasks, and whether they use the chat template; with `auto`, only chat models get chat tasks."""
-        of_chat = self.chat
-        plain: list[Task | str] = [*(task for task in self.local if task not in of_chat), *self.named]
-        if template != "auto":
-            return [([*plain, *of_chat], template)]
-        return [(plain, False), ([*of_chat], True)] if chat else [(plain, False)]
+def is_task_file(task: str) -> bool:
+    """Return whether a benchmark is named by its task file, or by a folder of them."""
+    return not of_pocket_world(task) and ("/" in task or task.endswith((".yaml", ".yml")))
 
 
 def is_offline(task: Mapping[str, Any]) -> bool:
@@ -66,58 +57,57 @@ def is_offline(task: Mapping[str, Any]) -> bool:
     return "benchmark" in (task.get("dataset_kwargs") or {})
 
 
-def _is_on_hub(task: Mapping[str, Any]) -> bool:
-    kwargs, path = task.get("dataset_kwargs") or {}, task.get("dataset_path")
-    return "custom_dataset" not in task and "data_files" not in kwargs and bool(path) and not Path(str(path)).exists()
+def is_chat(task: Mapping[str, Any]) -> bool:
+    """Return whether it is for chat models: a task file that generates text or has the tag `chat`."""
+    tags = task.get("tag") or []
+    tagged = "chat" in ([tags] if isinstance(tags, str) else tags)
+    return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
 
 
-def of_the_hub(place: Path) -> bool:
-    """Return whether a task file, or one in a folder of them, takes its items from the Hub; False if unreadable."""
-    try:
-        return any(_is_on_hub(task) for _, task in _configurations(place) if "task" in task)
-    except UserError:  # raised again where the task is read
-        return False
+def on_hub(task: Mapping[str, Any]) -> bool:
+    """Return whether its items come from the Hub, or from its cache."""
+    kwargs, path = task.get("dataset_kwargs") or {}, str(task.get("dataset_path", "none"))
+    return "custom_dataset" not in task and "data_files" not in kwargs and not Path(path).exists()
 
 
-def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None) -> TaskSet:
-    """Look up task names.
+def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
+    """Return the files of a folder that these benchmarks and groups read, each once."""
+    members = [member for task in tasks for member in GROUPS.get(task, (task,)) if member in BENCHMARKS]
+    return list(dict.fromkeys(file for name in members if (file := _file_of(name, from_home(data_dir)))))
+
+
+def find_tasks(
+    names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None
+) -> tuple[list[Task], list[str]]:
+    """Return the tasks that names stand for, and the members of groups that are left out.
 
     A name is one of our groups (`julian`, `french`, `quickstart`), a key of `folders` (all task files of that folder),
     one of the pocket world's benchmarks, whose folder `folders` must have, the path of a YAML file or of a folder of
-    them, or else a task, group or tag that lm-evaluation-harness knows. Data files of local tasks are relative to their
-    YAML file. With a `data_dir`, benchmarks of ours are the harness's definitions over the files of that folder.
+    them, or else a task, group or tag that lm-evaluation-harness knows, which is returned as {"task": name}. Paths of
+    data files are relative to the task file. With a `data_dir`, benchmarks of ours are the harness's definitions
+    over the files of that folder; those of a group that it has no file of are left out.
 
     Raises UserError for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
     """
     items = None if data_dir is None else from_home(data_dir)
     if items is not None and not items.is_dir():
         raise UserError(f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS)
-    local: dict[str, Task] = {}
-    named: list[str] = []
-    chosen, unavailable = names_of(names, items)
-    for name in chosen:
-        if items is not None and name in BENCHMARKS and (file := BENCHMARKS[name].file_in(items)):
-            local.setdefault(name, _on_file(name, file))
-            continue
-        place = folders.get(name, from_home(name))
-        if name == POCKET_WORLD or name in POCKET_TASKS:
-            if POCKET_WORLD not in folders:
-                what = "the pocket world's benchmarks are about facts that only a model of that world knows"
-                fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
-                raise UserError(what, where=name, fix=fix)
-            place = folders[POCKET_WORLD] / (f"{name}.yaml" if name in POCKET_TASKS else "")
-        elif not place.exists():
-            if place.suffix in {".yaml", ".yml"} or "/" in name:
-                raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
-            named.append(name)
-            continue
-        # A file without `task` is a template that others include.
-        tasks = [_with_data(task, file) for file, task in _configurations(place) if isinstance(task.get("task"), str)]
-        if not tasks:
-            raise UserError("there is no task in it", where=str(place), fix=_TASK_FILE)
-        for task in tasks:
-            local.setdefault(task["task"], task)
-    return TaskSet(tuple(local.values()), tuple(named), tuple(unavailable))
+    tasks: dict[str, Task] = {}
+    left_out: list[str] = []
+    for group in names:
+        members = GROUPS.get(group, (group,))
+        held = {name: _file_of(name, items) for name in members if items is not None and name in BENCHMARKS}
+        absent = [name for name, file in held.items() if file is None]
+        if len(absent) == len(members):
+            fix = f"Looked for {', '.join(f'{name}.jsonl' for name in absent)} (or .jsonl.gz)."
+            raise UserError(f"there are no items of `{group}` in {items}", fix=fix)
+        left_out += absent
+        for name in members:
+            if name not in absent:
+                file = held.get(name)
+                for task in _tasks_of(name, folders) if file is None else [_on_file(name, file)]:
+                    tasks.setdefault(task["task"], task)
+    return list(tasks.values()), left_out
 
 
 def check_names(
@@ -127,7 +117,8 @@ def check_names(
 
     The harness takes seconds to look up a name; names that are ours need it not. `where` names their origin.
     """
-    if unknown := [name for name in find_tasks(names, folders, data_dir).named if name not in BENCHMARKS]:
+    named = [task["task"] for task in find_tasks(names, folders, data_dir)[0] if len(task) == 1]
+    if unknown := [name for name in named if name not in BENCHMARKS]:
         from affinage.evaluation.harness import quiet, task_manager
 
         with quiet():
@@ -137,27 +128,43 @@ def check_names(
 # ---- task files ----
 
 
-def _configurations(place: Path) -> list[tuple[Path, Task]]:
-    files = [place] if place.is_file() else sorted([*place.glob("**/*.yaml"), *place.glob("**/*.yml")])
-    return [(file, _read_yaml(file)) for file in files]
+def _tasks_of(name: str, folders: Mapping[str, Path]) -> list[Task]:
+    """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
+    place = folders.get(name, from_home(name))
+    if name == POCKET_WORLD or name in POCKET_TASKS:
+        if POCKET_WORLD not in folders:
+            what = "the pocket world's benchmarks are about facts that only a model of that world knows"
+            fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
+            raise UserError(what, where=name, fix=fix)
+        place = folders[POCKET_WORLD] / (f"{name}.yaml" if name in POCKET_TASKS else "")
+    elif not place.exists():
+        if is_task_file(name):
+            raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
+        return [{"task": name}]
+    paths = [place] if place.is_file() else sorted([*place.glob("**/*.yaml"), *place.glob("**/*.yml")])
+    read = [(path, _read_yaml(path)) for path in paths]
+    # A file without `task` is a template that others include.
+    tasks = [_with_data(task, path) for path, task in read if isinstance(task.get("task"), str)]
+    if not tasks:
+        raise UserError("there is no task in it", where=str(place), fix=_TASK_FILE)
+    return tasks
 
 
 def _read_yaml(file: Path) -> Task:
     try:
         task = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(task, dict):
+            raise ValueError("it is no mapping with a `task:` key")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"this cannot be read as a task: {error}", where=str(file), fix=_TASK_FILE) from error
-    if not isinstance(task, dict):
-        raise UserError("this is not a task: a mapping with a `task:` key is needed", where=str(file), fix=_TASK_FILE)
-    included: Task = {}
-    include = task.pop("include", [])
+    include, included = task.pop("include", []), dict[str, Any]()
     for other in [include] if isinstance(include, str) else include:
         included |= _read_yaml(file.parent / other)
     return included | task
 
 
 def _with_data(task: Task, file: Path) -> Task:
-    """The configuration with its file, and for data files with absolute paths and a check of its splits."""
+    """The configuration with its file, with absolute paths of data files, and with a split to evaluate."""
     task = {**task, "where": str(file)}
     kwargs = task.get("dataset_kwargs") or {}
     if "dataset_path" not in task or not isinstance(kwargs, dict):
@@ -165,7 +172,7 @@ def _with_data(task: Task, file: Path) -> Task:
         raise UserError(what, where=str(file), fix=_TASK_FILE)
     if "data_files" not in kwargs:
         return task
-    listed, data_files = kwargs["data_files"], {}
+    listed, data_files = kwargs["data_files"], dict[str, list[str]]()
     for split, paths in (listed if isinstance(listed, dict) else {"train": listed}).items():
         names = [paths] if isinstance(paths, str) else paths or ()
         data_files[split] = [str((file.parent / str(name)).resolve()) for name in names]
@@ -182,6 +189,15 @@ def _with_data(task: Task, file: Path) -> Task:
     return task
 
 
+# ---- benchmarks over items on this machine ----
+
+
+def _file_of(benchmark: str, folder: Path) -> Path | None:
+    names = (benchmark, *BENCHMARKS[benchmark].get("files", ()))
+    paths = (folder / f"{name}{ending}" for name in names for ending in (".jsonl", ".jsonl.gz"))
+    return next((path for path in paths if path.is_file()), None)
+
+
 def _on_file(name: str, file: Path) -> Task:
     """What to change in the harness's task so that its items are the rows of a file."""
     config = {
@@ -196,11 +212,42 @@ def _on_file(name: str, file: Path) -> Task:
         "test_split": "test",
         "fewshot_split": "test",  # there are no other items
     }
-    first = next(read_rows(file), {})
-    return config | {"process_docs": None} if "query" in first else config  # processed already
+    return config | {"process_docs": None} if "query" in next(_read_rows(file), {}) else config  # processed already
 
 
-# ---- items ----
+def _preprocessed(row: Task) -> Task:
+    """From the output of the harness's preprocessing: `query`, `choices`, `gold`."""
+    return row | {"label": str(row["gold"])}
+
+
+def _belebele(row: Task) -> Task:
+    """From passage and question in one text, and the choices {"A": ..., "D": ...} with the letter of the answer."""
+    passage, _, question = row["question"].rpartition("\n\nQuestion: ")
+    answers = {f"mc_answer{number}": row["choices"][letter] for number, letter in enumerate("ABCD", 1)}
+    right = str("ABCD".index(row["answer"]) + 1)
+    passage = passage.partition("Passage: ")[2]
+    return {"flores_passage": passage, "question": question, **answers, "correct_answer_num": right}
+
+
+def _winograd_schema(row: Task) -> Task:
+    """From the pronoun's place among the tokens; the harness wants the sentence with `_` for it, and two options."""
+    sentence, (pronoun, (first, _), _) = row["sentence"], row["pronoun"]
+    place = 0
+    for token in row["tokens"][:first]:
+        place = max(place, sentence.find(token, place))  # some tokens are spelled otherwise in the sentence
+    place = sentence.index(pronoun, place)
+    (option1, _, _, right), (option2, _, _, _) = row["options"]
+    blanked = sentence[:place] + "_" + sentence[place + len(pronoun) :]
+    return {"sentence": blanked, "option1": option1, "option2": option2, "answer": "1" if right else "2"}
+
+
+# Form: (a key that only rows of the Hub's dataset have, the conversion of other rows).
+_FORMS: dict[str, tuple[str, Callable[[Task], Task]]] = {
+    "preprocessed": ("endings", _preprocessed),
+    "belebele": ("flores_passage", _belebele),
+    "winograd_schema": ("option1", _winograd_schema),
+    "minimal_pair": ("sen", lambda row: {"sen": row["sentence_good"], "wrong_sen": row["sentence_bad"]}),
+}
 
 
 def read_json_lines(
@@ -212,14 +259,15 @@ def read_json_lines(
     """
     import datasets  # seconds
 
+    key, convert = _FORMS.get(BENCHMARKS.get(benchmark or "", {}).get("form", ""), ("", dict))
     splits = {}
     for split, paths in data_files.items():
-        rows, where = [row for path in paths for row in read_rows(Path(path))], ", ".join(paths)
+        rows, where = [row for path in paths for row in _read_rows(Path(path))], ", ".join(paths)
         if not rows:
             raise UserError(f"the split `{split}` has no items", where=where, fix=_LINES)
-        for number, row in enumerate(rows if benchmark else ()):
+        for number, row in enumerate(rows):
             try:
-                rows[number] = BENCHMARKS[str(benchmark)].as_published(row)
+                rows[number] = row if key in row else convert(row)
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 what = f"row {number + 1} is not an item of {benchmark}: {type(error).__name__}: {error}"
                 raise UserError(what, where=where, fix="Take the file of the Hub's dataset.") from error
@@ -227,8 +275,7 @@ def read_json_lines(
     return splits
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of JSON Lines, plain or .gz. Raises UserError for what is none."""
+def _read_rows(path: Path) -> Iterator[Task]:
     number = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
@@ -243,21 +290,25 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(what, where=f"{path}:{number}", fix=_LINES) from error
 
 
-def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterator[BenchmarkItem]:
+# ---- items as decontamination searches for them ----
+
+
+def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Iterator[BenchmarkItem]":
     """Yield all items of the tasks `names` (see `find_tasks`), each with the texts that would give it away.
 
     Those are every string in the item's data, and the question as it is put with its right answer. Items are numbered
     from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
     """
-    from affinage.evaluation.harness import load_tasks, quiet, reachable_data
+    from affinage.evaluation.harness import load_tasks, quiet
 
-    tasks = find_tasks(names, {}, data_dir)
-    with reachable_data(tasks.fetched), quiet():
-        yield from items_of(load_tasks([*tasks.local, *tasks.named]))
+    with quiet():
+        yield from items_of(load_tasks(find_tasks(names, {}, data_dir)[0]))
 
 
-def items_of(tasks: Mapping[str, Any]) -> Iterator[BenchmarkItem]:
+def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
     """Yield the same for tasks as the harness has loaded them, by name."""
+    from affinage.data.overlap import BenchmarkItem, strings_in  # a moment
+
     for name, task in tasks.items():
         for number, item in enumerate(task.eval_docs):
             texts = [*strings_in(dict(item))]

@@ -26,15 +26,12 @@ class ChatSession:
     def __init__(self, model: LoadedModel, params: SamplingParams) -> None:
         self._model, self._params = model, params
         self._engine: Engine | None = None
-        self.set_system("")
+        self.reset("")
 
-    def set_system(self, text: str) -> None:
-        """Begin again with this system message; an empty one stands for the model's own."""
-        self._system_prompt = text or self._model.system_prompt
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all messages."""
+    def reset(self, system: str | None = None) -> None:
+        """Forget all messages; `system` is the system message from now on, where "" stands for the model's own."""
+        if system is not None:
+            self._system_prompt = system or self._model.system_prompt
         self.messages: list[dict[str, str]] = []
         self._first = 0  # of the messages that the model still sees
 
@@ -71,12 +68,9 @@ class ChatSession:
 
     def command(self, text: str) -> str:
         """Carry out a line that begins with a slash and return the message about it."""
-        name, _, argument = text.partition(" ")
-        argument = argument.strip()
-        if name == "/reset":
-            self.reset()
-        elif name == "/system":
-            self.set_system(argument)
+        name, _, argument = map(str.strip, text.partition(" "))
+        if name in ("/reset", "/system"):
+            self.reset(argument if name == "/system" else None)
         elif name == "/save" and argument:
             system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
             try:

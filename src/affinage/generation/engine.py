@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
-from affinage.generation.detokenizer import Detokenizer
+from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import SamplingParams, SamplingTensors, choose
 from affinage.model.forward import init_cache, one_by_one
@@ -28,24 +30,52 @@ from affinage.parallel import MeshLayout
 TOP_LOGPROBS = 20  # the largest number of alternatives of a token
 _NOTHING = -1  # stands where a row generates no token
 _SHORTEST_BUCKET = 64  # tokens of a padded prompt, and of a cache
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
 _WORTH_KEEPING = 16  # tokens of a prompt that a slot holds already
 
 FinishReason = Literal["eos", "stop", "length"]
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What follows a prompt.
+class Detokenizer:
+    """The text of a growing list of tokens, released as soon as no later token can change it.
 
-    Attributes:
-        tokens: up to the one that completed a stop string, without a token that ended the text.
-        text: up to a stop string.
-        finish_reason: eos for a token that ends a text or a turn, stop for a stop string, length for neither.
+    Bytes of an unfinished character are held back, and so is text that a stop string may begin with. Text from a stop
+    string on is never released. (`DecodeStream` of tokenizers raises for bytes that are no text, and has no end at
+    which bytes that are held back come out.)
     """
 
-    tokens: list[int]
-    text: str
-    finish_reason: FinishReason
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, [text for text in stop if text]
+        self._undecoded: list[int] = []
+        self._held = ""
+        self.released = ""
+        self.stopped = False  # a stop string was met
+
+    def push(self, token: int | None) -> str:
+        """Return the text that one more token makes certain; None, after the last one: the text still held back."""
+        self._undecoded += [] if token is None else [token]
+        text = self._tokenizer.decode(self._undecoded)
+        unfinished = 0 < len(text) - len(text.rstrip(REPLACEMENT)) < _LONGEST_CHARACTER
+        if self.stopped or (unfinished and token is not None):
+            return ""
+        self._undecoded, held = [], self._held + text
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        self.stopped = bool(places)
+        beginnings = (held[-n:] for n in range(len(held), 0, -1) if token is not None)
+        kept = next((end for end in beginnings if any(stop.startswith(end) for stop in self._stops)), "")
+        end = min(places) if places else len(held) - len(kept)
+        self._held = held[end:]
+        self.released += held[:end]
+        return held[:end]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What follows a prompt."""
+
+    tokens: list[int]  # up to the one that completed a stop string, without a token that ended the text
+    text: str  # up to a stop string
+    finish_reason: FinishReason  # eos: a token that ends a text or a turn
 
 
 @dataclass(eq=False)
@@ -116,18 +146,27 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
         cache: Any,
         rows: Rows,
         tokens: Int[Array, "rows S"],
-        starts: Int[Array, " rows"],
         lengths: Int[Array, " rows"],
         slots: Int[Array, " rows"],
+        starts: Int[Array, " rows"] | None = None,
     ) -> tuple[Any, Int[Array, "rows 1"]]:
-        """Put prompts into slots from `starts` on; rows of a slot that does not exist are dropped."""
-        positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        part = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), cache)
+        """Put prompts into slots, from `starts` on if given; rows of a slot that does not exist are dropped."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        if starts is None:  # nothing is read of the cache, so that a kernel can compute attention
+            part = sharded(init_cache(graph, len(tokens), tokens.shape[1], jnp.dtype(dtype)))
+        else:
+            positions += starts[:, None]
+            part = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=1, mode="clip"), cache)
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
-        lazy, part = logits_of(graph, params, tokens, positions, dtype, part, logit_positions=(lengths - 1)[:, None])
+        last: dict[str, Any] = {"logit_positions": (lengths - 1)[:, None], "from_start": starts is None}
+        kernel: AttentionImplementation = "auto" if layout is None else "xla"
+        lazy, part = logits_of(graph, params, tokens, positions, dtype, part, attention=kernel, **last)
         _, first = advance(rows, lazy)
-        cache = jax.tree.map(lambda old, new: old.at[:, slots].set(new, mode="drop"), cache, part)
-        return sharded(cache), first[:, None]
+
+        def insert(old: Array, new: Array) -> Array:
+            return old.at[:, slots, :, : new.shape[3]].set(new, mode="drop")
+
+        return sharded(jax.tree.map(insert, cache, part)), first[:, None]
 
     @partial(jax.jit, static_argnames=("steps", "span"), donate_argnames=("cache",))
     def decode(params: PyTree, cache: Any, rows: Rows, steps: int, span: int) -> tuple[Any, Int[Array, "B steps"]]:
@@ -213,13 +252,13 @@ class Engine:
     def warm_up(self) -> None:
         """Compile every program that requests can need, so that no client waits for one."""
         for bucket in self._buckets:
-            request = EngineRequest([PAD] * min(bucket, self.length - 1), SamplingParams())
-            self.submit(request)
-            self._fill([request], [0], 0)
+            for start in (0, 1) if self._prefix_caching else (0,):
+                request = EngineRequest([PAD] * min(bucket + start, self.length - 1), SamplingParams())
+                self.submit(request)
+                self._fill([request], [0], start)
             token_logprobs(self.model, request.prompt, 1)
         for span in self._spans:
-            rows = self._rows([None] * self.slots, range(self.slots))
-            self._dispatch(self._decode, rows, steps=self._steps, span=span)
+            self._dispatch(self._decode, [None] * self.slots, range(self.slots), steps=self._steps, span=span)
         self.reset()
 
     def step(self) -> list[Event]:
@@ -230,8 +269,8 @@ class Engine:
             return events
         longest = max(len(request.prompt) + len(request.tokens) for request in self.active.values())
         span = next(span for span in self._spans if span >= min(longest + self._steps, self.length))
-        rows = self._rows([self.active.get(slot) for slot in range(self.slots)], range(self.slots))
-        emitted = self._dispatch(self._decode, rows, steps=self._steps, span=span)
+        requests = [self.active.get(slot) for slot in range(self.slots)]
+        emitted = self._dispatch(self._decode, requests, range(self.slots), steps=self._steps, span=span)
         return events + self._events(emitted, {slot: slot for slot in self.active})
 
     def _admit(self) -> list[Event]:
@@ -247,7 +286,9 @@ class Engine:
                 break
             start = 0
             if self._prefix_caching:
-                shared = {slot: self._shared(slot, requests[0]) for slot in free}
+                prompt = requests[0].prompt[:-1]  # the last token is computed in any case
+                pairs = {slot: zip(self._held[slot], prompt) for slot in free}
+                shared = {slot: sum(1 for _ in takewhile(lambda two: two[0] == two[1], pairs[slot])) for slot in free}
                 best = max(free, key=shared.__getitem__)
                 if shared[best] >= _WORTH_KEEPING:
                     start = shared[best]
@@ -257,12 +298,6 @@ class Engine:
             self.active |= dict(zip(slots, requests, strict=True))
             events += self._events(emitted, {slot: row for row, slot in enumerate(slots)})
         return events
-
-    def _shared(self, slot: int, request: EngineRequest) -> int:
-        """The number of tokens of the prompt that the slot holds; the last one is computed in any case."""
-        most = min(len(self._held[slot]), len(request.prompt) - 1)
-        differ = (n for n in range(most) if self._held[slot][n] != request.prompt[n])
-        return next(differ, most)
 
     def _fill(self, requests: Sequence[EngineRequest], slots: Sequence[int], start: int) -> Array:
         """Prefill prompts from a start on, and choose the first token of each."""
@@ -278,19 +313,18 @@ class Engine:
             self._held[slot] = list(request.prompt)
         missing = count - len(requests)
         slots = [*slots, *[self.slots] * missing]
-        rows = self._rows([*requests, *[None] * missing], slots)
-        arrays = (tokens, np.full(count, start, np.int32), lengths, np.array(slots, np.int32))
-        return self._dispatch(self._prefill, rows, *arrays)
+        arrays = [tokens, lengths, np.array(slots, np.int32), *([np.full(count, start, np.int32)] if start else [])]
+        return self._dispatch(self._prefill, [*requests, *[None] * missing], slots, *arrays)
 
-    def _dispatch(self, program: Any, rows: Rows, *arrays: np.ndarray, **static: Any) -> Array:
-        """Run a program on the donated cache."""
-        cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
-        rows, arrays = jax.tree.map(self.model.place, (rows, arrays))
-        self._cache, emitted = program(self.model.params, cache, rows, *arrays, **static)
-        return emitted
-
-    def _rows(self, requests: Sequence[EngineRequest | None], slots: Sequence[int]) -> Rows:
-        """Where the requests stand; a row without one is done, and writes after what its slot holds."""
+    def _dispatch(
+        self,
+        program: Any,
+        requests: Sequence[EngineRequest | None],
+        slots: Sequence[int],
+        *arrays: np.ndarray,
+        **static: Any,
+    ) -> Array:
+        """Run a program on the donated cache; a row without a request is done, and writes after what its slot holds."""
         numbers = np.zeros((5, len(requests)), np.int32)
         for row, (request, slot) in enumerate(zip(requests, slots, strict=True)):
             if request is None:
@@ -300,37 +334,35 @@ class Engine:
             numbers[:, row] = last, len(request.prompt) + generated - 1, generated, request.limit, request.index
         params = [SamplingParams() if request is None else request.params for request in requests]
         columns: list[Any] = [*numbers, np.array([each.ignore_eos for each in params]), SamplingTensors.of(params)]
-        return Rows(*columns)
+        cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
+        rows, arrays = jax.tree.map(self.model.place, (Rows(*columns), arrays))
+        self._cache, emitted = program(self.model.params, cache, rows, *arrays, **static)
+        return emitted
 
     def _events(self, emitted: Array, rows: dict[int, int]) -> list[Event]:
         """The new texts of slots, by their rows of `emitted`; slots whose requests are done become free."""
         tokens, events = self.model.on_host(emitted), list[Event]()
         for slot, row in rows.items():
             request = self.active[slot]
-            text, generation = self._advance(request, tokens[row].tolist())
+            text, ended, detokenizer = "", False, request.detokenizer
+            # One by one, so that a stop string ends the text at the same place for any number of tokens a dispatch.
+            for token in tokens[row].tolist():
+                if token == _NOTHING or detokenizer.stopped:
+                    break
+                if ended := token in self._stops and not request.params.ignore_eos:
+                    break
+                request.tokens.append(token)
+                text += detokenizer.push(token)
             self._held[slot] = [*request.prompt, *request.tokens][:-1]
-            if generation is not None:
+            generation = None
+            if ended or detokenizer.stopped or len(request.tokens) >= request.limit:
                 del self.active[slot]
+                text += detokenizer.push(None)
+                reason: FinishReason = "stop" if detokenizer.stopped else "eos" if ended else "length"
+                generation = Generation(request.tokens, detokenizer.released, reason)
             if text or generation:
                 events.append((request, text, generation))
         return events
-
-    def _advance(self, request: EngineRequest, tokens: Sequence[int]) -> tuple[str, Generation | None]:
-        """Add new tokens to a request; return the new text and, if that was the end, the whole."""
-        text, ended, detokenizer = "", False, request.detokenizer
-        # Token by token, so that a stop string ends the text at the same place for any number of tokens a dispatch.
-        for token in tokens:
-            if token == _NOTHING or detokenizer.stopped:
-                break
-            if ended := token in self._stops and not request.params.ignore_eos:
-                break
-            request.tokens.append(token)
-            text += detokenizer.push(token)
-        if not (ended or detokenizer.stopped) and len(request.tokens) < request.limit:
-            return text, None
-        text += detokenizer.finish()
-        reason: FinishReason = "stop" if detokenizer.stopped else "eos" if ended else "length"
-        return text, Generation(request.tokens, detokenizer.released, reason)
 
 
 def generate(
@@ -349,8 +381,7 @@ def generate(
     if not prompts:
         return []
     length = _bucket(max(map(len, prompts)) + params.max_new_tokens)
-    slots = min(max_num_seqs, 1 << (len(prompts) - 1).bit_length())
-    engine = Engine(model, max_num_seqs=slots, max_model_len=length)
+    engine = Engine(model, max_num_seqs=min(max_num_seqs, 1 << (len(prompts) - 1).bit_length()), max_model_len=length)
     results: dict[int, Generation] = {}
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
         engine.submit(EngineRequest(prompts[index], params, index))

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.experimental.multihost_utils import process_allgather
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
@@ -20,7 +19,7 @@ from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import Logits
 from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import batch_sharding, replicated
+from affinage.parallel.sharding import batch_sharding
 
 
 @dataclass(frozen=True)
@@ -47,18 +46,13 @@ class LoadedModel:
     def on_host(self, array: Array) -> np.ndarray:
         """Return a computed array as numpy; where several hosts have parts of it, all of them must call this."""
         if self.layout is not None and not array.is_fully_addressable and not array.is_fully_replicated:
-            array = _replicated(array, replicated(self.layout.mesh))
+            return np.asarray(process_allgather(array, tiled=True))
         return np.asarray(array)
 
     @property
     def row_multiple(self) -> int:
         """What the number of rows of a batch must be a multiple of."""
         return 1 if self.layout is None else self.layout.parts("batch")
-
-
-@partial(jax.jit, static_argnames="sharding")
-def _replicated(array: Array, sharding: NamedSharding) -> Array:
-    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def logits_of(
@@ -73,11 +67,13 @@ def logits_of(
     segments: Sequence[Array] | None = None,
     logit_positions: Int[Array, "R P"] | None = None,
     attention: AttentionImplementation = "auto",
+    from_start: bool = False,
 ) -> tuple[Logits, PyTree | None]:
     """Return the logits of rows, not yet multiplied out; and the advanced cache if one is given.
 
-    With a cache or segments, attention is xla's. `segments` are the batch's `segment_ids` and `prefix_segment_ids` if
-    rows hold several texts. `logit_positions`: the tokens whose logits are wanted.
+    With segments, or a cache unless rows are computed `from_start`, attention is xla's. `segments` are the batch's
+    `segment_ids` and `prefix_segment_ids` if rows hold several texts. `logit_positions`: the tokens whose logits are
+    wanted.
     """
     batch = {"tokens": tokens, "positions": positions}
     if segments is not None:
@@ -85,8 +81,9 @@ def logits_of(
     config = ApplyConfig(
         compute_dtype=jnp.dtype(dtype),
         cache=cache,
+        from_start=from_start,
         until=graph.logits,
-        attention=attention if cache is None else "xla",
+        attention=attention,
         logit_positions=logit_positions,
     )
     if layout is not None:

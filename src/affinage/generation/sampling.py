@@ -17,6 +17,14 @@ from jaxtyping import Array, Float, Int
 from affinage.errors import UserError
 
 _EXCLUDED = -jnp.inf
+_RANGES = {
+    "max_new_tokens": (0, 2**31 - 1),
+    "temperature": (0, 100),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "seed": (0, 2**32 - 1),
+}
 
 
 @dataclass(frozen=True)
@@ -33,17 +41,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts before which the answer ends
 
     def __post_init__(self) -> None:
-        rules = {
-            "max_new_tokens": (self.max_new_tokens >= 0, "at least 0"),
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (0 <= self.top_k < 2**31, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "seed": (0 <= self.seed < 2**32, "between 0 and 2**32"),
-        }
-        for name, (is_valid, rule) in rules.items():
-            if not is_valid:
-                raise UserError(f"{name} = {getattr(self, name)} is out of range", fix=f"It must be {rule}.")
+        for name, (low, high) in _RANGES.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                raise UserError(f"{name} = {value} is out of range", fix=f"It must be between {low} and {high}.")
 
 
 class SamplingTensors(NamedTuple):

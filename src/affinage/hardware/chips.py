@@ -38,11 +38,6 @@ class Chip:
         """Peak bfloat16 FLOP/s of one JAX device."""
         return None if self.bfloat16_flops is None else self.bfloat16_flops / self.devices
 
-    @property
-    def multiplies_bfloat16(self) -> bool:
-        """Whether the chip has native bfloat16 matrix units."""
-        return self.bfloat16_flops is not None
-
 
 # Columns in the order of the fields of `Chip`. Sources of the figures, by line:
 # TPU v2, v3: cloud.google.com/tpu/docs/v2 and /v3 (per chip); links as in "A Domain-Specific Supercomputer for Training

@@ -1,4 +1,4 @@
-"""A model as the folder that Hugging Face's libraries load."""
+"""A model as the folder that Hugging Face's libraries load, and adapters as PEFT does."""
 
 import shutil
 from collections.abc import Mapping
@@ -12,12 +12,18 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from affinage.data.chat import chat_template
 from affinage.data.json_files import write_atomically, write_json
+from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
+from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
-from affinage.hub.families import family_of
-from affinage.hub.vocabulary import write_hf_tokenizer
+from affinage.hub.families import FAMILIES, decoder_nodes, family_of
+from affinage.model import Adapters
+from affinage.model.layer import PyTree
+from affinage.model.lora import LORA_A, LORA_B
+from affinage.results import read_json
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -44,12 +50,10 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     family, tokenizer = family_of(model.graph), model.tokenizer
-    config = family.to_config(model.graph, context=model.context)
     ids = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
     # Transformers 5 reads "dtype", transformers 4 "torch_dtype".
-    write_json(
-        partial / "config.json", config | ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
-    )
+    config = ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
+    write_json(partial / "config.json", family.to_config(model.graph, context=model.context) | config)
     generation = ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False} | dict(sampling or {})
     write_json(partial / "generation_config.json", generation)
     tensors = family.to_tensors(jax.device_get(model.params), model.graph)
@@ -63,8 +67,11 @@ def export(
     write_atomically(partial / "README.md", card.encode())
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    return {"dtype": dtype, "parameters": parameters, "files": {path.name: path.stat().st_size for path in files}}
+    return {"dtype": dtype, "parameters": parameters, "files": _sizes(folder)}
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def _converted(name: str, tensor: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -89,8 +96,102 @@ def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, max_shard_siz
         max_shard_size=max_shard_size,
     )
     for filename, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})
-        (folder / filename).chmod((folder / "config.json").stat().st_mode)  # safetensors makes files of its owner alone
+        _save({name: tensors[name] for name in names}, folder / filename)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_json(folder / "model.safetensors.index.json", index)
+
+
+def _save(tensors: dict[str, NDArray[Any]], file: Path) -> None:
+    save_file(tensors, file, metadata={"format": "pt"})
+    json_file = next(file.parent.glob("*config.json"))
+    file.chmod(json_file.stat().st_mode)  # safetensors makes files of its owner alone
+
+
+def write_hf_tokenizer(
+    tokenizer: Tokenizer, folder: Path, *, context: int, chat: bool = True, system_prompt: str = ""
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads.
+
+    `context` is the model's longest input in tokens. A chat model gets the chat template it was trained with, or
+    ChatML's with `system_prompt` as its default, and ends its turns with <|im_end|>; any other ends with </s>. Neither
+    adds <s> by itself, as `encode` does not. Text that spells a control token stays text only with
+    `split_special_tokens=True`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.write(folder)
+    if not (chat or tokenizer.fixed_ids):
+        return
+    if not tokenizer.fixed_ids and tokenizer.template is None and tokenizer.opening not in ((), (tokenizer.bos,)):
+        what = f"no chat template can begin a text with the ids {list(tokenizer.opening)}"
+        raise UserError(what, where=str(folder), fix="Export the base model.")
+    (folder / TEMPLATE).unlink(missing_ok=True)  # of another export, beside which it would win
+    config = read_json(folder / CONFIG)
+    if tokenizer.fixed_ids:
+        config = {
+            # LlamaTokenizer would rebuild the tokenizer with a space before the text; this class takes the file as is.
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": CONTROL_PIECES[BOS],
+            "eos_token": CONTROL_PIECES[IM_END if chat else EOS],
+            "pad_token": CONTROL_PIECES[PAD],
+            "unk_token": CONTROL_PIECES[UNK],
+            "additional_special_tokens": [CONTROL_PIECES[i] for i in (CODE, ENDCODE, IM_START, IM_END)],
+            "add_bos_token": False,
+            "add_prefix_space": False,  # llama.cpp would add a space before the text and after every control token
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "model_max_length": context,
+        }
+    if chat:
+        own, opened = tokenizer.template, bool(tokenizer.opening)
+        config["chat_template"] = chat_template(system_prompt, opened=opened) if own is None else own.source
+    write_json(folder / CONFIG, config)
+
+
+# ---- adapters ----
+
+
+def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str = "") -> dict[str, int]:
+    """Write a folder that `peft.PeftModel.from_pretrained(model, folder)` puts beside the exported weights of the base.
+
+    `params` are A and B. `base` is the base's repository or exported folder, by which PEFT finds it; "" if there is
+    none yet. Returns {file: bytes}. Raises UserError for a GPT-2, whose matrices transformers stores together.
+    """
+    if family_of(adapters.graph) is FAMILIES["gpt2"]:
+        fix = "Leave out --adapter: the exported weights have the adapters in them."
+        raise UserError("PEFT adapts no single matrix of a GPT-2", fix=fix)
+    tensors, settings = adapter_tensors(adapters, params), adapters.settings
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": settings.r,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "adapter_config.json", config)
+    _save(tensors, folder / "adapter_model.safetensors")
+    return _sizes(folder)
+
+
+def adapter_tensors(adapters: Adapters, params: PyTree) -> dict[str, NDArray[Any]]:
+    """Return A [rank, inputs] and B [outputs, rank] under PEFT's names, float32."""
+    tensors: dict[str, NDArray[Any]] = {}
+    family, rank = family_of(adapters.graph), adapters.settings.r
+    repeated = decoder_nodes(adapters.graph)["blocks"].repeat is not None
+    for path in adapters.targets:
+        leaves: Any = params
+        for name in path:
+            leaves = leaves[name]
+        module = family.tensors[".".join(("blocks", *path[1:], "kernel"))].removesuffix(".weight")
+        a, b = (np.asarray(leaves[name], np.float32) for name in (LORA_A, LORA_B))
+        for layer, (of_layer_a, of_layer_b) in enumerate(zip(a, b, strict=True) if repeated else [(a, b)]):
+            place = "base_model.model." + module.format(layer=layer)
+            tensors[f"{place}.lora_A.weight"] = np.ascontiguousarray(of_layer_a.reshape(-1, rank).T)
+            tensors[f"{place}.lora_B.weight"] = np.ascontiguousarray(of_layer_b.reshape(rank, -1).T)
+    return tensors

@@ -1,16 +1,363 @@
-"""The families of transformers that a graph can be read from and written as."""
+"""The families of transformers: how config.json and tensors correspond to a graph, in both directions.
 
-from collections.abc import Mapping
+families.yaml describes each of them: which key of config.json is which setting of the graph, what the graph has without
+a key, which values it computes with, and where each parameter is stored. A graph belongs to a family when the
+config.json written for it describes the same graph again.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from importlib.resources import files
+from math import prod
+from operator import getitem
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from jaxtyping import Float
+from numpy.typing import NDArray
 
 from affinage.errors import UserError
-from affinage.hub.family_spec import REQUIRED, Decoder, FamilySpec, Key, Settings, TensorSpec
-from affinage.model.graph import Graph
+from affinage.model.graph import Graph, Node, parse
+from affinage.model.layer import PyTree
+from affinage.model.layers.block import TransformerBlock
+from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
+from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
+
+Tensors = Mapping[str, NDArray[Any]]
+Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
+
+# The nodes of a decoder in the order of the chain, by their role. Positions and dropout may be missing.
+_ROLES: dict[str, tuple[type, ...]] = {
+    "embed": (Embedding,),
+    "positions": (LearnedPositions,),
+    "drop": (Dropout,),
+    "blocks": (TransformerBlock,),
+    "norm": (RmsNorm, LayerNorm),
+    "logits": (Unembed,),
+}
+_OPTIONAL = ("positions", "drop")
+_ROPE = "blocks.attention.rope"
+# Settings that only training uses, so that a graph may differ in them from what its config.json says.
+_TRAINING_ONLY = re.compile(
+    r"drop\..*|context|logits\.vocab|.*\.(dropout|init_std|load_balance_weight|z_loss_weight|capacity_factor)"
+)
+REQUIRED = object()
+# Keys that change neither logits nor gradients: names, versions, ids for tokenizers, how transformers computes, what
+# configurations of other tasks leave behind, and a window that `use_sliding_window: false` switches off.
+_INERT = frozenset(
+    """_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id
+    eos_token_id pad_token_id _attn_implementation name_or_path task_specific_params chunk_size_feed_forward
+    output_attentions output_hidden_states return_dict id2label label2id problem_type is_encoder_decoder auto_map
+    quantization_config summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels
+    sliding_window max_window_layers output_router_logits""".split()
+)
+
+
+def decoder_nodes(graph: Graph) -> dict[str, Node]:
+    """Return the nodes of a decoder-only language model by role: embed, (positions), (drop), blocks, norm, logits.
+
+    Raises UserError for a graph that is not such a chain.
+    """
+    chain, name = list[Node](), graph.logits
+    while name in graph:
+        chain.insert(0, graph[name])
+        name = graph[name].inputs[0]
+    nodes: dict[str, Node] = {}
+    order = iter(_ROLES.items())
+    for node in chain:
+        if role := next((role for role, kinds in order if isinstance(node.layer, kinds)), None):
+            nodes[role] = node
+    if len(nodes) != len(chain) or any(role not in nodes for role in _ROLES if role not in _OPTIONAL):
+        listed = ", ".join(f"{node.name} ({node.layer.kind_name})" for node in chain)
+        fix = "A chain of embedding, one repeated transformer_block, norm and unembed can be written."
+        raise UserError(f"the model cannot be written for transformers: its nodes are {listed}", fix=fix)
+    return nodes
+
+
+def decoder_settings(graph: Graph) -> Settings:
+    """Return all settings of such a graph, with the defaults that depend on others filled in."""
+    nodes = decoder_nodes(graph)
+    tree = {role: node.layer.model_dump(mode="json") for role, node in nodes.items()}
+    blocks, kind = tree["blocks"], nodes["blocks"].layer
+    assert isinstance(kind, TransformerBlock)
+    blocks["repeat"] = nodes["blocks"].layers
+    blocks["attention"]["kv_heads"] = kind.attention.groups_of
+    blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
+    tree["norm"]["kind"] = nodes["norm"].layer.kind_name
+    tree["logits"]["tied"] = nodes["logits"].layer.shares is not None
+    return dict(_flat(tree))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        path = prefix + name
+        if isinstance(value, Mapping) and path != _ROPE:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Key:
+    """A key of config.json and the settings of the graph that it gives; see families.yaml."""
+
+    name: str
+    settings: Sequence[str]
+    default: Any = REQUIRED
+    nullable: bool = False
+    values: Sequence[Any] = ()
+
+
+class Stored(NamedTuple):
+    """A parameter of a graph, its tensors with their places in its array, and how a matrix of it is stored.
+
+    `inputs` is the number of leading axes that become the first stored axis; 0 stands for a vector. `part` is the place
+    among three tensors that are stored side by side along the last axis, as GPT-2's query, key and value.
+    """
+
+    path: list[str]
+    shape: tuple[int, ...]
+    tensors: list[tuple[str, tuple[int, ...]]]
+    inputs: int
+    transposed: bool
+    part: int | None
+
+    def as_stored(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The part of the parameter that is one tensor, as that is stored."""
+        if not self.inputs:
+            return array.reshape(-1)
+        matrix = array.reshape(prod(array.shape[: self.inputs]), -1)
+        return np.ascontiguousarray(matrix.T) if self.transposed else matrix
+
+    def as_ours(self, stored: NDArray[Any], ours: tuple[int, ...], name: str) -> NDArray[Any]:
+        """The reverse. Raises UserError where the stored tensor has another shape than it must have."""
+        shape = (prod(ours[: self.inputs]), prod(ours[self.inputs :])) if self.inputs else (prod(ours),)
+        shape = shape[::-1] if self.transposed and self.inputs else shape
+        shape = shape if self.part is None else (*shape[:-1], 3 * shape[-1])
+        if stored.shape != shape:
+            what = f"the tensor {name!r} has the shape {list(stored.shape)}, config.json says {list(shape)}"
+            raise UserError(what, fix="Take config.json and the weights from the same model.")
+        if self.part is not None:
+            stored = np.split(stored, 3, axis=-1)[self.part]
+        return (stored.T if self.transposed else stored).reshape(ours)
+
+
+@dataclass(frozen=True, eq=False)
+class FamilySpec:
+    """One family of transformers; see families.yaml."""
+
+    model_type: str
+    architecture: str  # the class in transformers
+    keys: tuple[Key, ...]
+    constants: Settings
+    fixed: Mapping[str, Sequence[Any]]  # key of config.json -> values that compute the same as the graph
+    rope_theta: float | None  # where config.json has none; None: the family has no rotary positions
+    transposed: bool  # matrices of layers are nn.Linear's, [outputs, inputs], and not Conv1D's
+    tensors: Mapping[str, str]  # dotted path of a parameter -> name with {layer} and {expert}, or name/part
+
+    # ---- config.json ----
+
+    def to_config(self, graph: Graph, *, context: int | None = None) -> dict[str, Any]:
+        """Return what config.json says of a graph of this family; `context` is the longest input in tokens."""
+        return self._values(decoder_settings(graph) | {"context": context})
+
+    def _values(self, settings: Settings) -> dict[str, Any]:
+        values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        values |= {key.name: settings.get(key.settings[0]) for key in self.keys}
+        values = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
+        if self.rope_theta is not None:
+            values |= _rope_to_config(settings.get(_ROPE))
+        return values | {name: allowed[0] for name, allowed in self.fixed.items() if allowed[0] is not None}
+
+    def from_config(self, values: Mapping[str, Any], where: str) -> tuple[int, dict[str, Any]]:
+        """Return the context and the `model:` of a recipe. Raises UserError for a value that the graph cannot honor."""
+        settings = dict(self.constants)
+        for key in self.keys:
+            value = values.get(key.name)
+            if value is None and not (key.nullable and key.name in values):
+                value = key.default
+            elif key.values and value not in key.values:
+                raise _refused(key.name, value, where)
+            if value is REQUIRED:
+                raise UserError(f"`{key.name}` is missing", where=where, fix="Add it, or export the model again.")
+            settings |= dict.fromkeys(key.settings, value)
+        if self.rope_theta is not None:
+            settings[_ROPE] = _rope_from_config(values, self.rope_theta, where)
+        context = settings.pop("context")
+        if settings["blocks.ffn.width"] is None:  # GPT-2's default
+            settings["blocks.ffn.width"] = 4 * settings["embed.width"]
+        window = "sliding_attention" if settings.get("blocks.attention.window") else "full_attention"
+        layers = [window] * settings["blocks.repeat"]
+        for name, allowed in {**self.fixed, "layer_types": (layers,), "n_ctx": (context,)}.items():
+            if values.get(name) not in (*allowed, None):
+                raise _refused(name, values[name], where)
+        return context, _model(settings)
+
+    def unknown(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys with a value that neither the graph uses nor transformers' class of this family knows."""
+        known = {key.name for key in self.keys} | set(self.fixed) | _INERT
+        known |= {"layer_types", "n_ctx"} | (set(_ROPE_KEYS) if self.rope_theta is not None else set())
+        return tuple(name for name, value in values.items() if value is not None and name not in known)
+
+    def differences(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
+        """The settings in which a graph differs from what its config.json would say: {path: (its, the family's)}."""
+        values = self._values({"context": 1, **settings})
+        values = {key.name: 1 for key in self.keys if key.default is REQUIRED} | values
+        try:
+            theirs = decoder_settings(parse(self.from_config(values, "")[1]))
+        except UserError as error:
+            return {"": (error.what, None)}
+        paths = [path for path in settings | theirs if not _TRAINING_ONLY.fullmatch(path)]
+        pairs = {path: (settings.get(path), theirs.get(path)) for path in paths}
+        return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+
+    # ---- tensors ----
+
+    def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
+        """Return the parameters under transformers' names, in their own dtype."""
+        tensors: dict[str, NDArray[Any]] = {}
+        parts: dict[str, list[NDArray[Any]]] = {}
+        for each in self._stored(graph):
+            array = np.asarray(reduce(getitem, each.path, params))
+            for name, index in each.tensors:
+                if each.part is None:
+                    tensors[name] = each.as_stored(array[index])
+                else:
+                    parts.setdefault(name, [array] * 3)[each.part] = each.as_stored(array[index])
+        return tensors | {name: np.concatenate(three, axis=-1) for name, three in parts.items()}
+
+    def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
+        """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
+        tied, params = graph[graph.logits].layer.shares is not None, dict[str, Any]()
+        for each in self._stored(graph):
+            whole = np.empty(each.shape, np.float32)
+            for name, index in each.tensors:
+                whole[index] = each.as_ours(self._find(tensors, name, tied), whole[index].shape, name)
+            _put(params, each.path, whole)
+        return params
+
+    def _stored(self, graph: Graph) -> Iterator[Stored]:
+        for role, node in decoder_nodes(graph).items():
+            for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
+                name, _, part = self.tensors[path].partition("/")
+                shape: tuple[int, ...] = declared.shape
+                layers = [(n,) for n in range(shape[0])] if node.repeat is not None else [()]
+                experts = [(n,) for n in range(shape[len(layers[0])])] if "{expert}" in name else [()]
+                places = [(*layer, *expert) for layer in layers for expert in experts]
+                tensors = [(name.format(layer=sum(place[:1]), expert=sum(place[1:])), place) for place in places]
+                inputs = 0 if path.endswith((".scale", ".bias")) else 2 if path.endswith("attention.out.kernel") else 1
+                transposed = self.transposed and role == "blocks"
+                whole = [node.name, *path.split(".")[1:]]
+                yield Stored(whole, shape, tensors, inputs, transposed, int(part) if part else None)
+
+    def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
+        """A tensor by its name, or in one of the other forms that transformers loads."""
+        names = [name, name.partition(".")[2]]
+        if tied and name == self.tensors["embed.embedding"]:
+            names.append("lm_head.weight")
+        if stored := next((each for each in names if each in tensors), None):
+            return np.asarray(tensors[stored])
+        # Transformers 5 has the weights of all experts in one tensor, gate and up of each one above the other.
+        if expert := re.fullmatch(r"(.*)\.block_sparse_moe\.(gate\.weight|experts\.(\d+)\.(w[123])\.weight)", name):
+            layer, _, index, matrix = expert.groups()
+            fused = {None: "gate.weight", "w2": "experts.down_proj"}.get(matrix, "experts.gate_up_proj")
+            if (fused := f"{layer}.mlp.{fused}") in tensors:
+                whole = np.asarray(tensors[fused])
+                if index is None:
+                    return whole
+                return whole[int(index)] if matrix == "w2" else np.split(whole[int(index)], 2)[matrix == "w3"]
+        raise UserError(f"the weights have no tensor {name!r}", fix="Download the whole model again.")
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+def _model(settings: Settings) -> dict[str, Any]:
+    """The `model:` of a recipe from settings by path."""
+    nodes: dict[str, Any] = {role: {} for role in _ROLES}
+    for path, value in settings.items():
+        _put(nodes, path.split("."), value)
+    kinds = {"embed": "embedding", "positions": "learned_positions", "drop": "dropout"}
+    kinds |= {"blocks": "transformer_block", "logits": "unembed"}
+    before, chain = "tokens", {}
+    for role, written in nodes.items():
+        if role in _OPTIONAL and not any(written.values()):
+            continue
+        chain[role] = {"kind": kinds.get(role), "in": before, **written}
+        before = role
+    chain["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
+    return {"inputs": ["tokens"], "nodes": chain}
+
+
+def _refused(name: str, value: Any, where: str) -> UserError:
+    return UserError(
+        f"`{name}: {value}` cannot be honored, so this model is not imported",
+        where=where,
+        fix="Models of this family with the usual value can be imported.",
+    )
+
+
+# ---- rotary positions ----
+
+_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
+_SCALINGS: dict[str, dict[str, str]] = {  # setting of the graph -> key of transformers
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_frequency": "low_freq_factor",
+        "high_frequency": "high_freq_factor",
+        "original_context": "original_max_position_embeddings",
+    },
+}
+
+
+def _rope_to_config(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters."""
+    rope = rope or {"theta": 1e4}
+    scaling = rope.get("scaling")
+    parameters: dict[str, Any] = {"rope_type": scaling["kind"] if scaling else "default"}
+    if scaling:
+        parameters |= {theirs: scaling[ours] for ours, theirs in _SCALINGS[scaling["kind"]].items()}
+    config = {"rope_theta": rope["theta"], "rope_parameters": parameters | {"rope_theta": rope["theta"]}}
+    return config | {"rope_scaling": parameters} if scaling else config
+
+
+def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> dict[str, Any]:
+    """The graph's settings from either form, or from both if they agree; `theta` holds if neither has one."""
+    forms, thetas = [], [values.get("rope_theta")]
+    for name in ("rope_parameters", "rope_scaling"):
+        if values.get(name):
+            form = {key: value for key, value in values[name].items() if value is not None}
+            thetas.append(form.pop("rope_theta", None))
+            old = form.pop("type", None)
+            form["rope_type"] = form.get("rope_type") or old or "default"
+            if (partial := form.pop("partial_rotary_factor", 1.0)) != 1.0:
+                raise _refused("partial_rotary_factor", partial, where)
+            forms.append(form)
+    different = sorted({float(each) for each in thetas if each is not None})
+    if len(different) > 1:
+        raise _refused("rope_theta", " and ".join(map(str, different)), where)
+    form = dict(forms[0]) if forms else {"rope_type": "default"}
+    if any(other != form for other in forms):
+        raise _refused("rope_parameters and rope_scaling", "contradict each other", where)
+    kind = form.pop("rope_type")
+    if kind not in _SCALINGS or set(form) != set(_SCALINGS[kind].values()):
+        raise _refused("rope_type", kind, where)
+    scaling = {ours: form[theirs] for ours, theirs in _SCALINGS[kind].items()}
+    return {"theta": (different or [theta])[0]} | ({"scaling": {"kind": kind, **scaling}} if scaling else {})
+
+
+# ---- all families ----
+
+
+class Architecture(NamedTuple):
     """What a config.json describes."""
 
     family: str  # its model_type
@@ -20,166 +367,23 @@ class Architecture:
     ignored: tuple[str, ...]  # keys that transformers does not know for this family, and so ignores
 
 
-def _llama_keys(kv_heads: Any = REQUIRED, head_dim: Any = None, eps: float = 1e-6) -> tuple[Key, ...]:
-    """The keys that all families of Llama's form share, with the defaults that differ."""
-    return (
-        Key("vocab_size", "embed.vocab"),
-        Key("hidden_size", "embed.width"),
-        Key("intermediate_size", "blocks.ffn.width"),
-        Key("num_hidden_layers", "blocks.repeat"),
-        Key("num_attention_heads", "blocks.attention.heads"),
-        Key("num_key_value_heads", "blocks.attention.kv_heads", default=kv_heads),
-        Key("head_dim", "blocks.attention.head_dim", default=head_dim),
-        Key("rms_norm_eps", "blocks.norm.eps", "norm.eps", default=eps),
-        Key("tie_word_embeddings", "logits.tied", default=False),
-        Key("attention_dropout", "blocks.attention.dropout", default=0.0),
-        Key("initializer_range", "blocks.init_std", "embed.init_std", "logits.init_std", default=0.02),
-        Key("max_position_embeddings", "context"),
-    )
+def _family(model_type: str, spec: Mapping[str, Any]) -> FamilySpec:
+    layer = {f"blocks.{ours}": f"{spec['prefix']}.{{layer}}.{theirs}" for ours, theirs in spec["layer"].items()}
+    fields = {name: spec[name] for name in ("architecture", "constants", "fixed", "rope_theta", "transposed")}
+    keys = tuple(Key(name, **key) for name, key in spec["keys"].items() if key is not None)
+    return FamilySpec(model_type, keys=keys, tensors=spec["tensors"] | layer, **fields)
 
 
-_MIXTRAL_KEYS = (
-    *_llama_keys(eps=1e-5),
-    Key("sliding_window", "blocks.attention.window", default=None),
-    Key("num_local_experts", "blocks.ffn.experts", default=8),
-    Key("num_experts_per_tok", "blocks.ffn.top_k", default=2),
-    Key("router_aux_loss_coef", "blocks.ffn.load_balance_weight", default=0.001),
-)
-_GPT2_KEYS = (
-    Key("vocab_size", "embed.vocab"),
-    Key("n_positions", "positions.length", "context"),
-    Key("n_embd", "embed.width"),
-    Key("n_layer", "blocks.repeat"),
-    Key("n_head", "blocks.attention.heads"),
-    Key("n_inner", "blocks.ffn.width", default=None),
-    Key("layer_norm_epsilon", "blocks.norm.eps", "norm.eps", default=1e-5),
-    Key("resid_pdrop", "blocks.dropout", default=0.1),
-    Key("embd_pdrop", "drop.rate", default=0.1),
-    Key("attn_pdrop", "blocks.attention.dropout", default=0.1),
-    Key(
-        "initializer_range", *(f"{role}.init_std" for role in ("blocks", "embed", "positions", "logits")), default=0.02
-    ),
-)
-
-
-def _linear(module: str, inputs: int = 1) -> TensorSpec:
-    return TensorSpec(f"model.layers.{{layer}}.{module}.weight", inputs, transposed=True)
-
-
-def _vectors(ours: str, theirs: str) -> dict[str, TensorSpec]:
-    """The scale and the bias of a layer norm."""
-    return {f"{ours}.scale": TensorSpec(f"{theirs}.weight"), f"{ours}.bias": TensorSpec(f"{theirs}.bias")}
-
-
-def _conv(ours: str, theirs: str, inputs: int = 1, part: int | None = None) -> dict[str, TensorSpec]:
-    """The kernel and the bias of GPT-2's Conv1D, which stores [inputs, outputs]."""
-    name = f"transformer.h.{{layer}}.{theirs}"
-    kernel, bias = TensorSpec(f"{name}.weight", inputs, part=part), TensorSpec(f"{name}.bias", part=part)
-    return {f"blocks.{ours}.kernel": kernel, f"blocks.{ours}.bias": bias}
-
-
-_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
-_LLAMA_TENSORS: dict[str, TensorSpec] = {
-    "embed.embedding": TensorSpec("model.embed_tokens.weight", 1),
-    "norm.scale": TensorSpec("model.norm.weight"),
-    "logits.kernel": TensorSpec("lm_head.weight", 1),
-    "blocks.attention_norm.scale": TensorSpec("model.layers.{layer}.input_layernorm.weight"),
-    "blocks.ffn_norm.scale": TensorSpec("model.layers.{layer}.post_attention_layernorm.weight"),
-    "blocks.attention.query_norm.scale": TensorSpec("model.layers.{layer}.self_attn.q_norm.weight"),
-    "blocks.attention.key_norm.scale": TensorSpec("model.layers.{layer}.self_attn.k_norm.weight"),
-}
-for _ours, _theirs in _ATTENTION.items():
-    _place = f"blocks.attention.{_ours}"
-    _LLAMA_TENSORS[f"{_place}.kernel"] = _linear(f"self_attn.{_theirs}", 2 if _ours == "out" else 1)
-    _LLAMA_TENSORS[f"{_place}.bias"] = TensorSpec(f"model.layers.{{layer}}.self_attn.{_theirs}.bias")
-_MIXTRAL_TENSORS = _LLAMA_TENSORS | {"blocks.ffn.router.kernel": _linear("block_sparse_moe.gate")}
-for _ours, _theirs in {"gate": "w1", "down": "w2", "up": "w3"}.items():
-    _LLAMA_TENSORS[f"blocks.ffn.{_ours}.kernel"] = _linear(f"mlp.{_ours}_proj")
-    _MIXTRAL_TENSORS[f"blocks.ffn.{_ours}.kernel"] = _linear(f"block_sparse_moe.experts.{{expert}}.{_theirs}")
-_GPT2_TENSORS: dict[str, TensorSpec] = {
-    "embed.embedding": TensorSpec("transformer.wte.weight", 1),
-    "positions.embedding": TensorSpec("transformer.wpe.weight", 1),
-    **_vectors("norm", "transformer.ln_f"),
-    **_vectors("blocks.attention_norm", "transformer.h.{layer}.ln_1"),
-    **_vectors("blocks.ffn_norm", "transformer.h.{layer}.ln_2"),
-    **_conv("attention.query", "attn.c_attn", part=0),
-    **_conv("attention.key", "attn.c_attn", part=1),
-    **_conv("attention.value", "attn.c_attn", part=2),
-    **_conv("attention.out", "attn.c_proj", inputs=2),
-    **_conv("ffn.up", "mlp.c_fc"),
-    **_conv("ffn.down", "mlp.c_proj"),
-}
-
-_RMS: Settings = {"blocks.norm.kind": "rms", "norm.kind": "rms_norm"}
-_SWIGLU: Settings = _RMS | {"blocks.ffn.kind": "swiglu"}
-_GPT2: Settings = {"blocks.norm.kind": "layer", "norm.kind": "layer_norm", "logits.tied": True}
-_GPT2 |= {"blocks.attention.bias": True, "blocks.ffn.kind": "gelu", "blocks.ffn.bias": True}
-_LLAMA_FIXED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (None, 1.0)}
-_QWEN_FIXED = _LLAMA_FIXED | {"use_sliding_window": (False,)}
-_GPT2_FIXED: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}
-
-_SPECS = (
-    FamilySpec(
-        "llama",
-        "LlamaForCausalLM",
-        (
-            *_llama_keys(kv_heads=None),
-            Key("attention_bias", "blocks.attention.bias", default=False, values=(False, True)),
-        ),
-        _SWIGLU,
-        _LLAMA_TENSORS,
-        _LLAMA_FIXED | {"mlp_bias": (False,), "pretraining_tp": (1,)},
-    ),
-    FamilySpec(
-        "mistral",
-        "MistralForCausalLM",
-        (*_llama_keys(), Key("sliding_window", "blocks.attention.window", default=4096, nullable=True)),
-        _SWIGLU,
-        _LLAMA_TENSORS,
-        _LLAMA_FIXED,
-    ),
-    FamilySpec(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        _llama_keys(),
-        _SWIGLU | {"blocks.attention.bias": "qkv"},
-        _LLAMA_TENSORS,
-        _QWEN_FIXED,
-    ),
-    FamilySpec(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        _llama_keys(head_dim=128),
-        _SWIGLU | {"blocks.attention.qk_norm": True},
-        _LLAMA_TENSORS,
-        _QWEN_FIXED | {"attention_bias": (False,)},
-    ),
-    FamilySpec(
-        "mixtral",
-        "MixtralForCausalLM",
-        _MIXTRAL_KEYS,
-        # Its loss has no z-term, so training it further has none either.
-        _RMS | {"blocks.ffn.kind": "moe", "blocks.ffn.z_loss_weight": 0.0},
-        _MIXTRAL_TENSORS,
-        _LLAMA_FIXED | {"router_jitter_noise": (0.0,)},
-        rope_theta=1e6,
-    ),
-    FamilySpec("gpt2", "GPT2LMHeadModel", _GPT2_KEYS, _GPT2, _GPT2_TENSORS, _GPT2_FIXED, rope_theta=None),
-)
-FAMILIES = {family.model_type: family for family in _SPECS}
+_WRITTEN = yaml.safe_load(files("affinage.hub").joinpath("families.yaml").read_text(encoding="utf-8"))
+FAMILIES = {model_type: _family(model_type, spec) for model_type, spec in _WRITTEN.items()}
 
 
 def family_of(graph: Graph) -> FamilySpec:
     """The family that computes a graph. Raises UserError that names what no family of transformers has."""
-    settings = Decoder.of(graph).settings()
-    family, differences = min(((each, each.differences(settings)) for each in _SPECS), key=lambda pair: len(pair[1]))
+    settings = decoder_settings(graph)
+    family, differences = min(
+        ((each, each.differences(settings)) for each in FAMILIES.values()), key=lambda pair: len(pair[1])
+    )
     if differences:
         listed = ", ".join(f"{path}: {ours} (not {theirs})" for path, (ours, theirs) in list(differences.items())[:4])
         raise UserError(f"the model is of no family of transformers; as a {family.model_type} it differs in {listed}")
@@ -206,3 +410,27 @@ def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
         raise UserError(f"`dtype: {dtype}` is not a dtype of weights", where=where, fix="Use float32 or bfloat16.")
     context, model = family.from_config(values, where)
     return Architecture(family.model_type, model, context, dtype, family.unknown(values))
+
+
+def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, PyTree]:
+    """Return the model with rows for new ids, each the mean of those below the first of them.
+
+    A vocabulary that is padded that far stays as large as it is. A token that was never seen is then no likelier than
+    the others (Hewitt, Initializing new word embeddings, 2021).
+    """
+    if not ids:
+        return graph, params
+    size, written, changed = max(graph.vocabulary, max(ids) + 1), graph.to_dict(), {**params}
+
+    def grown(rows: Float[np.ndarray, "V D"]) -> Float[np.ndarray, "W D"]:
+        old = np.asarray(rows)
+        new = np.concatenate([old, np.zeros((size - len(old), old.shape[1]), old.dtype)])
+        new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
+        return new
+
+    for name in (decoder_nodes(graph)[role].name for role in ("embed", "logits")):
+        settings: dict[str, Any] = written["nodes"][name]
+        settings |= {"vocab": size} if "vocab" in settings else {}
+        if name in params:
+            changed[name] = {leaf: grown(rows) for leaf, rows in params[name].items()}
+    return parse(written), changed

@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,7 @@ _DTYPES = ("F16", "BF16", "F32", "F64")  # others belong to quantized weights, o
 _UNREADABLE = (SafetensorError, TypeError, ValueError, AttributeError, OverflowError)  # all but the first are NumPy's
 # Buffers in old files that follow from the configuration: GPT-2's masks, Llama's frequencies.
 _BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
-_SAME_MODEL = "Take config.json and the weights from the same model; adapters are merged before an import."
-
-
+_AGAIN = "Download the model again, all of it."
 # All that an import reads. Files that can run code (*.py, *.bin, *.pt) are not downloaded.
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "chat_template.jinja", "README.md"]
 _COMMIT_TIMEOUT = 1800.0  # seconds that a hub may take to look through what was uploaded
@@ -53,16 +52,11 @@ def local_copy(folder_or_id: str) -> Path:
         return folder
     if not _REPOSITORY.fullmatch(folder_or_id):
         raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
-    limit_requests()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    try:
+    with _answers_of_the_hub(folder_or_id, f"there is no folder `{folder_or_id}`, and "):
+        limit_requests()
         return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
-    except (HTTPError, OSError, HFValidationError) as error:
-        if of_the_machine(error) is not None:  # a full disk is not the Hub's
-            raise
-        refused = refusal(error, "model", folder_or_id)
-        raise UserError(f"there is no folder `{folder_or_id}`, and {refused.what}", fix=refused.fix) from error
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:
@@ -71,20 +65,25 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
     huggingface_hub takes the token from HF_TOKEN or its login, and the hub's address from HF_ENDPOINT. Raises UserError
     if the hub refuses or cannot be reached.
     """
-    limit_requests(_COMMIT_TIMEOUT)
-    api = HfApi()
-    try:
+    token = "" if os.environ.get("HF_TOKEN") else " HF_TOKEN is not set; a token that may write is needed."
+    fix = f"Repeat it with `hf upload {repository} {folder}`.{token}"
+    with _answers_of_the_hub(repository, f"{folder} is written, but could not be uploaded: ", fix):
+        limit_requests(_COMMIT_TIMEOUT)
+        api = HfApi()
         made = api.create_repo(repository, repo_type="model", private=private, exist_ok=True)
         api.upload_folder(folder_path=folder, repo_id=made.repo_id, commit_message="Export of affinage")
+        return str(made)
+
+
+@contextlib.contextmanager
+def _answers_of_the_hub(repository: str, what: str, fix: str = "") -> Iterator[None]:
+    try:
+        yield
     except (HTTPError, OSError, HFValidationError) as error:
-        if of_the_machine(error) is not None:
+        if of_the_machine(error) is not None:  # a full disk is not the Hub's
             raise
-        what = f"{folder} is written, but could not be uploaded: {refusal(error, 'model', repository).what}"
-        token = "" if os.environ.get("HF_TOKEN") else " HF_TOKEN is not set; a token that may write is needed."
-        raise UserError(
-            what, where=repository, fix=f"Repeat it with `hf upload {repository} {folder}`.{token}"
-        ) from error
-    return str(made)
+        refused = refusal(error, "model", repository)
+        raise UserError(what + refused.what, fix=fix or refused.fix) from error
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,8 @@ def read_hub_folder(folder: Path) -> HubModel:
                 raise UserError(f"{CONFIG} ties the unembedding, but lm_head.weight is another matrix", fix=fix)
             unread.remove("lm_head.weight")
         if unread:
-            listed = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
-            raise UserError(f"the architecture has no place for the tensors {listed}", fix=_SAME_MODEL)
+            fix = "Take config.json and the weights from the same model; adapters are merged before an import."
+            raise UserError(f"the architecture has no place for the tensors {', '.join(unread[:5])}", fix=fix)
     except UserError as error:
         raise UserError(error.what, where=error.where or str(folder), fix=error.fix) from error
     return HubModel(architecture, graph, params, weights)
@@ -148,10 +147,24 @@ class HubWeights(dict[str, Any]):
     """The tensors of a folder by name, read one by one in the dtype of the file; every one must be finite."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(_files_by_tensor(folder))
+        """Raises UserError for files that are missing, cut, or not those of the index."""
         self._folder = folder
         self._last: tuple[str, NDArray[Any]] | None = None  # tensors that hold several parameters are read in a row
         self.names_read: set[str] = set()
+        index, whole = folder / INDEX, folder / WHOLE
+        if index.is_file() == whole.is_file():  # of both, transformers would read the whole file
+            fix = "Only safetensors are read: other files of weights can run code. Keep those of the model alone."
+            raise UserError(f"there must be either {WHOLE} or {INDEX}, not both or none", where=str(folder), fix=fix)
+        if whole.is_file():
+            with _opened(whole) as file:
+                super().__init__(dict.fromkeys(file.keys(), WHOLE))
+            return
+        listed: Any = read_object(index).get("weight_map")
+        for file in listed.values() if isinstance(listed, dict) else [None]:
+            if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
+                what = f"it does not say in which file here each tensor is, but names {file}"
+                raise UserError(what, where=str(index), fix=_AGAIN)
+        super().__init__(listed)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         self.names_read.add(name)
@@ -163,8 +176,7 @@ class HubWeights(dict[str, Any]):
                 dtype = file.get_slice(name).get_dtype()
                 tensor: NDArray[Any] = file.get_tensor(name) if dtype in _DTYPES else np.empty(0)
             except _UNREADABLE as error:  # such as an index that names another file, or a shape of 65 axes
-                what = f"the tensor {name!r} cannot be read: {error}"
-                raise UserError(what, where=str(path), fix="Download the file again.") from error
+                raise UserError(f"the tensor {name!r} cannot be read: {error}", where=str(path), fix=_AGAIN) from error
         if dtype not in _DTYPES:
             fix = "Take a version of the model in float16, bfloat16, float32 or float64."
             raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=str(path), fix=fix)
@@ -183,31 +195,8 @@ class HubWeights(dict[str, Any]):
         return digest.hexdigest()
 
 
-def _files_by_tensor(folder: Path) -> dict[str, str]:
-    index, whole = folder / INDEX, folder / WHOLE
-    if not index.is_file() and not whole.is_file():
-        fix = "Only safetensors are read: other files of weights can run code when they are loaded."
-        raise UserError(f"there is neither {WHOLE} nor {INDEX}", where=str(folder), fix=fix)
-    if not index.is_file():
-        with _opened(whole) as file:
-            return dict.fromkeys(file.keys(), WHOLE)
-    listed = read_object(index).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        fix = "Download the index again."
-        raise UserError("it does not have the file of each tensor", where=str(index), fix=fix)
-    for file in sorted(set(listed.values())):
-        if Path(file).name != file or not (folder / file).is_file():
-            fix = "Download the whole model."
-            raise UserError(f"the index names `{file}`, which is not there", where=str(index), fix=fix)
-    if whole.is_file() and WHOLE not in listed.values():  # transformers would read that one
-        fix = "Remove the one that does not belong to the model."
-        raise UserError(f"there are both {WHOLE} and an index of other files", where=str(folder), fix=fix)
-    return listed
-
-
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        what = f"this is not a whole safetensors file: {error}"
-        raise UserError(what, where=str(path), fix="Download the file again.") from error
+        raise UserError(f"this is not a whole safetensors file: {error}", where=str(path), fix=_AGAIN) from error

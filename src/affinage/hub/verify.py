@@ -1,5 +1,6 @@
 """Is the exported folder the model? It is compared with what transformers computes from it, and llama.cpp."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -97,14 +98,12 @@ def verify_gguf(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[
     first disagreement, or if the script or llama-cpp-python are missing.
     """
     converter = Path(os.environ.get(LLAMA_CPP, ".")) / CONVERTER
-    try:
-        import llama_cpp
-    except ImportError:
-        llama_cpp = None
-    if not converter.is_file() or llama_cpp is None:
+    if not converter.is_file() or not importlib.util.find_spec("llama_cpp"):
         fix = f"git clone https://github.com/ggml-org/llama.cpp, set {LLAMA_CPP} to it, pip install llama-cpp-python"
         what = f"comparing with llama.cpp needs its {CONVERTER} and llama-cpp-python"
         raise UserError(what, where="--verify-gguf", fix=fix)
+    import llama_cpp
+
     with TemporaryDirectory() as temporary:
         file = Path(temporary) / "model.gguf"
         command = [sys.executable, str(converter), str(folder.resolve()), "--outfile", str(file), "--outtype", "f32"]

@@ -72,6 +72,7 @@ class ApplyConfig:
     compute_dtype: Any = jnp.float32  # parameters are cast to it at use; norms, softmax and the loss stay in float32
     key: PRNGKeyArray | None = None  # of a training step: dropout, augmentations, experts' capacity; None: none
     cache: PyTree | None = None  # from `init_cache`: the batch continues the rows it holds
+    from_start: bool = False  # the batch begins its rows: the cache is written and not read
     ema_params: PyTree | None = None  # the moving average of the parameters, for nodes that read it
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
     # Places in the flattened tokens of each of R equal parts of the rows, whose logits [R, P, V] are wanted.

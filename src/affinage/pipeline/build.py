@@ -12,7 +12,8 @@ from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, TuningSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, is_task_file, of_pocket_world
+from affinage.errors import UserError
+from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
 from affinage.paths import from_home
 from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_folder
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS
@@ -207,14 +208,18 @@ def is_local(recipe: Recipe) -> bool:
     named = [task for task in _tasks(recipe, monitored=True) if task != POCKET_WORLD and task not in files]
     if recipe.data and recipe.data.decontaminate:
         files += [path for path in recipe.data.decontaminate.benchmark_files if path.endswith((".yaml", ".yml"))]
-    if files:
-        from affinage.evaluation.tasks import of_the_hub  # takes a moment to import
-
-        if any(of_the_hub(from_home(path)) for path in files):
-            return False
     here = all(each.data_dir is not None for each in _benchmark_settings(recipe, monitored=True))
     remote = (is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
-    return not any(remote) and all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
+    known = all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
+    return known and not any(remote) and not any(map(_is_of_hub, files))
+
+
+def _is_of_hub(path: str) -> bool:
+    """Whether a task file, or one in a folder of them, takes its items from the Hub; False if it is unreadable."""
+    try:
+        return any(map(on_hub, find_tasks([path], {})[0]))
+    except UserError:  # raised again where the task is read
+        return False
 
 
 def contamination_targets(recipe: Recipe) -> list[str]:

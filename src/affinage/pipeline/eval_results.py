@@ -20,11 +20,12 @@ from affinage.data.documents import read_documents
 from affinage.data.json_files import write_atomically
 from affinage.data.overlap import BenchmarkItem, ItemIndex
 from affinage.data.tokenizer import Tokenizer
-from affinage.evaluation.results import STATE, read_results
+from affinage.evaluation.results import RESULTS, STATE
 from affinage.pipeline import models
 from affinage.pipeline.models import EVALUATIONS, ITEMS, MODEL, TRAININGS, Target
 from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import read_request
+from affinage.results import read_json
 
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
 _VERSION = 1  # of the code that searches the training text
@@ -40,7 +41,7 @@ def eval_results(name: str, runs: Path) -> Path | None:
     folders = [target.path]
     if target.kind != "result":
         folder, run = results_folder(name, runs), target.path
-        if (folder / ITEMS).is_dir() and read_results(folder).get(STATE) == model_fingerprint(target, runs):
+        if (folder / ITEMS).is_dir() and read_json(folder / RESULTS).get(STATE) == model_fingerprint(target, runs):
             return folder
         steps = [EVALUATIONS[training] for training in TRAININGS]
         if target.kind == "model":

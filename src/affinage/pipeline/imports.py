@@ -59,8 +59,8 @@ def import_model(
 
     from affinage.checkpoint import CheckpointStore
     from affinage.data.tokenizer import add_chat_tokens
+    from affinage.hub.families import with_ids
     from affinage.hub.read import read_hub_folder, release_in
-    from affinage.hub.vocabulary import with_ids
     from affinage.pipeline.opening import fitting_tokenizer
 
     model = read_hub_folder(source)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from scipy.stats import binomtest
 
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
@@ -126,7 +125,7 @@ def mcnemar(before: Sequence[int], now: Sequence[int]) -> float:
     McNemar's test, exact and one-sided: among the items whose answer changed, the new wrong ones are Binomial(n, 1/2).
     """
     changes = [b - n for b, n in zip(before, now, strict=True) if b != n]
-    return float(binomtest(changes.count(1), len(changes), alternative="greater").pvalue) if changes else 1.0
+    return sum(math.comb(len(changes), k) for k in range(changes.count(1), len(changes) + 1)) / 2 ** len(changes)
 
 
 def right_items(lines: Sequence[Mapping[str, Any]]) -> list[int] | None:
@@ -195,7 +194,6 @@ def monitor_of(
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
                 batch_size=rows_that_fit(model, beside=beside),
-                samples=0,
                 answered=lambda task, line: lines.setdefault(task, []).append(line),
                 progress=raise_if_stopped,
             )

@@ -27,9 +27,7 @@ from affinage.data.tokenizer_training import measure
 from affinage.data.tokenizer_training import train_tokenizer as train
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import GROUPS, is_task_file, names_of, of_pocket_world
-from affinage.evaluation.tasks import benchmark_items, check_names
-from affinage.paths import from_home
+from affinage.evaluation.tasks import GROUPS, benchmark_items, check_names, is_task_file, of_pocket_world
 from affinage.pipeline.imports import chat_template_of, initial_folder
 from affinage.pipeline.models import TOKENIZER
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
@@ -213,8 +211,6 @@ def check_benchmarks(loaded: LoadedRecipe, section: tuple[str, ...]) -> None:
     settings: Any = functools.reduce(getattr, section, loaded.recipe)
     if settings.data_dir is not None:
         check_exists(loaded, settings.data_dir, *section, "data_dir")
-        with at(loaded, *section, "tasks"):
-            names_of(settings.tasks, from_home(settings.data_dir))
     for index, task in enumerate(settings.tasks):
         if is_task_file(task):
             check_exists(loaded, task, *section, "tasks", index)

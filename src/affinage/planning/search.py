@@ -101,8 +101,12 @@ def search(
 
     def estimate(share: float, refused: list[Candidate], candidate: Candidate) -> tuple[Order, Plan] | None:
         nonlocal estimated
-        if any(_needs_more(candidate, other) for other in refused):
-            return None
+        for other in refused:  # if on the same mesh it keeps no less in any respect than what did not fit
+            keeps = candidate.micro_batches <= other.micro_batches
+            keeps &= REMATS.index(candidate.remat) <= REMATS.index(other.remat)
+            # Only the gradients of several micro-batches are summed in arrays of their own.
+            if candidate.mesh == other.mesh and keeps and (candidate.micro_batches > 1 or other.micro_batches == 1):
+                return None
         plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
         progress(f"{estimated} of {len(queue):,} ways estimated in full")
         if plan.memory.total > share * plan.capacity:
@@ -176,17 +180,6 @@ def order(candidate: Candidate, seconds: float) -> Order:
         sum(size > 1 for size in candidate.mesh),
         tuple(reversed(candidate.mesh)),
         candidate.micro_batches,
-    )
-
-
-def _needs_more(candidate: Candidate, refused: Candidate) -> bool:
-    """Whether on the same mesh `candidate` keeps no less in any respect than what did not fit."""
-    return (
-        candidate.mesh == refused.mesh
-        and candidate.micro_batches <= refused.micro_batches
-        # Only the gradients of several micro-batches are summed in arrays of their own.
-        and (candidate.micro_batches > 1 or refused.micro_batches == 1)
-        and REMATS.index(candidate.remat) <= REMATS.index(refused.remat)
     )
 
 

@@ -2,15 +2,21 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
-from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
-from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD
+from affinage.evaluation.results import (
+    BITS_PER_BYTE,
+    LOG_LIKELIHOOD,
+    Difference,
+    asked_otherwise,
+    compare,
+    read_answers,
+)
 from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import TRAININGS, Facts, collect_facts
@@ -76,7 +82,7 @@ class Paired:
 
     other: Entrant
     differences: list[Difference]
-    unlike: list[Unlike]  # tasks whose questions differ
+    asked_otherwise: dict[str, int]  # tasks with items of another prompt or right answer, and the number of these
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,11 @@ class Comparison:
             "runs": runs,
             "settings": [{"key": key, "values": list(values)} for key, values in self.settings.items()],
             "differences": [names | each.to_dict() for names, pair in ends for each in pair.differences],
-            "asked_otherwise": [names | asdict(each) for names, pair in ends for each in pair.unlike],
+            "asked_otherwise": [
+                names | {"task": task, "questions": count}
+                for names, pair in ends
+                for task, count in pair.asked_otherwise.items()
+            ],
         }
 
 
@@ -144,9 +154,9 @@ def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:
         if first.results is None or other.results is None:
             continue
         try:
-            ours = ours or Answers(first.results)
-            theirs = Answers(other.results)
-            yield Paired(other, compare(ours, theirs), unlike(ours, theirs))
+            ours = ours or read_answers(first.results)
+            theirs = read_answers(other.results)
+            yield Paired(other, compare(ours, theirs), asked_otherwise(ours, theirs))
         except UserError:
             if not (first.is_run and other.is_run):  # then there is nothing else to compare
                 raise
@@ -178,9 +188,9 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
 def notes(pair: Paired, t: Language) -> list[str]:
     """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
     found, tasks = [], []
-    for one in pair.unlike:
-        items = t("items with another prompt or right answer: {count}", count=one.questions)
-        tasks.append(f"{one.task} ({items})")
+    for task, count in pair.asked_otherwise.items():
+        items = t("items with another prompt or right answer: {count}", count=count)
+        tasks.append(f"{task} ({items})")
     if tasks:
         found.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=", ".join(tasks)))
     metrics = {one.metric.partition(",")[0] for one in pair.differences}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.evaluation.compare import Answers, Difference, compare
+from affinage.evaluation.results import Difference, compare, read_answers
 from affinage.results import EvaluationResult, read_json
 
 # What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
@@ -105,7 +105,7 @@ class Evaluation:
 def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Difference]:
     """The paired differences by task and metric; none where only one of the two was asked in the chat template."""
     try:
-        found = compare(Answers(first.folder), Answers(last.folder))
+        found = compare(read_answers(first.folder), read_answers(last.folder))
     except UserError:  # they have no items in common
         return {}
     templated = [{name for name, task in one.result.tasks.items() if task.chat_template} for one in (first, last)]

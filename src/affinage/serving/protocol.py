@@ -14,7 +14,7 @@ from affinage.generation.sampling import SamplingParams
 # Fields that clients send and that do not change the answer.
 _INERT = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice"}
 _INERT |= {"parallel_tool_calls"}
-_DEFAULTS: tuple[Any, ...] = (0, "", [], {}, {"type": "text"}, ["text"])  # values by which a client requests nothing
+_DEFAULTS: tuple[Any, ...] = (None, 0, "", [], {}, {"type": "text"}, ["text"])  # by which a client requests nothing
 
 
 class Refused(Exception):
@@ -28,10 +28,6 @@ class Refused(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-Listed = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-TokenId = Annotated[int, Field(ge=0)]
-
-
 class StreamOptions(BaseModel):
     """Options of a streamed reply."""
 
@@ -39,19 +35,21 @@ class StreamOptions(BaseModel):
 
 
 class CommonRequest(BaseModel):
-    """The fields of both endpoints. top_k, min_p and ignore_eos are vLLM's."""
+    """The fields of both endpoints. top_k, min_p and ignore_eos are vLLM's; `SamplingParams` has the ranges."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
-    temperature: float = Field(1.0, ge=0, le=10)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)  # -1, as 0, stands for all
-    min_p: float = Field(0.0, ge=0, le=1)
-    max_tokens: int | None = Field(None, ge=0)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Listed] = Field([], max_length=16)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # -1, as 0, stands for all
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = Field([], max_length=16)
     ignore_eos: bool = False
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = None
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -63,10 +61,10 @@ class CommonRequest(BaseModel):
         if not isinstance(body, dict):
             return body
         inert = {name for name, value in body.items() if name not in cls.model_fields and value in _DEFAULTS}
-        return {name: body[name] for name in body.keys() - inert - _INERT if body[name] is not None}
+        return {name: value for name, value in body.items() if name not in inert | _INERT and value is not None}
 
     def params(self, most: int) -> SamplingParams:
-        """Return the parameters of the engine, for at most `most` tokens."""
+        """Return the parameters of the engine, for at most `most` tokens. Raises UserError for one out of its range."""
         return SamplingParams(
             most if self.max_tokens is None else min(self.max_tokens, most),
             self.temperature,
@@ -106,23 +104,13 @@ class ChatRequest(CommonRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS)
 
-    @property
-    def alternatives(self) -> int | None:
-        """The number of alternatives of each token; None: no log-probabilities."""
-        return self.top_logprobs if self.logprobs else None
-
 
 class CompletionRequest(CommonRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = ""
+    prompt: str | list[str] | list[int] | list[list[int]] = ""
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-
-    @property
-    def alternatives(self) -> int | None:
-        """The number of alternatives of each token; None: no log-probabilities."""
-        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -141,8 +129,7 @@ def parse(content: bytes, kind: type[_Kind]) -> _Kind:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = str(first["loc"][0]) if first["loc"] else "the body"
-        message = "this field is not supported" if first["type"] == "extra_forbidden" else first["msg"]
-        raise Refused(400, f"{name}: {message}", param=name) from error
+        raise Refused(400, f"{name}: {first['msg']}", param=name) from error
 
 
 @dataclass(frozen=True)

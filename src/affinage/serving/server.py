@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,9 @@ class Server:
             Route("/", lambda _: FileResponse(_PAGE / "index.html")),
             Mount("/static", StaticFiles(directory=_PAGE)),
         ]
-        handlers = {Refused: _refused, UserError: _mistake, HTTPException: _http_error, Exception: _failed}
         guards = [Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK)] if self._key is None else []
-        return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)  # type: ignore[arg-type]
+        handlers = dict.fromkeys((Refused, UserError, HTTPException, Exception), _error)
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
 
     def _check_key(self, request: Request) -> None:
         if self._key is not None:
@@ -139,10 +139,16 @@ class Server:
         return await self._answer(request, body, [prompt], [0])
 
     async def _completion(self, request: Request) -> Response:
-        body, opening = parse(await self._body(request), CompletionRequest), list(self._model.tokenizer.opening)
-        added = [len(opening) if isinstance(prompt, str) else 0 for prompt in body.prompts]
-        prompts = await asyncio.to_thread(lambda: [self._tokens(prompt, opening) for prompt in body.prompts])
-        return await self._answer(request, body, prompts, added)
+        body, tokenizer = parse(await self._body(request), CompletionRequest), self._model.tokenizer
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        encoded = iter(await asyncio.to_thread(tokenizer.encode_batch, texts))
+        opening = list(tokenizer.opening)
+        prompts = [[*opening, *next(encoded)] if isinstance(each, str) else each for each in body.prompts]
+        for token in {token for prompt in prompts for token in prompt}:
+            if not 0 <= token < self._model.graph.vocabulary:
+                raise Refused(400, f"there is no token {token}", param="prompt")
+        added = [len(opening) if isinstance(each, str) else 0 for each in body.prompts]
+        return await self._answer(request, body, [prompt or [tokenizer.bos] for prompt in prompts], added)
 
     async def _body(self, request: Request) -> bytes:
         self._check_key(request)
@@ -156,19 +162,8 @@ class Server:
                 raise Refused(413, f"the body is longer than {self._max_body:,} bytes")
         return bytes(content)
 
-    def _tokens(self, prompt: str | list[int], opening: list[int]) -> list[int]:
-        tokenizer = self._model.tokenizer
-        ids = [*opening, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
-        if any(token >= self._model.graph.vocabulary for token in ids):
-            raise Refused(400, f"there is no token {max(ids)}", param="prompt")
-        return ids or [tokenizer.bos]
-
     async def _answer(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        added: Sequence[int],
+        self, http: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], added: Sequence[int]
     ) -> Response:
         """Answer prompts, of which the server has `added` the first tokens."""
         if body.model not in (None, self._model.name):
@@ -180,115 +175,97 @@ class Server:
             raise Refused(400, what, code="context_length_exceeded")
         if len(prompts) * body.n > self._max_choices:
             raise Refused(400, f"at most {self._max_choices} choices in all", param="n")
-        params = body.params(self._max_tokens)
+        params, decode = body.params(self._max_tokens), self._model.tokenizer.decode
         requests = [EngineRequest(prompt, params, index) for prompt in prompts for index in range(body.n)]
-        answer = _Answer(request, body, requests, [n for n in added for _ in range(body.n)], self.loop)
+        added = [count for count in added for _ in range(body.n)]
+        reply = Reply(self._model.name, isinstance(body, ChatRequest), lambda token: decode([token], keep_special=True))
+        news = self._news(http, body, requests, added, reply, self.loop.submit(requests))
+
+        def usage() -> dict[str, int]:
+            read, written = sum(map(len, prompts)), sum(len(request.tokens) for request in requests)
+            return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+        async def events() -> AsyncIterator[bytes]:
+            async with contextlib.aclosing(news):
+                try:
+                    async for new in news:
+                        yield _event(reply.body([reply.choice(*new, chunk=True)], chunk=True))
+                except Refused as refused:
+                    yield _event(refused.body)
+                    return
+            if body.stream_options.include_usage:
+                yield _event(reply.body([], chunk=True, usage=usage()))
+            yield b"data: [DONE]\n\n"
+
         if body.stream:
-            return StreamingResponse(answer.events(), media_type="text/event-stream")
-        return JSONResponse(await answer.whole())
+            return StreamingResponse(events(), media_type="text/event-stream")
+        texts, ends = [""] * len(requests), dict[int, tuple[Generation, Any]]()
+        async for place, text, end, logprobs in news:
+            texts[place] += text
+            if end is not None:
+                ends[place] = end, logprobs
+        choices = [reply.choice(place, text, *ends[place]) for place, text in enumerate(texts)]
+        return JSONResponse(reply.body(choices, usage=usage()))
 
-
-class _Answer:
-    """The reply to one request of a client, which has one or several choices."""
-
-    def __init__(
+    async def _news(
         self,
         http: Request,
         body: ChatRequest | CompletionRequest,
         requests: Sequence[EngineRequest],
         added: Sequence[int],
-        loop: EngineLoop,
-    ) -> None:
-        model = loop.engine.model
-        self._http, self._body, self._requests, self._added, self._loop = http, body, requests, added, loop
-        self._echo = isinstance(body, CompletionRequest) and body.echo
-        self._decode = model.tokenizer.decode
-        self._reply = Reply(model.name, isinstance(body, ChatRequest), lambda t: self._decode([t], keep_special=True))
-        self._written = 0  # tokens
-        self._news = loop.submit(requests)
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the reply in one piece."""
-        texts, ends = [""] * len(self._requests), dict[int, tuple[Generation, Any]]()
-        async for place, text, end, logprobs in self._received():
-            texts[place] += text
-            if end is not None:
-                ends[place] = end, logprobs
-        choices = [self._reply.choice(place, text, *ends[place]) for place, text in enumerate(texts)]
-        return self._reply.body(choices, usage=self._usage())
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of the reply."""
-
-        def event(value: Mapping[str, Any]) -> bytes:
-            return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
-
-        async with contextlib.aclosing(self._received()) as received:
-            try:
-                async for new in received:
-                    yield event(self._reply.body([self._reply.choice(*new, chunk=True)], chunk=True))
-            except Refused as refused:
-                yield event(refused.body)
-                return
-        if self._body.stream_options.include_usage:
-            yield event(self._reply.body([], chunk=True, usage=self._usage()))
-        yield b"data: [DONE]\n\n"
-
-    def _usage(self) -> dict[str, int]:
-        read = sum(len(request.prompt) for request in self._requests if request.index == 0)
-        return {"prompt_tokens": read, "completion_tokens": self._written, "total_tokens": read + self._written}
-
-    async def _received(self) -> AsyncGenerator[tuple[int, str, Generation | None, Any]]:
+        reply: Reply,
+        queue: _News,
+    ) -> AsyncGenerator[tuple[int, str, Generation | None, Any]]:
         """Yield (choice, new text, its end, its log-probabilities) until all choices have ended.
 
         The prompt is the first text of a choice if it is echoed. Cancels the requests if the client leaves. Raises
         Refused if the engine fails.
         """
-        requests, left = self._requests, len(self._requests)
+        alternatives = body.top_logprobs if isinstance(body, ChatRequest) and body.logprobs else None  # of a token
+        if isinstance(body, CompletionRequest):
+            alternatives = body.logprobs
+        echo, left = isinstance(body, CompletionRequest) and body.echo, len(requests)
         try:
-            for place, request in enumerate(requests if self._echo else ()):
-                yield place, self._decode(request.prompt[self._added[place] :]), None, None
+            for place, request in enumerate(requests if echo else ()):
+                yield place, self._model.tokenizer.decode(request.prompt[added[place] :]), None, None
             while left:
                 try:
-                    new = await asyncio.wait_for(self._news.get(), _POLL)
+                    new = await asyncio.wait_for(queue.get(), _POLL)
                 except TimeoutError:
-                    if await self._http.is_disconnected():
+                    if await http.is_disconnected():
                         raise ClientDisconnect from None
                     continue
                 if new is None:
                     raise _FAILED
                 request, text, end = new
                 place, logprobs = requests.index(request), None
-                if end is not None:
-                    left -= 1
-                    self._written += len(end.tokens)
-                    if self._body.alternatives is not None:
-                        tokens = [*request.prompt, *end.tokens]
-                        begin = self._added[place] if self._echo else len(request.prompt)
-                        scored = await self._loop.logprobs(tokens, self._body.alternatives)
-                        logprobs = self._reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
+                left -= end is not None
+                if end is not None and alternatives is not None:
+                    tokens = [*request.prompt, *end.tokens]
+                    begin = added[place] if echo else len(request.prompt)
+                    scored = await self.loop.logprobs(tokens, alternatives)
+                    logprobs = reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
                 yield place, text, end, logprobs
         finally:
             for request in requests:
                 request.cancelled = True
 
 
-async def _refused(request: Request, refused: Refused) -> Response:
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    """The reply in OpenAI's form; a UserError is a mistake that the chat template or the sampling finds."""
+    refused = _FAILED
+    if isinstance(error, Refused):
+        refused = error
+    elif isinstance(error, UserError):
+        refused = Refused(400, f"{error.what}. {error.fix}".rstrip())
+    elif isinstance(error, HTTPException):
+        refused = Refused(error.status_code, str(error.detail))
     headers = {429: {"Retry-After": str(_RETRY_AFTER)}, 401: {"WWW-Authenticate": "Bearer"}}.get(refused.status)
     return JSONResponse(refused.body, status_code=refused.status, headers=headers)
-
-
-async def _mistake(request: Request, error: UserError) -> Response:
-    """A mistake of the client that the chat template finds, such as two users in a row."""
-    return await _refused(request, Refused(400, f"{error.what}. {error.fix}" if error.fix else error.what))
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return JSONResponse(Refused(error.status_code, str(error.detail)).body, error.status_code, error.headers)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return await _refused(request, _FAILED)
 
 
 # ---- from its first request to its last ----
@@ -329,18 +306,10 @@ def run(
         address, port = listening.getsockname()[:2]
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
         ready(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}", key)
-        _Uvicorn(config).run(sockets=[listening])
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn that returns after a signal; by itself, it would send itself the signal again and die of it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """While entered, the first signal ends the server, and a second one does not wait for answers."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        # uvicorn ends at the first signal, does not wait for answers after a second, and then sends itself the signal.
+        handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            uvicorn.Server(config).run(sockets=[listening])
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)

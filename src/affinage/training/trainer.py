@@ -152,5 +152,5 @@ def step_of(split: ParamSplit, settings: TrainSettings, config: ApplyConfig, see
 def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:
     """The dtype that matrices are multiplied in."""
     if settings.compute == "auto":
-        return jnp.dtype(jnp.bfloat16 if chip.multiplies_bfloat16 else jnp.float32)
+        return jnp.dtype(jnp.bfloat16 if chip.bfloat16_flops else jnp.float32)
     return jnp.dtype(settings.compute)

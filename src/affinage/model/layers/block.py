@@ -170,7 +170,7 @@ class AttentionSettings(Settings):
         config, head = context.config, self.head_width(x.shape[2])
         positions = positions_of(context, x.shape[0], x.shape[1])
         length, dropout = config.layout.whole(x.shape[1], "sequence"), self.dropout if context.key is not None else 0.0
-        only_xla = context.cache is not None or "prefix_segment_ids" in context.batch
+        only_xla = _continues(context) or "prefix_segment_ids" in context.batch
         impl = choose(config, x.dtype, head, length, dropout=dropout, only_xla=only_xla)
         mask = self._mask(context, positions) if impl == "xla" else None
         rotary = self.rope.tables(positions, head) if self.rope else None
@@ -178,7 +178,7 @@ class AttentionSettings(Settings):
 
     def _mask(self, context: LayerContext, positions: Int[Array, "B S"]) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
-        if context.cache is not None:
+        if _continues(context):
             return self._in_reach(positions, jnp.arange(context.cache["key"].shape[3])[None])
         layout, length = context.config.layout, positions.shape[1]
         of_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
@@ -210,10 +210,15 @@ class AttentionSettings(Settings):
         value = checkpoint_name(config.layout.constrain(value, _OF_KEY), "value")
         if context.cache is not None:
             cache = _write(context.cache, *of_whole_rows(key, value, config.layout), context)
+        if cache is not None and _continues(context):
             key, value = (jnp.swapaxes(cache[name][context.layer], 1, 2) for name in ("key", "value"))
         dropped = self.dropout > 0 and context.key is not None
         dropout = partial(drop, rate=self.dropout, context=context, site=1) if dropped else None
-        of_xla = {"dropout": dropout, "mask": prepared.mask, "in_blocks": config.platform == "cpu" and cache is None}
+        of_xla = {
+            "dropout": dropout,
+            "mask": prepared.mask,
+            "in_blocks": config.platform == "cpu" and not _continues(context),
+        }
         args = (query, key, value, prepared.segment_ids, prepared.impl, config)
         out = attention(*args, window=self.window, **of_xla)
         return dense(params["out"], checkpoint_name(out, "attended"), context, contracted=2), cache
@@ -232,6 +237,11 @@ class AttentionSettings(Settings):
             return reach * (reach + 1) // 2 + (tokens - reach) * reach
 
         return of(length) - of(first)
+
+
+def _continues(context: LayerContext) -> bool:
+    """Whether there may be tokens before these, in the cache."""
+    return context.cache is not None and not context.config.from_start
 
 
 def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
