@@ -95,6 +95,11 @@ class ChatTemplate:
             return ""
 
     @cached_property
+    def prompt_ends_in_space(self) -> bool:
+        """Whether the text by which the model is asked for an answer ends in a space, which may join the answer."""
+        return self._try(_talk("?"), add_generation_prompt=True).endswith(" ")
+
+    @cached_property
     def writes_reasoning(self) -> bool:
         """Whether the reasoning of a last answer is written."""
         question, answer = _talk("?", "!")

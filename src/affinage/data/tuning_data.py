@@ -278,6 +278,10 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     if pair:
         (chosen, of_chosen), (rejected, of_rejected) = documents
         return [(chosen + rejected, of_chosen + of_rejected)]
+    if tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
+        before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
+        prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
+        counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
     return documents
 
 
