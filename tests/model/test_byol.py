@@ -57,7 +57,7 @@ def test_the_target_has_no_gradient_and_no_operations_of_a_backward_pass():
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["encoder"]["conv_0"]["kernel"]))
     apart = jax.grad(lambda params: values_of(PARAMS, params)["loss"].sum)(AVERAGE)
     assert set(apart) == set(PARAMS) and np.isfinite(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(apart)))
-    (target,) = (node for node in analyze(GRAPH, 4, 1).nodes if node.name == "target")
+    (target,) = (node for node in analyze(GRAPH, 4, 1) if node.name == "target")
     assert target.flops > 0 and target.training_flops == target.flops
 
 
