@@ -147,9 +147,9 @@ def _identify(
         return stated, score, ("other language", f"{stated}, as its source says")
     if taken:
         return stated, score, None
-    found, score = identify_language(row["text"])
+    found, score = identify_language(row["text"], languages if settings.mixed_languages else ())
     detail = f"{found} {score:.2f}" if found else "no words"
-    if found and (found not in languages or declared not in ("", found)):
+    if found and (found not in languages or (declared not in ("", found) and not settings.mixed_languages)):
         return declared or found, score, ("other language", detail)
     clear = found and score >= settings.language_threshold
     return declared or found, score, None if clear else ("language unclear", detail)

