@@ -37,8 +37,8 @@ def _excerpt(text: str) -> str:
 def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, float]:
     """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability.
 
-    The languages `together` count as one: where their sum exceeds every other language, it is returned with the likeliest
-    of them, so that a text half in English and half in French is clear. ("", 0.0) for a text without words.
+    The languages `together` count as one: where they are likelier than any other, their sum is returned, with the
+    likeliest of them. So a text half in English and half in French is clear. ("", 0.0) for a text without words.
     """
     line = _excerpt(text)
     if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
