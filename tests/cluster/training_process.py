@@ -110,12 +110,12 @@ class Feed:
             "rows": np.arange(ROWS, dtype=np.int32),
         }
 
-    def iterate(self, start_step: int) -> Iterator[dict]:
-        return self.iterate_part(start_step, 0, 1)
+    def iterate(self, number: int) -> Iterator[dict]:
+        return self.iterate_part(number, 0, 1)
 
-    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[dict]:
+    def iterate_part(self, number: int, part: int, parts: int) -> Iterator[dict]:
         share = ROWS // parts
-        for step in range(start_step, sys.maxsize):
+        for step in range(number, sys.maxsize):
             batch = self.batch(step)
             yield {name: array[part * share : (part + 1) * share] for name, array in batch.items()}
 

@@ -52,8 +52,8 @@ class Feed:
             "rows": np.arange(rows, dtype=np.int32),
         }
 
-    def iterate(self, start_step: int) -> Any:
-        return map(self.batch, itertools.count(start_step))
+    def iterate(self, number: int) -> Any:
+        return map(self.batch, itertools.count(number))
 
 
 def program(

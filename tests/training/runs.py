@@ -77,8 +77,8 @@ def be_run(order: str) -> None:
     from affinage.training import TrainJob, train
 
     class SlowFeed(tiny.RandomFeed):
-        def iterate(self, start_step: int) -> Iterator[dict]:
-            for batch in super().iterate(start_step):
+        def iterate(self, number: int) -> Iterator[dict]:
+            for batch in super().iterate(number):
                 time.sleep(0.005)
                 yield batch
 

@@ -19,8 +19,8 @@ SLOW = 0.05  # seconds to make a batch
 
 
 class SlowFeed(tiny.RandomFeed):
-    def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
-        for batch in super().iterate(start_step):
+    def iterate(self, number: int) -> Iterator[dict[str, np.ndarray]]:
+        for batch in super().iterate(number):
             time.sleep(SLOW)
             yield batch
 

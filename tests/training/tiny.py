@@ -81,8 +81,8 @@ class RandomFeed:
             "rows": np.arange(self.rows, dtype=np.int32),
         }
 
-    def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
-        step = start_step
+    def iterate(self, number: int) -> Iterator[dict[str, np.ndarray]]:
+        step = number
         while True:
             yield self.batch(step)
             step += 1

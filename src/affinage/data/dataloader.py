@@ -170,13 +170,13 @@ class DataLoader:
         batch = make_batch(tokens, mask, np.arange(first, first + size), next(iter(self.shards.values())).marks)
         return batch | ({REFERENCE: references} if self.reference else {})
 
-    def iterate(self, start_step: int = 0) -> Iterator[Batch]:
-        """Return batches from `start_step` on, for ever; see `prefetch`."""
-        return self.iterate_part(start_step, 0, 1)
+    def iterate(self, number: int = 0) -> Iterator[Batch]:
+        """Return the batches from `number` on, which counts from 0, for ever; see `prefetch`."""
+        return self.iterate_part(number, 0, 1)
 
-    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[Batch]:
-        """See `affinage.training.job.DivisibleFeed`."""
-        return prefetch(lambda step: self.batch(step, part, parts), start_step)
+    def iterate_part(self, number: int, part: int, parts: int) -> Iterator[Batch]:
+        """See `affinage.training.job.Feed`."""
+        return prefetch(lambda step: self.batch(step, part, parts), number)
 
 
 def _share(batch: int, part: int, parts: int) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class HealthMonitor:
         self._path = None if folder is None else folder / FILE
         self.skipped: list[int] = list(facts.get("skipped", ()))  # steps within the window
         self.rollbacks: list[list[int]] = [list(pair) for pair in facts.get("rollbacks", ())]  # [seen at, back to]
-        self.data_offset: int = facts.get("data_offset", 0)  # step N is trained on batch N + data_offset
+        self.data_offset: int = facts.get("data_offset", 0)  # batches that rollbacks have left out
         self.rollback_from: int | None = None  # the run must roll back; until then later steps are ignored
         self._event: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
@@ -57,6 +57,10 @@ class HealthMonitor:
             events = read_lines(self._path)
             kept = [e for e in events if e["step"] <= start or [e["step"], e.get("back_to")] in self.rollbacks]
             write_lines(self._path, kept)
+
+    def batch_after(self, step: int) -> int:
+        """The number, from 0, of the batch that is next when `step` steps are made."""
+        return step + self.data_offset
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must know, JSON-able."""
@@ -131,9 +135,9 @@ def data_offset_at(training: Path, step: int) -> int:
 # ---- the diagnosis ----
 
 
-def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, data_offset: int) -> UserError:
-    """The error for the user, with a diagnosis of the step at which the training diverged, also in diagnosis.json."""
-    batch = trainer.put(next(trainer.batches(error.step + data_offset - 1)), trainer.rows)
+def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, number: int) -> UserError:
+    """The error for the user, with a diagnosis of the batch of this number, also in diagnosis.json."""
+    batch = trainer.put(next(trainer.batches(number)), trainer.rows)
     params = trainer.split.full_params(state.params, state.frozen)
     found = diagnose(trainer.job.graph, trainer.apply_config, params, state.ema_params, batch)
     facts, path = {"step": error.step, **found}, trainer.job.folder / "diagnosis.json"

@@ -26,12 +26,12 @@ Hook = Callable[[int, TrainState], None]  # steps made, state; called after ever
 class Feed(Protocol):
     """Training batches as a pure function of the step: there is nothing to save and nothing to lose.
 
-    A feed may also have `iterate_part(start_step, part, parts)`, which yields of every batch only the rows from
+    A feed may also have `iterate_part(number, part, parts)`, which yields of every batch only the rows from
     part / parts to (part + 1) / parts: then each of several processes reads its own rows alone.
     """
 
-    def iterate(self, start_step: int) -> Iterator[HostBatch]:
-        """Batches of steps start_step, start_step + 1, ..., without end.
+    def iterate(self, number: int) -> Iterator[HostBatch]:
+        """The batches `number`, `number` + 1, ..., without end; batch 0 is that of the first step.
 
         Keys and shapes are the same every time: `tokens` [B, S] and whatever else the graph's loss reads.
         """

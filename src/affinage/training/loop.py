@@ -84,7 +84,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         gc.freeze()  # 200,000 objects of JAX and Orbax live until the end: a full collection looks at them for 0.1 s
         stack.callback(gc.unfreeze)
         stack.enter_context(goodput.account("compute"))
-        step, batches = start, trainer.batches(start + monitor.data_offset)
+        step = start  # the steps that are made
+        batches = trainer.batches(monitor.batch_after(step))
         while step < steps and not why_ended:
             step += 1
             watchdog.step(step)
@@ -105,13 +106,13 @@ def train(job: TrainJob) -> dict[str, Any]:
                 for done, values in unhealthy:
                     monitor.update(done, values)
             except TrainingDiverged as error:
-                raise explain(trainer, state, error, monitor.data_offset) from error
+                raise explain(trainer, state, error, monitor.batch_after(error.step - 1)) from error
 
             if monitor.rollback_from is not None:
                 step, state, _ = checkpointer.rollback(before=monitor.rollback_from)
                 monitor.rolled_back(step)
                 logger.cut(step)
-                batches = trainer.batches(step + monitor.data_offset)
+                batches = trainer.batches(monitor.batch_after(step))
                 continue
             if evaluating and not stopping:
                 why_ended = evaluator(step, state, logger)

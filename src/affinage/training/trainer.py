@@ -108,16 +108,16 @@ class Trainer:
 
     # ---- batches ----
 
-    def batches(self, start_step: int) -> Iterator[HostBatch]:
-        """What this process needs of the batches from `start_step` on: its rows alone, if the feed can read these."""
+    def batches(self, number: int) -> Iterator[HostBatch]:
+        """What this process needs of the batches from `number` on, from 0: its rows alone, if it can be."""
         placed = self._batch_sharding.addressable_devices_indices_map((self.rows,))
         bounds = [index[0].indices(self.rows) for index in placed.values() if index is not None]
         first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
         size, feed = last - first, self.job.feed
         if size < self.rows and hasattr(feed, "iterate_part") and not (self.rows % size or first % size):
-            own: Iterator[HostBatch] = feed.iterate_part(start_step, first // size, self.rows // size)
+            own: Iterator[HostBatch] = feed.iterate_part(number, first // size, self.rows // size)
             return own
-        return feed.iterate(start_step)
+        return feed.iterate(number)
 
     def put(self, batch: HostBatch, rows: int | None = None) -> DeviceBatch:
         """A batch on the devices, its rows split over the mesh; of `rows` in all, this process may have its own."""
