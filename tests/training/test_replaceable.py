@@ -33,9 +33,7 @@ class InMemory(CheckpointStore):
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         self.kept[step] = jax.tree.map(np.array, dict(state)), dict(meta)
 
-    def wait(self) -> None: ...
-
-    def check_save(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> None: ...
 
     def forget_after(self, step: int) -> None:
         self.kept = {kept: saved for kept, saved in self.kept.items() if kept <= step}

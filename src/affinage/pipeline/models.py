@@ -167,7 +167,10 @@ def run_of(target: Target, runs: Path) -> Path:
 
 def recorded(run: Path) -> dict[str, Any]:
     """The settings that a run was last made with, as they were written; {} if it has none."""
-    return read_json(run / RECIPE)
+    settings = read_json(run / RECIPE)
+    if not settings and (run / RECIPE).is_file():
+        raise UserError("this file of the run is damaged", where=str(run / RECIPE), fix="Run its recipe again.")
+    return settings
 
 
 def trainings_of(run: Path) -> list[str]:
