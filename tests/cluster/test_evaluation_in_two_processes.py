@@ -35,9 +35,9 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
         "mesh={data: 2, fsdp: 2}",
         "pretrain.steps=4",
         "runtime.profile=2",
-        f"pretrain.monitor={{tasks: ['{task}'], every_steps: 2, limit: 12, batch_size: 4}}",
+        f"pretrain.monitor={{tasks: ['{task}'], every_steps: 2, limit: 12}}",
         "sft.steps=2",
-        f"sft.monitor={{tasks: ['{task}'], every_steps: 1, limit: 12, batch_size: 4, on_regression: log}}",
+        f"sft.monitor={{tasks: ['{task}'], every_steps: 1, limit: 12, on_regression: log}}",
         f"evaluate={{tasks: ['{task}', pocket-world], limit: 3}}",
         "export=null",
     ]

@@ -276,7 +276,11 @@ class CheckpointStore:
         return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, abstract), metadata.facts
 
     def _refused(self, step: int, error: Exception) -> UserError:
-        others = ", ".join(f"@{other}" for other in self.steps() if other != step)
+        steps = self.steps()
+        others = ", ".join(f"@{other}" for other in steps if other != step)
+        if step not in steps:
+            fix = f"There are {others}." if others else "Train the model first."
+            return UserError(f"there is no complete checkpoint {step}", where=str(self.folder), fix=fix)
         fix = f"Name another one ({others}), or remove it: its recipe resumes from the one before." if others else ""
         return UserError(f"checkpoint {step} cannot be restored: {first_line(error)}", where=str(self.folder), fix=fix)
 

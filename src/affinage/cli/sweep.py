@@ -105,9 +105,13 @@ def _result(point: "Point", runs: Path) -> dict[str, Any]:
     run, losses, scores = runs / point.loaded.recipe.name, {}, {}
     for training in reversed(TRAININGS):
         if (result := read_result(run / training, TrainingResult)) is not None:
-            by_set = {name: validated.loss for name, validated in result.validation.items()}
-            by_set = by_set or {"training": result.final_loss}
+            sets = result.validation
+            by_set = {name: validated.loss for name, validated in sets.items()} or {"training": result.final_loss}
             losses = {f"{training} loss, {name}": loss for name, loss in by_set.items()}
+            # Losses per token of different tokenizers cannot be compared, bits per byte can.
+            losses |= {
+                f"{training} bits per byte, {name}": v.bits_per_byte for name, v in sets.items() if v.bits_per_byte
+            }
         if (run / EVALUATIONS[training] / MANIFEST).is_file():
             evaluation = read_evaluation(training, run / EVALUATIONS[training])
             names = ("metric", "value", "stderr", "chance", "chat_template")

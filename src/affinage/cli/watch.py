@@ -98,7 +98,7 @@ def show_result(
     view = [f"Nothing to do: all {len(complete)} steps of {runner.loaded.recipe.name} are complete."]
     if seconds:
         ran = f"{counted(len(seconds), 'step')} in {duration(sum(seconds.values()))}"
-        view = [f"\n{ran}; {counted(len(complete) - len(seconds), 'step')} were complete."]
+        view = [f"\n{ran}; complete before: {len(complete) - len(seconds)}."]
     view += ["", *(f"{name:<{_NAME}}{place}" for name, place in there.items())]
     emit({"ran": dict(seconds), "complete": complete, **there}, as_json, view)
 
@@ -121,7 +121,8 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"
     paths = [os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)]
     before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
-    words = ("generate", model, "Once upon a time") if training == "pretrain" else ("chat", model)
+    prompt = next(iter(recipe.report.prompts if recipe.report else ()), "Once upon a time")
+    words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
     yield "next", before + command(*words, runs=runner.runs)
 
 

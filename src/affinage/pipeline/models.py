@@ -76,6 +76,10 @@ def resolve(name: str, runs: Path) -> Target:
     if not targets:
         if Path(word).suffix in _RECIPE_SUFFIXES:
             find_recipe(word)  # raises, with the nearest file beside it
+        run_name, _, part = word.rpartition("/")
+        if run_name and (runs / run_name / RECIPE).is_file():
+            steps = sorted(manifest.parent.name for manifest in (runs / run_name).glob("*/manifest.json"))
+            raise UserError(f"the run `{run_name}` has no `{part}`", fix=f"It has {', '.join(steps) or 'no results'}.")
         what = (
             f"the folder `{word}` is neither a run nor a model" if os.path.isdir(word) else f"nothing is named `{word}`"
         )
