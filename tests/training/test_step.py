@@ -75,6 +75,12 @@ def test_the_gradient_is_that_of_the_mean_loss(expected):
     assert expected[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
+def test_a_large_gradient_is_clipped_to_its_norm():
+    state, (metrics,) = run(1, optimizer={"max_grad_norm": 0.01})
+    moment = optax.tree.norm(optax.tree.get(state.opt_state, "mu"))  # the mean of the gradients by 1 - b1
+    assert metrics["grad_norm"] > 0.01 and float(moment) == pytest.approx(0.01 * (1 - 0.9), rel=1e-4)
+
+
 def test_a_run_begins_with_the_same_weights_on_any_mesh():
     split = tiny.uncompiled(job({"fsdp": 2, "tensor": 2}, initial_params=None))
     assert tiny.bits(split.begin()) == tiny.bits(alone()[2])
