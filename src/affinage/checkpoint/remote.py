@@ -40,7 +40,8 @@ class RemoteFolder:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url = url.rstrip("/")
         with errors_at(self.url):
-            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, auto_mkdir=True)
+            makes_folders = {"auto_mkdir": True} if fsspec.utils.get_protocol(self.url) == "file" else {}
+            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **makes_folders)
         self._root = str(root).rstrip("/")
 
     def sizes(self) -> dict[str, int]:
