@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import finish, median_seconds, options_of, result
+from measuring import finish, median_seconds, options_of, result
 
 from affinage.errors import UserError
 from affinage.model.apply_config import ApplyConfig

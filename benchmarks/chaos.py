@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from common import TESTS, finish, parts_of, result
+from measuring import TESTS, finish, parts_of, result
 from training_process import Training, ended_alike
 
 from affinage.checkpoint import CheckpointStore

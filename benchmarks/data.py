@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Result, finish, median_seconds, parts_of, result
+from measuring import Result, finish, median_seconds, parts_of, result
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, written
 
 

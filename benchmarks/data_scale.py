@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 import yaml
-from common import Result, finish, options_of, result
+from measuring import Result, finish, options_of, result
 
 STEPS = ("ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize")
 PER_FILE = 50_000_000  # bytes of text in one input file

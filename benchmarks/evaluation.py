@@ -18,7 +18,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from common import finish, median_seconds, options_of, random_llama, result
+from measuring import finish, median_seconds, options_of, random_llama, result
 
 TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "boolq", "belebele_fra_Latn")
 TOLERANCE = 2e-4  # of a log-probability, relative where its size is above 1

@@ -16,7 +16,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from common import Result, finish, options_of, random_llama, result
+from measuring import Result, finish, options_of, random_llama, result
 
 PROMPT, VOCABULARY = 64, 32_000
 Tokens = list[list[int]]

@@ -23,7 +23,7 @@ prepare()  # before JAX is imported
 
 import jax
 import numpy as np
-from common import finish, options_of, result, trainer_of
+from measuring import finish, options_of, result, trainer_of
 from twins import Size, graph_of
 
 from affinage.config.runtime import CheckpointSettings, RuntimeSettings

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import yaml
-from common import finish, options_of, result
+from measuring import finish, options_of, result
 
 ROOT = Path(__file__).parents[1]
 

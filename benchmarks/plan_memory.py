@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from common import Result, finish, options_of, result
+from measuring import Result, finish, options_of, result
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError

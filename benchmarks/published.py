@@ -8,7 +8,7 @@ something open. `--quick` plans one of them.
 
 from dataclasses import dataclass
 
-from common import Result, finish, options_of, result
+from measuring import Result, finish, options_of, result
 
 from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice

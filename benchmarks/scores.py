@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import Result, finish, parts_of, result
+from measuring import Result, finish, parts_of, result
 
 RUNS = Path("runs")
 LIMIT_SECONDS = 300

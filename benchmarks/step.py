@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import batch_of, finish, options_of, result, trainer_of
+from measuring import batch_of, finish, options_of, result, trainer_of
 
 from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire

@@ -13,7 +13,7 @@ from statistics import median
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from common import Result, finish, options_of, result
+from measuring import Result, finish, options_of, result
 from twins import Contender, Size, matmul_rate
 
 # width, ffn, heads, layers, vocabulary, context, batch

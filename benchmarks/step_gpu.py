@@ -17,7 +17,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from common import finish, options_of, result
+from measuring import finish, options_of, result
 from twins import Contender, Size
 
 from affinage.hardware.chips import chip

@@ -80,7 +80,7 @@ def ours(family: str, size: Size, precision: str) -> Twin:
 
     prepare()
     import jax
-    from common import batch_of, trainer_of
+    from measuring import batch_of, trainer_of
 
     from affinage.config.training import PretrainSettings
     from affinage.model import parse

@@ -30,7 +30,7 @@ _FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter", BYTES)  # of a l
 # Metrics of all texts together. Of a single one the harness has its log-likelihood, and its length in bytes or words.
 _OF_TEXTS = {"byte_perplexity": True, BITS_PER_BYTE: True, "word_perplexity": False}  # whether in bytes
 Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # the harness's, by task
-_Items = dict[tuple[str, int], dict[str, Any]]  # lines by the item's hash; equal items are told apart by their order
+_Items = dict[tuple[str, int], dict[str, Any]]  # lines by the hash of the item and its number among equal ones
 Answers = dict[tuple[str, str | None], _Items]  # by task and filter of its answers
 _ALPHA = 0.05  # a smaller p is a real difference
 
