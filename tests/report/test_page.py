@@ -35,6 +35,16 @@ def test_well_formed_in_order_and_accessible(page: str):
     assert all(region.get("aria-label") for region in parsed.all("div") if region.get("role") == "region")
 
 
+def test_items_of_benchmarks_in_the_training_text_are_listed(tmp_path: Path):
+    run = build_run(tmp_path)
+    file = run / "evaluate-sft" / "results.json"
+    results = json.loads(file.read_text())
+    task, entry = next(iter(results["tasks"].items()))
+    seen = {"items": 9, "found": [3], "common": [5], "without": entry["metrics"]}
+    file.write_text(json.dumps(results | {"contamination": {"texts": 7, "ngram": 13, "tasks": {task: seen}}}))
+    assert "3; in many texts each: 5" in Page(render(collect_facts(run), "en")).shown
+
+
 def test_loads_nothing(page: str):
     parsed = Page(page)
     assert REACHING_OUT.isdisjoint({tag for tag, _ in parsed.tags})
