@@ -197,6 +197,11 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     assert refused(child).where == "base.yaml:11"
 
 
+def test_a_mistake_is_at_its_own_line_and_not_where_a_base_wrote_what_null_removed(write: Write):
+    write("base: quickstart\nname: none\nsft: null\n", "none.yaml")
+    assert refused(write("base: none.yaml\nname: tuned\nsft: {steps: 10}\n")).where == "r.yaml:3"
+
+
 def test_what_training_says_is_said_for_every_training(write: Write):
     sft = "sft: {sources: [chats], steps: 100, schedule: {peak_lr: 1e-4, min_lr: 0}}\n"
     path = write(GOOD.replace("  batch_size: 8\n", "") + sft + "training:\n  batch_size: 4\n  optimizer: {b2: 0.9}\n")
