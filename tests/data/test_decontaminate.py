@@ -136,7 +136,8 @@ def test_items_from_files(tmp_path):
     ]
     assert [item.texts for item in read_items(str(tmp_path / "quiz.txt"))] == [("one",), ("two",)]
     (tmp_path / "bad.jsonl").write_text("{}\nno json\n")
-    for name in ("bad.jsonl", "none.txt", "x.csv"):
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    for name in ("bad.jsonl", "deep.jsonl", "none.txt", "x.csv"):
         with pytest.raises(UserError, match=name):
             list(read_items(str(tmp_path / name)))
 

@@ -85,6 +85,7 @@ def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
         with pytest.raises(UserError) as error:
             collected(tmp_path / "out", source)
         assert error.value.where == "data.sources[0]" and all(words in error.value.what for words in named)
+        assert "text_key" not in source or "text_key: COLUMN" in error.value.fix
 
 
 def test_presets():

@@ -64,7 +64,8 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
     except Exception as error:
         if is_of_the_network(error):
             raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
-        raise UserError(f"cannot open the dataset {place!r}: {first_line(error)}", where=where) from None
+        fix = error.fix if isinstance(error, UserError) else ""
+        raise UserError(f"cannot open the dataset {place!r}: {first_line(error)}", where=where, fix=fix) from None
     return [DatasetPart(place, index, parts) for index in range(parts)]
 
 

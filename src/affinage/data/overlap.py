@@ -78,7 +78,7 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
                 value = json.loads(line) if kind == "jsonl" else line
                 id = value.get("id") if isinstance(value, dict) else None
                 yield BenchmarkItem(name, str(number if id is None else id), tuple(strings_in(value)))
-    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+    except (OSError, EOFError, ValueError, RecursionError, pa.ArrowException) as error:
         where = f"data.decontaminate.benchmark_files, {path}" + (f" after item {number}" if number else "")
         raise UserError(f"the benchmark's items cannot be read: {getattr(error, 'msg', error)}", where=where) from error
 
