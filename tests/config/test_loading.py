@@ -147,6 +147,7 @@ OVERRIDES = [
     ("seq_len=64", "`packing.seq_len`"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | number"),
+    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | mapping"),
     ("pretrain.mixture={en: -1}", "pretrain.mixture | greater than or equal to 0"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
 ]
