@@ -239,7 +239,7 @@ class PackingSettings(Settings):
     seq_len: int = Field(default=2048, ge=8)
     """Tokens of a sequence."""
     num_shards: int = Field(default=1, ge=1)
-    """Files of the training sequences, at least one per source and language, and at most one per 8 MB of ingested text."""
+    """Files of the training sequences, at least one per source and language, at most one per 8 MB of text ingested."""
     strategy: Literal["concat", "best_fit"] = "concat"
     """best_fit keeps documents whole where they fit."""
     output_path: str = ""
