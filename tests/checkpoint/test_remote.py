@@ -26,11 +26,11 @@ def url(tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}/pretrain-0"
 
 
-@pytest.fixture(params=["file", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("s3", "gs"))])
+@pytest.fixture(params=["file", "local", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("s3", "gs"))])
 def any_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A place of each kind where nothing is yet."""
-    if request.param == "file":
-        yield f"file://{tmp_path}/elsewhere/pretrain-0"
+    if request.param in ("file", "local"):
+        yield f"{request.param}://{tmp_path}/elsewhere/pretrain-0"
         return
     import object_stores
 
@@ -83,6 +83,29 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
     assert download_newest(any_url, there, print) == []  # it has it
     saved(there, 4)
     assert download_newest(any_url, there, print) == []  # what is newer here stays
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", COMMIT])
+def test_what_a_kill_cuts_off_on_the_way_back_is_fetched_by_the_next_start(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+):
+    here, there, get = tmp_path / "here", tmp_path / "there", RemoteFolder.get
+    saved(here, 1, 2)
+    (here / "metrics.jsonl").write_text("{}\n")
+    uploader = Uploader(url, here)
+    uploader.start()
+    assert uploader.settle() == ""
+
+    def killed(folder: RemoteFolder, name: str, file: Path) -> None:
+        if name.endswith(missing):
+            raise KeyboardInterrupt
+        get(folder, name, file)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RemoteFolder, "get", killed)
+        download_newest(url, there, print)
+    assert_brings(url, there, 2)
+    assert (there / "metrics.jsonl").read_text() == "{}\n"
 
 
 @pytest.mark.full

@@ -147,6 +147,7 @@ OVERRIDES = [
     ("seq_len=64", "`packing.seq_len`"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | number"),
+    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | mapping"),
     ("pretrain.mixture={en: -1}", "pretrain.mixture | greater than or equal to 0"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
 ]
@@ -194,6 +195,11 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     assert load_recipe(child, ["pretrain=null"]).recipe.pretrain is None
     write(GOOD.replace("batch_size: 8", "batch_size: no"), "base.yaml")
     assert refused(child).where == "base.yaml:11"
+
+
+def test_a_mistake_is_at_its_own_line_and_not_where_a_base_wrote_what_null_removed(write: Write):
+    write("base: quickstart\nname: none\nsft: null\n", "none.yaml")
+    assert refused(write("base: none.yaml\nname: tuned\nsft: {steps: 10}\n")).where == "r.yaml:3"
 
 
 def test_what_training_says_is_said_for_every_training(write: Write):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -65,3 +66,11 @@ def test_the_memory_begins_again_when_it_is_full(model, encoder_of):
     words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
     batch = [" ".join(rng.choices(words, k=200)) for _ in range(20)]
     assert parts(*encoder_of(cached_words=16).encode(batch)) == [model.encode(text) for text in batch]
+
+
+def test_threads_may_share_an_encoder(model, encoder_of):
+    rng, encoder = random.Random(3), encoder_of(cached_words=64)
+    batches = [["".join(rng.choices("thofae'é ", k=20_000))] for _ in range(32)]
+    with ThreadPoolExecutor(8) as pool:
+        encoded = list(pool.map(encoder.encode, batches))
+    assert [parts(*each) for each in encoded] == [[model.encode(text) for text in batch] for batch in batches]

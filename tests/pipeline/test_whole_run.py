@@ -153,3 +153,11 @@ def test_only_adapters_are_exported_and_name_their_base(own_runs: Path, tmp_path
     assert adapter("tiny")["r"] == 4 and adapter("tiny")["base_model_name_or_path"] is None
     assert str(own_runs / "tiny/sft") in capsys.readouterr().out  # the command that exports the base
     assert adapter("tiny", "--base", "me/base")["base_model_name_or_path"] == "me/base"
+
+
+def test_an_export_of_the_training_before_is_not_taken_for_that_of_the_last(own_runs: Path):
+    words = ["--runs", str(own_runs), "--until"]
+    affinage("run", *tiny_run.WORDS, "--set", "dpo=null", *words, "export")
+    affinage("run", *tiny_run.WORDS, *words, "dpo")
+    affinage("export", "tiny", "--runs", str(own_runs))
+    assert "dpo" in json.loads((own_runs / "tiny" / "export" / "request.json").read_text())["inputs"]

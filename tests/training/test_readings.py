@@ -3,12 +3,14 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import tiny
 
+from affinage.errors import UserError
 from affinage.training import train
 from affinage.training.metrics import ConsoleWriter, step_line
 
@@ -42,6 +44,14 @@ def test_lines_have_the_fields_names(tmp_path: Path):
     named = "loss loss_tokens grad_norm learning_rate tokens tokens_per_second mfu step_time data_time goodput"
     assert set(named.split()) <= set(line)
     assert line["step_time"] > 0 and 0 < line["goodput"] < 1 and line["tokens"] == 4 * 8 * tiny.CONTEXT
+
+
+def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):
+    folder = tmp_path / "run"
+    delete = lambda step, _: shutil.rmtree(folder) if step == 4 else None  # noqa: E731
+    with pytest.raises(UserError, match="deleted or moved") as ended:
+        train(tiny.job(folder, 40, delete))
+    assert str(folder) in ended.value.where and not folder.exists()
 
 
 ROW = {"step": 10, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "skipped": 0.0}

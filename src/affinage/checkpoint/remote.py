@@ -40,7 +40,8 @@ class RemoteFolder:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url = url.rstrip("/")
         with errors_at(self.url):
-            makes_folders = {"auto_mkdir": True} if fsspec.utils.get_protocol(self.url) == "file" else {}
+            is_local = fsspec.utils.get_protocol(self.url) in ("file", "local")
+            makes_folders = {"auto_mkdir": True} if is_local else {}
             self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **makes_folders)
         self._root = str(root).rstrip("/")
 
@@ -218,14 +219,15 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[
     names = remote.sizes()
     steps, complete = _steps_in(names)
     copied = [step for step in reversed(complete) if step > here][:_COPIED_BACK]
+    # What is beside the steps comes first: a start after a kill takes nothing of it once the newest step is here.
+    for name in names if copied else ():
+        if name.partition("/")[0] not in _NOT_BESIDE:
+            remote.get(name, folder / name)
     for step in copied:
         say(f"copying step {step:,} from {url}")
         mark = f"{CHECKPOINTS}/{step}/{COMMIT}"  # comes last
         shutil.rmtree(folder / CHECKPOINTS / str(step), ignore_errors=True)
         for name in sorted(steps[step], key=lambda name: name == mark):
-            remote.get(name, folder / name)
-    for name in names if copied else ():
-        if name.partition("/")[0] not in _NOT_BESIDE:
             remote.get(name, folder / name)
     return copied
 

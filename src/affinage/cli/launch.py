@@ -37,7 +37,8 @@ def launch(
 ) -> None:
     """Run a recipe in several processes, and start them again when one is lost.
 
-    All processes must see the same folder of runs. For Slurm, GKE and others see docs/clusters.md.
+    All processes must see the same folder of runs, unless `runtime.remote` is a gs:// URL. For Slurm, GKE and others
+    see docs/clusters.md.
 
     Example: affinage launch quickstart --processes 2 --devices 4 --set mesh.data=auto
 
@@ -80,11 +81,11 @@ def launch(
 
 def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
     """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
-    from affinage.config.load import load_recipe
+    from affinage.config.load import read_file
 
     files, base = [file], loaded.base
     while base is not None:
         files.append(base)
-        base = load_recipe(base).base
+        base = read_file(base).base  # which need not be a whole recipe
     files += [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
     return {os.fspath(path.resolve()): path.read_bytes() for path in files}

@@ -121,7 +121,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"
     paths = [os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)]
     before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
-    prompt = next(iter(recipe.report.prompts if recipe.report else ()), "Once upon a time")
+    prompt = next(iter(recipe.report.prompts), "Once upon a time")
     words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
     yield "next", before + command(*words, runs=runner.runs)
 

@@ -211,8 +211,9 @@ def _connect(here: Placement, heartbeat_timeout: float) -> Callable[[], None]:
     """Join the others; returns what notifies JAX of a preemption."""
     import jax
 
-    why = f"{COORDINATOR}={here.coordinator}: process {here.index} of {here.count} did not meet the others within "
-    why += f"{TO_START:g} s; start affinage in every process, each with its own number, and open the port between them"
+    which = "this process" if here.count is None else f"process {here.index} of {here.count}"
+    why = f"{COORDINATOR}={here.coordinator}: {which} did not meet the others within {TO_START:g} s; start affinage in"
+    why += " every process, each with its own number, and open the port between them"
     too_late = threading.Timer(TO_START, leave, (why, 1))  # JAX itself would abort with a page of stacks
     too_late.daemon = True
     too_late.start()

@@ -66,6 +66,10 @@ def load_recipe(
         _put_override(layers, override)
     layers.share()
     layers.value = _without_nulls(layers.value, ())
+    present = {keys for keys, _ in _leaves(layers.value, every=True)}
+    layers.origins = {
+        keys: where for keys, where in layers.origins.items() if keys in present
+    }  # not of what is replaced
     for keys, value in _leaves(layers.value):
         if isinstance(value, str) and secret_in(value):  # a recipe is copied into manifests, reports and model cards
             what = "this holds a password or a token, which would be written into manifests and reports"
@@ -171,6 +175,7 @@ def _put_override(layers: Layers, override: str) -> None:
         if path:
             if isinstance(target, dict) and not isinstance(target.get(path[-1]), dict | list):
                 target[path[-1]] = {}
+                layers.origins[tuple(path)] = shown
             target = target[path[-1]]
         if isinstance(target, dict):
             path.append(key)

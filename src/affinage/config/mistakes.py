@@ -108,9 +108,9 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
         return f"`{dotted}` is empty{must}", "Leave it out for the default."
     shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list | tuple) else ""
     what = f"`{dotted}` is {shown or f'`{brief(value)}`'}{must}"
-    around = settings_at(model, path[:-1])
-    field = around.model_fields.get(str(path[-1])) if around is not None and path else None
-    meaning = " ".join((field.description or "").split()) if field else ""
+    around = [(settings_at(model, path[:place]), str(key)) for place, key in enumerate(path)]
+    fields = [each.model_fields[key] for each, key in around if each is not None and key in each.model_fields]
+    meaning = " ".join((fields[-1].description or "").split()) if fields else ""
     return what, did_you_mean(str(value), words) or (f"Settings here: {', '.join(known)}." if settings else meaning)
 
 

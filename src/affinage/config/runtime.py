@@ -24,7 +24,7 @@ class CheckpointSettings(Settings):
 
 def _trackers_by_name(value: Any) -> Any:
     """`[tensorboard, wandb]` is short for both with their defaults, and `wandb: true` for one of them."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         return {name: {} for name in value}
     if isinstance(value, dict):
         return {name: {} if given is True else given for name, given in value.items()}

@@ -7,6 +7,7 @@ as SentencePiece with this vocabulary; this is several times as fast (benchmarks
 """
 
 import heapq
+import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class Words(NamedTuple):
 
 
 class FastBpe:
-    """Encodes texts by a vocabulary of pieces with byte fallback. Only one thread may use it at a time."""
+    """Encodes texts by a vocabulary of pieces with byte fallback. Several threads may use it; one encodes at a time."""
 
     def __init__(
         self, pieces: Mapping[str, int], dtype: type[np.unsignedinteger], *, cached_words: int = CACHED_WORDS
@@ -65,13 +66,15 @@ class FastBpe:
             np.empty(_BYTES_PER_WORD * cached_words, np.int32),
             np.zeros(1, np.int64),
         )
+        self._lock = threading.Lock()  # the kernel runs without the GIL, and writes the words
 
     def encode(self, texts: Sequence[str]) -> tuple[UInt[np.ndarray, " tokens"], Int64[np.ndarray, " texts"]]:
         """Return the ids of all texts, end to end, and where each text ends in them; surrogates must not occur."""
         data, offsets = text_buffers(pa.array(texts, pa.large_string()))
         ids = np.empty(int(offsets[-1] - offsets[0]) if len(texts) else 0, self._dtype)
         ends = np.empty(len(texts), np.int64)
-        count = _encode_texts(data, offsets, self._vocabulary, self._words, ids, ends)
+        with self._lock:
+            count = _encode_texts(data, offsets, self._vocabulary, self._words, ids, ends)
         return ids[:count], ends
 
 

@@ -378,5 +378,12 @@ def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
         settings = dict(zip(grid, values))
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         words += [f"name={loaded.recipe.name}-{number:03}", "sweep={}"]
-        made.append(Point(number, settings, load_recipe(recipe, [*overrides, *words])))
+        try:
+            made.append(Point(number, settings, load_recipe(recipe, [*overrides, *words])))
+        except UserError as error:
+            for key in grid:  # which was written in the grid
+                where, written = f"--set {key}", loaded.locate(("sweep", key))
+                error.where = written if error.where == where else error.where
+                error.what = error.what.replace(f"\n{where}: ", f"\n{written}: ")
+            raise
     return made

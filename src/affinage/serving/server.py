@@ -143,7 +143,7 @@ class Server:
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         encoded = iter(await asyncio.to_thread(tokenizer.encode_batch, texts))
         opening = list(tokenizer.opening)
-        prompts = [[*opening, *next(encoded)] if isinstance(each, str) else each for each in body.prompts]
+        prompts = [[*opening, *next(encoded).tolist()] if isinstance(each, str) else each for each in body.prompts]
         for token in {token for prompt in prompts for token in prompt}:
             if not 0 <= token < self._model.graph.vocabulary:
                 raise Refused(400, f"there is no token {token}", param="prompt")

@@ -77,7 +77,7 @@ def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
         try:
             signature.bind(**options)
         except TypeError as error:
-            fix = f"Its options: {', '.join(signature.parameters)}."
+            fix = f"Its options: {', '.join(signature.parameters) or 'none'}."
             raise UserError(f"the tracker {name} {error}", where=where, fix=fix) from None
         makers[name] = partial(maker, **options)
     return makers

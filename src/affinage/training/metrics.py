@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress
 
 from affinage.cluster.processes import Processes
 from affinage.durations import duration
+from affinage.errors import UserError
 from affinage.tracking import Trackers
 from affinage.training.trainer import Trainer
 
@@ -70,7 +71,13 @@ class MetricLogger:
         return self._finish(len(self._pending) - max(self._ahead // 2, min(self._ahead, _IN_FLIGHT)))
 
     def drain(self) -> Unhealthy:
-        """Wait for all steps in flight and write their lines; returns the unhealthy ones."""
+        """Wait for all steps in flight and write their lines, before something is saved; returns the unhealthy ones.
+
+        Raises UserError if somebody has deleted or moved the folder that the training writes to.
+        """
+        if self._path is not None and not self._path.exists():
+            what, fix = "this folder was deleted or moved while the training ran", "Run the same command again."
+            raise UserError(what, where=str(self._path.parent), fix=fix)
         return self._finish(len(self._pending))
 
     def write(self, step: int, **values: Any) -> None:
