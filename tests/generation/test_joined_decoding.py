@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
-from affinage.generation.engine import Engine, EngineRequest, Generation, generate
+from affinage.generation.engine import Engine, EngineRequest, Generation, generate, token_logprobs
 from affinage.generation.sampling import SamplingParams
 from tiny_models import CONTEXT, tiny_llama
 
@@ -72,3 +73,15 @@ def test_who_goes_away_makes_room(engine: Engine):
     for request in leaving:
         request.cancelled = True
     assert {request: end for request, (_, end) in run(engine).items()} == {coming: alone(*REQUESTS[3])}
+
+
+def test_no_program_is_compiled_after_the_warm_up(caplog):
+    model = replace(tiny_llama(), compute_dtype="bfloat16")  # no other test has compiled it
+    engine = Engine(model, max_num_seqs=1, max_model_len=100, enable_prefix_caching=True)
+    engine.warm_up()
+    with jax.log_compiles():
+        for prompt in ([2, 50], [2, *range(270, 330)], [2, *range(270, 350)], [2, *range(270, 360)]):
+            engine.submit(EngineRequest(prompt, SamplingParams(4)))
+            run(engine)
+            token_logprobs(model, prompt, 2)
+    assert [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()] == []

@@ -256,7 +256,7 @@ class Engine:
                 request = EngineRequest([PAD] * min(bucket + start, self.length - 1), SamplingParams())
                 self.submit(request)
                 self._fill([request], [0], start)
-            token_logprobs(self.model, request.prompt, 1)
+            token_logprobs(self.model, [PAD] * bucket, 1)
         for span in self._spans:
             self._dispatch(self._decode, [None] * self.slots, range(self.slots), steps=self._steps, span=span)
         self.reset()
