@@ -52,6 +52,11 @@ def changed(*changes: tuple[str, Any]) -> Any:
         ([("loss.kind", "rms_norm"), ("loss.in", "norm")], "nodes", "one loss"),
         ([("logits.tied", "embed"), ("logits.vocab", 3)], "logits", "97"),
         ([("embed.vocab", "auto")], "embed/vocab", "tokenizer"),
+        (
+            [("embed", {"kind": "rms_norm", "in": "tokens"}), ("logits", {"kind": "unembed", "in": "norm"})],
+            "logits",
+            "no embedding node",
+        ),
     ],
     ids=str,
 )

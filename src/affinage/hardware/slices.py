@@ -65,7 +65,7 @@ _TPUS = {
 }
 _GPUS = {"a100": "A100 80GB", "a100-40gb": "A100 40GB", "h100": "H100", "h200": "H200", "b200": "B200", "l4": "L4"}
 _GPUS_OF_BOX = 8
-_JAX_TAKES = "0.75"  # of a GPU's memory, for arrays: docs.jax.dev/en/latest/gpu_memory_allocation.html
+_JAX_TAKES = 0.75  # of a GPU's memory, for arrays: docs.jax.dev/en/latest/gpu_memory_allocation.html
 COMPARED = (  # slices of every kind and of common sizes, for `--which`
     "v2-8 v3-8 v3-32 v4-8 v4-16 v4-32 v4-64 v4-128 v5e-4 v5e-8 v5e-16 v5e-64 v5e-256 v5p-8 v5p-32 v5p-128 v6e-4 v6e-8 "
     "v6e-16 v6e-64 v6e-256 tpu7x-8 tpu7x-64 l4 a100 a100x8 a100x16 h100 h100x8 h100x16 h200 h200x8 b200x8"
@@ -115,9 +115,13 @@ def _gpus(name: str, word: str, count: int) -> Slice:
         fix = f"Try {word}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}."
         raise UserError(f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}", where="--on", fix=fix)
     variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    share = next((os.environ[variable] for variable in variables if os.environ.get(variable)), _JAX_TAKES)
+    variable = next((variable for variable in variables if os.environ.get(variable)), "")
+    try:
+        share = float(os.environ.get(variable, _JAX_TAKES))
+    except ValueError as error:
+        raise UserError(f"{os.environ[variable]!r} is not a number", where=variable, fix="Such as 0.9.") from error
     known = named(_GPUS[word])
-    gpu = dataclasses.replace(known, usable_bytes=int(float(share) * (known.memory_bytes or 0)))
+    gpu = dataclasses.replace(known, usable_bytes=int(share * (known.memory_bytes or 0)))
     return Slice(name, gpu, (boxes, count // boxes), (False, False), boxes)
 
 

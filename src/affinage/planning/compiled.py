@@ -95,7 +95,7 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
     from affinage.training.job import TrainJob, rows_per_step
     from affinage.training.trainer import Trainer
 
-    loaded = load_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides, left_out=[])  # the caller has opened it: of a run of any version
     load_plugins(loaded)
     name, settings, context = training_settings(loaded.recipe)
     graph = planned_graph(loaded)
@@ -222,7 +222,7 @@ def capacity(
     def with_layers(layers: int) -> tuple[list[str], Graph, Recipe, float]:
         """The overrides, the model, the recipe, and bytes of weights and moments on a device."""
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
-        loaded = load_recipe(recipe, settings)
+        loaded = load_recipe(recipe, settings, left_out=[])
         _, training, context = training_settings(loaded.recipe)
         graph = planned_graph(loaded)
         device = per_device(graph, training, loaded.recipe.mesh, context, where, loaded.recipe.parallel)
