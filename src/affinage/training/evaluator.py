@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from affinage.cluster.processes import Processes
+from affinage.results import read_json_lines
 from affinage.training.job import ValidationSet
-from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger, read_lines
+from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
@@ -41,7 +42,8 @@ class Evaluator:
         """
         written: list[str] = []
         if resumed:
-            written = [name for row in read_lines(self._job.folder / METRICS) if row["step"] == step for name in row]
+            rows = read_json_lines(self._job.folder / METRICS)
+            written = [name for row in rows if row["step"] == step for name in row]
             written = Processes.current.broadcast("scores that were written", written)
         with self._goodput.account("validation"):
             monitor, evaluation, why = self._job.monitor, None, ""

@@ -16,7 +16,8 @@ from affinage.cluster.processes import Processes
 from affinage.config.training import HealthSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, apply
-from affinage.training.metrics import finite, read_lines, write_lines
+from affinage.results import read_json_lines
+from affinage.training.metrics import finite, keep_lines
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 
@@ -54,9 +55,9 @@ class HealthMonitor:
         self._event: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
             # A rollback was seen after the step that it went back to.
-            events = read_lines(self._path)
-            kept = [e for e in events if e["step"] <= start or [e["step"], e.get("back_to")] in self.rollbacks]
-            write_lines(self._path, kept)
+            keep_lines(
+                self._path, lambda row: row["step"] <= start or [row["step"], row.get("back_to")] in self.rollbacks
+            )
 
     def batch_after(self, step: int) -> int:
         """The number, from 0, of the batch that is next when `step` steps are made."""
@@ -125,7 +126,7 @@ class HealthMonitor:
 def data_offset_at(training: Path, step: int) -> int:
     """How many batches a training had left out by rollbacks when it made a step; see `HealthMonitor.data_offset`."""
     total = offset = 0
-    for event in read_lines(training / FILE):
+    for event in read_json_lines(training / FILE):
         if "left_out" in event:
             total += event["left_out"]
             offset = total if event["step"] - event["left_out"] < step else offset

@@ -95,7 +95,7 @@ class TrainJob:
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)  # see `affinage.tracking`
     tracked: TrackedRun = field(default_factory=lambda: TrackedRun("train"))  # what trackers know of this training
     extends: Extension | None = None  # the steps continue from the step of this checkpoint
-    uploader: Uploader | None = None  # copies what the first process saves elsewhere
+    uploader: Uploader | None = None  # copies elsewhere what the first process saves; goes with a `store` that calls it
     store: CheckpointStore | None = None  # of the checkpoints; None: one in the folder
     hardware: Hardware = field(default_factory=LocalDevices)  # provides the devices, and is released at the end
     strategy: Strategy | None = None  # how the step is compiled; None: as the mesh requires

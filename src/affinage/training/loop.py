@@ -15,9 +15,15 @@ from affinage.training.checkpointing import Checkpointer
 from affinage.training.evaluator import Evaluator
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain
 from affinage.training.job import TrainJob
-from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, MetricLogger
-from affinage.training.profiler import Profiler
-from affinage.training.summary import facts_for_trackers, write_summary
+from affinage.training.metrics import (
+    METRICS,
+    ConsoleWriter,
+    GoodputTimer,
+    MetricLogger,
+    Profiler,
+    facts_for_trackers,
+    write_summary,
+)
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
 
@@ -132,6 +138,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         if why_ended:
             console.say(f"ends at step {step:,}: {why_ended}")
         checkpointer.wait()
-        summary = write_summary(trainer, goodput, monitor.facts(), checkpointer.resumed_at, step, ended=why_ended)
+        ended = "monitor" if why_ended else ""
+        facts = {"health": monitor.facts(), "resumed_at": checkpointer.resumed_at, "ended": ended}
+        summary = write_summary(trainer, goodput, step, **facts)
         checkpointer.finish_upload(preemption, console)
     return summary
