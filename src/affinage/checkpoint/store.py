@@ -252,25 +252,32 @@ class CheckpointStore:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), trees)
 
     def _read(
-        self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
+        self, step: int, wanted: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
     ) -> tuple[dict[str, PyTree], Facts]:
         """State and facts of a step. Raises CorruptedError in all processes if one of them cannot read it."""
-        path, context = self.folder / str(step), self._context
+        path, context, leaves, abstract = self.folder / str(step), self._context, leaves_by_path(wanted), []
         with _agreeing(f"metadata of {step}"):
             metadata = read_metadata(path)
             accept(metadata.facts)
-            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in abstract}
-            as_saved = _as_saved(saved, abstract)
+            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in wanted}
+            for name in sorted(leaves.keys() ^ saved.keys()):
+                raise CorruptedError(f"{name} was {'saved, and is not here' if name in saved else 'not saved'}")
+            for name, leaf in leaves.items():
+                dtype, shape, _ = saved[name]  # the checksums are of the bits of this dtype
+                if shape != list(leaf.shape):
+                    raise CorruptedError(f"{name} was saved as {shape}, and is {list(leaf.shape)} here")
+                abstract.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding))
         if jax.process_count() > 1 and Processes.at_work().count == 1:  # one process reads without the others
             context = ocp.Context(context)
             context.multiprocessing.primary_host = jax.process_index()
             context.multiprocessing.active_processes = {jax.process_index()}
         with _agreeing(f"restore of {step}"), _quiet(), context:
+            as_saved = jax.tree.unflatten(jax.tree.structure(dict(wanted)), abstract)
             loaded = dict(ocp.load_checkpointables(path, as_saved))
         with _agreeing(f"checksums of {step}"):
             if wrong := [name for name, facts in checksums(loaded).items() if facts != saved[name]]:
                 raise CorruptedError(f"{wrong[0]} is not what was saved (checksum)")
-        return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, abstract), metadata.facts
+        return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, wanted), metadata.facts
 
     def _refused(self, step: int, error: Exception) -> UserError:
         steps, fix = steps_in(self.folder), "Train the model first."
@@ -317,20 +324,6 @@ def _remove(path: Path) -> None:
         for name in (COMMIT, METADATA):
             (path / name).unlink(missing_ok=True)
         epath.Path(path).rmtree()
-
-
-def _as_saved(saved: Mapping[str, Any], wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The wanted trees with the dtypes that were saved, whose bits the checksums are of. Raises CorruptedError."""
-    leaves = leaves_by_path(wanted)
-    if unmatched := sorted(leaves.keys() ^ saved.keys()):
-        raise CorruptedError(f"{unmatched[0]} was {'saved, and is not here' if unmatched[0] in saved else 'not saved'}")
-    abstract = []
-    for name, leaf in leaves.items():
-        dtype, shape, _ = saved[name]
-        if shape != list(leaf.shape):
-            raise CorruptedError(f"{name} was saved as {shape}, and is {list(leaf.shape)} here")
-        abstract.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding))
-    return dict(jax.tree.unflatten(jax.tree.structure(dict(wanted)), abstract))
 
 
 @contextlib.contextmanager

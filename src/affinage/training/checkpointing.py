@@ -5,6 +5,7 @@ import json
 import time
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
@@ -13,7 +14,6 @@ from affinage.checkpoint.store import CHECKPOINTS, IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.data.json_files import write_atomically
 from affinage.errors import UserError
-from affinage.training.job import Extension
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, versions
 from affinage.training.state import FROZEN, TrainState, kept_frozen
 from affinage.training.trainer import Trainer
@@ -62,7 +62,7 @@ class Checkpointer:
                 step, trees, meta = newest
                 state = TrainState(**trees, frozen=kept_frozen(self._store.folder.parent, abstract.frozen))
             else:
-                step, state, meta = self._extended(job.extends) if job.extends else (0, self._trainer.begin(), {})
+                step, state, meta = self._extended(*job.extends) if job.extends else (0, self._trainer.begin(), {})
                 if state.frozen is not None:
                     frozen = CheckpointStore(self._store.folder.parent / FROZEN)
                     frozen.save(0, {"params": state.frozen}, {})
@@ -134,14 +134,14 @@ class Checkpointer:
         for name, change in check_compatible(meta, identity(self._trainer), allowed, where=where).items():
             warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)
 
-    def _extended(self, extension: Extension) -> Restored:
+    def _extended(self, training: Path, step: int) -> Restored:
         """The checkpoint of another training; its metrics are copied, so that the curve is complete.
 
         Raises:
             UserError: there is no such checkpoint, it is corrupted, or more differs than an extension may change: the
                 steps, the schedule, and the mixture from its first step on.
         """
-        job, (training, step) = self._job, extension
+        job = self._job
         if job.settings.steps <= step:
             what, fix = f"it has made {step} of the {job.settings.steps} steps", f"Set {job.name}.steps to more."
             raise UserError(what, where=f"{job.name}.resume_from", fix=fix)

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,11 +47,13 @@ class MetricLogger:
     No step appears twice: lines after the step `start` that a run resumes from are dropped. What is not finite is null.
     """
 
-    def __init__(
-        self, trainer: Trainer, goodput: "GoodputTimer", start: int, trackers: Trackers, console: "ConsoleWriter"
-    ) -> None:
-        self._trainer, self._goodput, self._trackers, self._console = trainer, goodput, trackers, console
-        self._path = trainer.job.folder / METRICS if Processes.current.first else None
+    def __init__(self, trainer: Trainer, goodput: "GoodputTimer", start: int, console: "ConsoleWriter") -> None:
+        self._trainer, self._job, self._goodput, self._console = trainer, trainer.job, goodput, console
+        self._path = self._job.folder / METRICS if Processes.current.first else None
+        facts = {"settings": self._job.settings.model_dump(mode="json"), "seed": self._job.seed}
+        facts |= {"devices": trainer.devices(), "versions": versions()}
+        run = replace(self._job.tracked, start=start, facts=json.loads(masked(json.dumps(facts))))
+        self._trackers = Trackers(self._job.trackers if self._path else {}, run, self._job.folder, console.say)
         self._file: TextIO | None = None
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         # On a CPU that plays several devices, the collectives of two steps that share its threads can deadlock.
@@ -60,11 +63,13 @@ class MetricLogger:
         self.cut(start)
 
     def __enter__(self) -> "MetricLogger":
+        self._trackers.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+        self._trackers.__exit__(kind)
 
     def log(self, step: int, metrics: Mapping[str, jax.Array], data_time: float) -> Unhealthy:
         """Take the metrics of a step that was just dispatched, before which the loop has waited for its batch.
@@ -105,7 +110,8 @@ class MetricLogger:
         self._pending.clear()
         self._done = step
         if self._path is not None:
-            self.__exit__()
+            if self._file is not None:
+                self._file.close()
             keep_lines(self._path, lambda row: row["step"] <= step)
             self._file = self._path.open("a", buffering=1, encoding="utf-8")  # a kill keeps what was written
         self.restart_clock()
@@ -116,46 +122,40 @@ class MetricLogger:
         if not group:
             return []
         jax.block_until_ready(group[-1][1])
-        self._done, now, settings = group[-1][0], time.perf_counter(), self._trainer.job.settings
+        self._done, now, settings = group[-1][0], time.perf_counter(), self._job.settings
         self._waited += sum(data_time for _, _, data_time in group)
-        steps = max(self._done - self._clock_step, 1)
-        step_time, data_time = (now - self._clock) / steps, self._waited / steps
+        steps, trainer = max(self._done - self._clock_step, 1), self._trainer
+        step_time, data_time, peak = (now - self._clock) / steps, self._waited / steps, trainer.peak_flops
         if self._adapts:
             self._ahead = min(max(int(_SECONDS_IN_FLIGHT / max(step_time, 1e-9)), _IN_FLIGHT), _IN_FLIGHT_AT_MOST)
-        logged, unhealthy = False, Unhealthy()
+        unhealthy = Unhealthy()
         for step, metrics, _ in group:
             bad = any(bool(metrics[name]) for name in ("skipped", "spike") if name in metrics)
             due = step % settings.log_every == 0 or step in (1, settings.steps)
             if due or bad:
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                self._log_step(step, values, step_time, data_time)
-                logged = True
+                row = {
+                    "step": step,
+                    **values,
+                    "tokens": step * trainer.tokens,
+                    "tokens_per_second": round(trainer.tokens / step_time, 1),
+                    "mfu": None if peak is None else trainer.flops_per_step / step_time / peak,
+                    "step_time": round(step_time, 6),
+                    "data_time": round(data_time, 6),
+                    "goodput": round(self._goodput.goodput, 4),
+                }
+                self._console.training(self._write(row))
+                self._clock_step, self._clock, self._waited = self._done, now, 0.0
                 if bad:
                     unhealthy.append((step, values))
-        if logged:
-            self._clock_step, self._clock, self._waited = self._done, now, 0.0
         return unhealthy
-
-    def _log_step(self, step: int, metrics: Mapping[str, float], step_time: float, data_time: float) -> None:
-        trainer = self._trainer
-        row = {
-            "step": step,
-            **metrics,
-            "tokens": step * trainer.tokens,
-            "tokens_per_second": round(trainer.tokens / step_time, 1),
-            "mfu": None if trainer.peak_flops is None else trainer.flops_per_step / step_time / trainer.peak_flops,
-            "step_time": round(step_time, 6),
-            "data_time": round(data_time, 6),
-            "goodput": round(self._goodput.goodput, 4),
-        }
-        self._console.training(self._write(row))
 
     def _write(self, row: Mapping[str, Any]) -> dict[str, Any]:
         clean: dict[str, Any] = finite(row)
         if self._file is not None:
             self._file.write(json.dumps(clean) + "\n")
         self._trackers.log(clean)
-        self._trainer.job.measured(clean)
+        self._job.measured(clean)
         return clean
 
 
@@ -335,13 +335,6 @@ def write_summary(trainer: Trainer, goodput: GoodputTimer, steps: int, **facts: 
     if Processes.current.first:
         write_atomically(trainer.job.folder / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
-
-
-def facts_for_trackers(trainer: Trainer) -> dict[str, Any]:
-    """What trackers get to know about a run, as JSON."""
-    settings, seed = trainer.job.settings.model_dump(mode="json"), trainer.job.seed
-    facts = {"settings": settings, "seed": seed, "devices": trainer.devices(), "versions": versions()}
-    return dict(json.loads(masked(json.dumps(facts))))
 
 
 def versions() -> dict[str, str]:
