@@ -105,7 +105,7 @@ class Uploader:
         self._remote, self._folder = RemoteFolder(url), folder
         self._keep_last, self._keep_every = keep_last, keep_every
         self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
-        self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
+        self._saves, self._copied, self._changed, self._failure = 0, 0, threading.Event(), ""
 
     def start(self) -> None:
         """Copy what is here. Raises RemoteError if the place cannot be written to."""
@@ -115,11 +115,10 @@ class Uploader:
 
     def saved(self) -> None:
         """Copy what is new, in the background."""
-        with self._lock:
-            self._requested = True
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="uploader", daemon=True).start()
+        self._saves += 1
+        self._changed.set()
+        if self._saves == 1:
+            threading.Thread(target=self._run, name="uploader", daemon=True).start()
 
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
         """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
@@ -127,7 +126,7 @@ class Uploader:
         `seconds_left` is called several times a second and returns how long to wait; None: as long as it takes.
         """
         self.saved()
-        while self._runs:
+        while self._copied < self._saves:
             left = seconds_left()
             if left is not None and left <= 0:
                 return "there was no time for it"
@@ -136,19 +135,17 @@ class Uploader:
 
     def _run(self) -> None:
         links = self._folder / _BEING_COPIED
-        while True:
-            with self._lock:
-                self._runs, self._requested = self._requested, False
-                if not self._runs:
-                    return
+        while self._changed.wait():
+            self._changed.clear()
+            saves, failure = self._saves, ""
             shutil.rmtree(links, ignore_errors=True)
             try:
                 self._copy(links)
-                self._failure = ""
             except Exception as error:
-                self._failure = why = first_line(error)
-                self.say(f"cannot copy to {self.url}: {why}. The training continues; the next save tries again")
+                failure = first_line(error)
+                self.say(f"cannot copy to {self.url}: {failure}. The training continues; the next save tries again")
             shutil.rmtree(links, ignore_errors=True)
+            self._failure, self._copied = failure, saves
 
     def _copy(self, links: Path) -> None:
         steps, linked = self._folder / CHECKPOINTS, list[int]()

@@ -260,7 +260,8 @@ class CheckpointStore:
             metadata = read_metadata(path)
             accept(metadata.facts)
             saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in wanted}
-            for name in sorted(leaves.keys() ^ saved.keys()):
+            if unmatched := sorted(leaves.keys() ^ saved.keys()):
+                name = unmatched[0]
                 raise CorruptedError(f"{name} was {'saved, and is not here' if name in saved else 'not saved'}")
             for name, leaf in leaves.items():
                 dtype, shape, _ = saved[name]  # the checksums are of the bits of this dtype
