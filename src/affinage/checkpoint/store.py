@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import absl.logging
 import jax
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
@@ -347,14 +346,10 @@ def _agreeing(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, Orbax does not log every file, nor print errors of its tasks that it raises anyway."""
-    before, tasks = absl.logging.get_verbosity(), logging.getLogger("asyncio")
-    absl.logging.set_verbosity(absl.logging.FATAL)
-    tasks.disabled = True
+    """Inside, Orbax does not log every file, nor errors of its tasks that it raises anyway."""
+    before = logging.root.manager.disable
+    logging.disable()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        absl.logging.set_verbosity(before)
-        tasks.disabled = False
+        logging.disable(before)

@@ -199,19 +199,14 @@ def supervise(
     grace: float = 35.0,
     say: Print = print,
 ) -> int:
-    """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
+    """Run a command of `affinage`, e.g. ["run", "recipe.yaml"], in all workers until it is done; `start` starts them.
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the workers, and nothing is started again. Nothing that was started runs
-    afterwards. An error of the first start is raised, a later one is a failure.
+    When one is lost all start again: `max_preemptions` times after one was preempted, saved, and left with status 75;
+    `max_failures` times after one was killed or failed, or could not be started. Both are counted from zero after a
+    start that lasted `reset_after` seconds. An error of the first start is raised.
 
-    Args:
-        start: starts the command in every worker, or in none.
-        command: arguments of `affinage`, e.g. ["run", "recipe.yaml"].
-        max_preemptions: how often to start again after a worker was preempted, saved, and left with status 75.
-        max_failures: how often after one was killed or failed, or the workers could not be started.
-        reset_after: seconds; both are counted from zero after a start that lasted this long.
-        grace: seconds that the workers have to save in after a signal.
-        say: takes the lines about it.
+    SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save in, and nothing is
+    started again. Nothing that was started runs afterwards.
 
     Returns:
         The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
