@@ -1,6 +1,7 @@
 """What `evaluate` reports and writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -87,8 +88,8 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     write_items(tmp_path / "items", ["piqa"])
 
     def asked(name, **how):
-        folder = tmp_path / name
-        results = evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat=True, folder=folder, **how)
+        folder, model = tmp_path / name, replace(tiny_llama(), chat=True)
+        results = evaluate(model, ["piqa"], data_dir=tmp_path / "items", folder=folder, **how)
         return results["samples"]["piqa"][0]["prompt"], results["tasks"]["piqa"]["chat_template"], read_answers(folder)
 
     plain, told, without = asked("auto")
