@@ -26,8 +26,8 @@ FACTS = CardFacts(
     sources=[{"name": "pocket-world", "licence": "CC0-1.0", "documents": 1234, "bytes": 5678}],
     training={"Pretraining: steps": 1800},
     results={
-        "base": {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.5, "stderr": 0.01}}}}},
-        "sft": {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.75, "stderr": None, "in_chat": True}}}}},
+        "base": {"facts|en": {"acc": {"value": 0.5, "stderr": 0.01}}},
+        "sft": {"facts|en": {"acc": {"value": 0.75, "stderr": None, "in_chat": True}}},
     },
 )
 

@@ -18,7 +18,7 @@ from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, package
 from affinage.config.recipe import SCRATCH_LICENSE
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import Store, read_manifest, read_request
-from affinage.results import read_json, read_json_lines
+from affinage.results import RESULTS, read_json, read_json_lines
 
 MODEL = "model.json"  # beside the checkpoints of a training or an import: what is known of the model, see `facts_of`
 TOKENIZER = "tokenizer"  # the same, of an import; the tokenizer of a training is a result of its own
@@ -337,11 +337,9 @@ def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, 
 
 def results_of(training: Path, run: Path) -> dict[str, Path]:
     """By step: what went into a training, the training itself, and how `run` has evaluated these trainings."""
-    from affinage.report.facts import ORDER
-
     if (request := read_request(training)) is None:
         return {}
-    results = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
+    results = {name: place for name in RESULTS if (place := made_from(training, name)) is not None}
     results[request.step] = training
     evaluated = {step for name, step in EVALUATIONS.items() if name in results and read_manifest(run / step)}
     return results | {step: run / step for step in evaluated}
