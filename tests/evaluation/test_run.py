@@ -1,12 +1,13 @@
 """What `evaluate` reports and writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import choice_task
 from affinage.errors import UserError
-from affinage.evaluation.results import asked_otherwise, read_answers
+from affinage.evaluation.results import compare, read_answers
 from affinage.evaluation.run import compressor_bits_per_byte, evaluate
 from benchmark_fixtures import write_items
 from choice_task import write_task
@@ -84,18 +85,18 @@ def test_items_are_drawn_by_a_seed(world, tmp_path):
 
 
 def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_question(tmp_path):
-    write_items(tmp_path / "items", ["piqa"])
+    write_items(tmp_path / "items", ["piqa"], copies=2)
 
     def asked(name, **how):
-        folder = tmp_path / name
-        results = evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat=True, folder=folder, **how)
+        folder, model = tmp_path / name, replace(tiny_llama(), chat=True)
+        results = evaluate(model, ["piqa"], data_dir=tmp_path / "items", folder=folder, **how)
         return results["samples"]["piqa"][0]["prompt"], results["tasks"]["piqa"]["chat_template"], read_answers(folder)
 
     plain, told, without = asked("auto")
     assert "<|im_start|>" not in plain and not told
     templated, told, within = asked("always", apply_chat_template=True)
     assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
-    assert list(asked_otherwise(without, within)) == ["piqa"]
+    assert {each.task for each in compare(without, within) if each.asked_otherwise} == {"piqa"}
     with pytest.raises(UserError) as refused:
         evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
     assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix

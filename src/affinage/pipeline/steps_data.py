@@ -27,8 +27,7 @@ from affinage.data.tokenizer_training import train_tokenizer as train
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.errors import UserError
 from affinage.evaluation.tasks import GROUPS, benchmark_items, check_names, is_task_file, of_pocket_world
-from affinage.pipeline.imports import chat_template_of, initial_folder
-from affinage.pipeline.models import TOKENIZER
+from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
 
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
