@@ -12,10 +12,9 @@ from affinage.data.decontaminate import decontaminate as decontaminate_documents
 from affinage.data.decontaminate import write_items
 from affinage.data.dedup import dedup as dedup_documents
 from affinage.data.executor import open_executor
-from affinage.data.filters import filter_documents
+from affinage.data.filters import filter_documents, known_languages
 from affinage.data.ingest import check as check_text_source
 from affinage.data.ingest import ingest as ingest_sources
-from affinage.data.language import known_languages
 from affinage.data.overlap import BenchmarkItem, kind_of_items, read_items
 from affinage.data.places import released_folder
 from affinage.data.split import split as split_documents
