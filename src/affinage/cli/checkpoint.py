@@ -91,11 +91,11 @@ def _store(name: str, runs: Path) -> "tuple[CheckpointStore, int | str | None]":
     target = find(name, runs)  # before JAX is imported
     if target.kind == "hub":
         raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
-    folder, step = locate(target, runs)
-    print(f"checkpoints of {folder.name}", file=sys.stderr)
+    training = locate(target, runs)
+    print(f"checkpoints of {training.path.name}", file=sys.stderr)
     from affinage.checkpoint import CheckpointStore
 
-    return CheckpointStore(folder / "checkpoints"), step
+    return CheckpointStore(training.path / "checkpoints"), training.step
 
 
 def _steps(name: str, runs: Path) -> "tuple[CheckpointStore, list[int]]":
