@@ -90,11 +90,11 @@ def _steps(name: str, runs: Path, *, complete: bool = True) -> "tuple[Checkpoint
     target = find(name, runs)  # before JAX is imported
     if target.kind == "hub":
         raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
-    folder, step = locate(target, runs)
-    print(f"checkpoints of {folder.name}", file=sys.stderr)
+    training = locate(target, runs)
+    print(f"checkpoints of {training.path.name}", file=sys.stderr)
     from affinage.checkpoint import CheckpointStore
 
-    store = CheckpointStore(folder / "checkpoints")
+    store, step = CheckpointStore(training.path / "checkpoints"), training.step
     steps = store.steps()
     if complete and (not steps or step not in (None, *steps)):
         what = "no checkpoint is complete" if step is None else f"there is no complete checkpoint of step {step}"

@@ -62,8 +62,9 @@ def results_folder(name: str, runs: Path) -> Path:
 
 def model_fingerprint(target: Target, runs: Path) -> str:
     """A hash that tells a model from what it was or will be, without reading its weights."""
-    folder, step = models.locate(target, runs)
-    if target.kind == "hub":
+    model = models.locate(target, runs)
+    folder, step = model.path, model.step
+    if model.kind == "hub":
         files = [file for file in sorted(folder.iterdir()) if file.suffix in _OF_A_MODEL and file.is_file()]
         parts = [[Path(file).name, digest] for file, digest in fingerprints(map(str, files)).items()]
     else:

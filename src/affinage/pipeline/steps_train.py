@@ -23,8 +23,7 @@ from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
 from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
-from affinage.pipeline.imports import chat_template_of, extended, initial_folder
-from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, SAVED
+from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
@@ -85,9 +84,9 @@ def train(context: StepContext) -> Summary:
             facts |= {} if settings.lora is None else {"lora": settings.lora.model_dump(mode="json")}
         if (folder := initial_folder(context.loaded)) is not None:
             imported = read_json(folder / MODEL)["imported"]
-            facts[RELEASE] = imported.get(RELEASE, {})
+            facts["release"] = imported.get("release", {})
             if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
-                facts[BEGUN_WITH] = imported["from"]
+                facts["begun_with"] = imported["from"]
         write_json(context.folder / MODEL, facts)
     summary = run_training(job)
     if context.saves_to != context.folder and Processes.current.first:
