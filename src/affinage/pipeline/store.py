@@ -6,12 +6,9 @@ moment, a folder with a manifest holds all files that it names, and one without 
 deleted by one rename first, so that a half-deleted one cannot be mistaken for a half-made one.
 """
 
-import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import time
@@ -20,15 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import affinage
 from affinage.errors import UserError
-from affinage.results import MANIFEST, RESULT, read_json
+from affinage.results import MANIFEST, RESULT, read_json, versions
 
 REQUEST = "request.json"
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
 _FIELDS = ("step", "version", "settings", "inputs", "sources")
 _NAME = re.compile(r"[\w-]+")
-_PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "lm-eval")  # in a manifest
 
 
 @dataclass(frozen=True)
@@ -175,15 +170,6 @@ def link(path: Path, target: Path) -> None:
     part.unlink(missing_ok=True)
     part.symlink_to(os.path.relpath(target, path.parent))
     part.replace(path)
-
-
-def versions() -> dict[str, str]:
-    """Versions of affinage, Python and the packages that results may depend on."""
-    installed = {"affinage": affinage.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
 
 
 def _sync_folder(folder: Path) -> None:
