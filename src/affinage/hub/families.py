@@ -120,7 +120,7 @@ class Stored(NamedTuple):
 
     name: str
     path: list[str]  # of the parameter
-    index: tuple[int, ...]  # of the part in the parameter
+    place: tuple[int, ...]  # of the part in the parameter
     matrix: tuple[int, ...]  # shape of the part as a matrix [inputs, outputs], or as a vector
     transposed: bool  # whether the tensor is [outputs, inputs]
     third: int | None
@@ -201,7 +201,7 @@ class FamilySpec:
         """Return the parameters under transformers' names, in their own dtype."""
         tensors, thirds = dict[str, NDArray[Any]](), defaultdict[str, dict[int, NDArray[Any]]](dict)
         for each in self._stored(graph):
-            matrix = np.asarray(reduce(getitem, each.path, params))[each.index].reshape(each.matrix)
+            matrix = np.asarray(reduce(getitem, each.path, params))[each.place].reshape(each.matrix)
             if each.third is None:
                 tensors[each.name] = np.ascontiguousarray(matrix.T) if each.transposed else matrix
             else:
@@ -213,7 +213,8 @@ class FamilySpec:
         params = map_parameters(lambda _, declared: np.empty(declared.shape, np.float32), graph.parameters)
         tied = graph[graph.logits].layer.shares is not None
         for each in self._stored(graph):
-            tensor, parameter = self._find(tensors, each.name, tied), reduce(getitem, each.path, params)
+            tensor = self._find(tensors, each.name, tied)
+            parameter: Any = reduce(getitem, each.path, params)
             shape = each.matrix[::-1] if each.transposed else each.matrix
             shape = shape if each.third is None else (*shape[:-1], 3 * shape[-1])
             if tensor.shape != shape:
@@ -221,7 +222,7 @@ class FamilySpec:
                 raise UserError(what, fix="Take config.json and the weights from the same model.")
             tensor = tensor if each.third is None else np.split(tensor, 3, axis=-1)[each.third]
             tensor = tensor.T if each.transposed else tensor
-            parameter[each.index] = tensor.reshape(parameter[each.index].shape)
+            parameter[each.place] = tensor.reshape(parameter[each.place].shape)
         return params
 
     def _stored(self, graph: Graph) -> Iterator[Stored]:
@@ -230,15 +231,15 @@ class FamilySpec:
                 name, _, third = self.tensors[path].partition("/")
                 of_layers = int(node.repeat is not None)
                 parts = of_layers + ("{expert}" in name)  # axes along which tensors are apart
-                place, shape = [node.name, *path.split(".")[1:]], declared.shape[parts:]
+                keys, shape = [node.name, *path.split(".")[1:]], declared.shape[parts:]
                 matrix: tuple[int, ...] = (prod(shape),)
                 if not path.endswith((".scale", ".bias")):
                     inputs = max(1, len(declared.inputs))
                     matrix = prod(shape[:inputs]), prod(shape[inputs:])
-                for index in np.ndindex(declared.shape[:parts]):
-                    own = name.format(layer=sum(index[:of_layers]), expert=sum(index[of_layers:]))
-                    transposed = self.transposed and role == "blocks"
-                    yield Stored(own, place, index, matrix, transposed, int(third) if third else None)
+                transposed = self.transposed and role == "blocks"
+                for place in np.ndindex(declared.shape[:parts]):
+                    own = name.format(layer=sum(place[:of_layers]), expert=sum(place[of_layers:]))
+                    yield Stored(own, keys, place, matrix, transposed, int(third) if third else None)
 
     def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
         """A tensor by its name, or in one of the other forms that transformers loads."""
