@@ -60,9 +60,6 @@ def test_a_finished_run_has_nothing_to_do(own_runs: Path, capsys: pytest.Capture
     affinage("run", *tiny_run.WORDS, "--runs", str(own_runs))
     assert "Nothing to do" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in own_runs.rglob("*") if path.is_file()} == before
-    affinage("run", *tiny_run.WORDS, "--runs", str(own_runs), "--json")
-    told = json.loads(capsys.readouterr().out)
-    assert not told["ran"] and set(told["complete"]) == set(STEPS)
 
 
 def test_documents_are_counted_through_the_data_steps(tiny_runs: Path):
