@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
-from affinage.cli.program import main
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
@@ -31,6 +30,7 @@ from affinage.model.layer import map_parameters
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import chat_of_hub, is_chat, locate, resolve
 from affinage.pipeline.opening import open_model
+from run_affinage import run
 from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
@@ -136,9 +136,7 @@ def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
     store.wait()
     for step, sign in ((0, 1), (7, -1)):
         to = tmp_path / f"step-{step}"
-        with pytest.raises(SystemExit) as ended:
-            main(["export", f"run/pretrain@{step}", "--runs", str(tmp_path), "--to", str(to)])
-        assert ended.value.code == 0
+        run("export", f"run/pretrain@{step}", "--runs", tmp_path, "--to", to)
         written = load_file(to / "model.safetensors")["model.norm.weight"]
         np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
