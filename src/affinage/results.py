@@ -144,7 +144,6 @@ class SequencesResult(Result):
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
-    unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from affinage.cli import options
-from affinage.cli.opening import model_of
-from affinage.cli.options import app, arg, find, opt, warn
+from affinage.cli.options import app, arg, find, model_of, opt, warn
 from affinage.cli.output import size, working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError

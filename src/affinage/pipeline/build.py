@@ -153,9 +153,10 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             files = (*task_files(filter(is_task_file, settings.monitor.tasks)), *_item_files(settings.monitor))
         sources = dict(begun)
         if (extension := extended(loaded, name)) is not None:  # what the checkpoint holds counts, not where it is
-            from affinage.checkpoint.metadata import fingerprint
+            from affinage.checkpoint.store import CheckpointStore
 
-            sources["resume_from"] = fingerprint(extension[0] / "checkpoints" / str(extension[1]))
+            folder, step = extension
+            sources["resume_from"] = CheckpointStore(folder / "checkpoints").metadata(step).fingerprint
         yield Step(
             name,
             _of_train("train"),
