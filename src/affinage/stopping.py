@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError
@@ -33,22 +33,19 @@ class StopSignals:
     current: ClassVar["StopSignals | None"] = None
 
     def __init__(self) -> None:
-        self._reason, self._since = "", 0.0
+        self._reason, self._since, self._handlers = "", 0.0, contextlib.ExitStack()
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread() and StopSignals.current is None:
-            self._before = {number: signal.signal(number, self._on_signal) for number in heeded()}
+            self._handlers.enter_context(handled_by(self._on_signal))
             StopSignals.current = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if StopSignals.current is not self:
             return
         StopSignals.current = None
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handlers.close()
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
         if self._reason and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
             raise Preempted(self._reason) from error  # a library has made another error of it
@@ -86,15 +83,6 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def nothing_to_lose(after_interrupt: int) -> contextlib.AbstractContextManager[None]:
-    """Inside, a signal ends this process at once, with the status of a preempted run; after SIGINT another one."""
-
-    def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-        os._exit(after_interrupt if number == signal.SIGINT else EXIT_PREEMPTED)
-
-    return handled_by(leave_at_once)
 
 
 class _WithoutReader:
@@ -145,12 +133,8 @@ def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
     os._exit(status)
 
 
-_skip_exit_handlers = threading.Event()
-
-
-def skip_exit_handlers() -> None:
-    """Have `left_when_done` end this process without exit handlers, of which JAX's waits for the other processes."""
-    _skip_exit_handlers.set()
+# Once set, `left_when_done` ends this process without exit handlers, of which JAX's waits for the other processes.
+skip_exit_handlers = threading.Event()
 
 
 @contextlib.contextmanager
@@ -180,5 +164,5 @@ def left_when_done() -> Iterator[None]:
         status = EXIT_INTERRUPTED
         raise
     finally:
-        if _skip_exit_handlers.is_set():
+        if skip_exit_handlers.is_set():
             end()

@@ -24,15 +24,14 @@ def graph(
     Example: affinage graph julian-600m
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
-    loaded = load(recipe, overrides, runs, lenient=True)
+    loaded, run = load(recipe, overrides, runs, lenient=True)
     from affinage.model.analysis import parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.layer import SEQUENCE
-    from affinage.pipeline.models import resolve
     from affinage.registry import load_plugins
 
     load_plugins(loaded)
-    vocabulary = _vocabulary(loaded.recipe, resolve(recipe, runs).run or runs / loaded.recipe.name)
+    vocabulary = _vocabulary(loaded.recipe, run or runs / loaded.recipe.name)
     model = parse(loaded.recipe.model, loaded.locate, vocabulary=vocabulary)
     context = loaded.recipe.packing.seq_len
     facts: dict[str, Any] = {

@@ -44,11 +44,10 @@ def launch(
 
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
-    loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
+    loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import FailureConfig, Start, start_local, supervise
-    from affinage.pipeline.models import RECIPE, resolve
+    from affinage.pipeline.models import RECIPE
 
-    run = resolve(recipe, runs).run
     file = (loaded.path if run is None else run / RECIPE).resolve()
     words = ["run", str(file), "--runs", str(runs.absolute())]
     for option, values in (("--set", overrides), ("--until", until)):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
+
 from affinage.durations import duration
 from affinage.errors import plain
 
@@ -82,6 +84,9 @@ def _title(key: str) -> str:
     return plain(str(key)).removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
 
 
+_UNITS: dict[str, Callable[[Any], str]] = {"bytes": decimal, "seconds": duration, "flops": "{:.3g}".format}
+
+
 def _in_words(key: str, value: Any) -> str:
     unit = next((form for ending, form in _UNITS.items() if key.endswith(ending)), None)
     if isinstance(value, Mapping):
@@ -93,23 +98,10 @@ def _in_words(key: str, value: Any) -> str:
     return plain(_cell(value))
 
 
-def size(count: float) -> str:
-    """A number of bytes for people, in decimal units: 512 B, 1.5 MB, 20 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            break
-        count, unit = count / 1000, "TB"
-    return f"{count:.3g} {unit}"
-
-
-_UNITS: dict[str, Callable[[float], str]] = {"bytes": size, "seconds": duration, "flops": "{:.3g}".format}
-
-
 def _drawn(table: Table) -> Any:
     from rich.table import Table as RichTable
 
-    drawn = RichTable(box=None, pad_edge=False)
-    drawn.show_header = any(table.columns)
+    drawn = RichTable(box=None, pad_edge=False, show_header=any(table.columns))
     for place, title in enumerate(table.columns):
         drawn.add_column(title, justify="left" if place in table.left else "right", overflow="fold")
     for row in table.rows:

@@ -67,27 +67,24 @@ def _run(arguments: Sequence[str]) -> None:
             print("Interrupted.", file=sys.stderr)
         raise
     except Exception as error:
-        message, status = _ending(error)
-        if len(words) < len(arguments) or not message:
+        stopped = isinstance(error, errors.Preempted)
+        mistake = _mistake_in(error)
+        if len(words) < len(arguments) or not (stopped or mistake):
             print(masked(traceback.format_exc()), file=sys.stderr)
-        if message:
-            print(message, file=sys.stderr)
-        sys.exit(status)
+        if stopped:
+            print(f"Stopped: {error}. Run the same command to resume.", file=sys.stderr)
+            sys.exit(errors.EXIT_PREEMPTED)
+        if mistake is not None:
+            print(f"Error: {mistake}", file=sys.stderr)
+        sys.exit(1 if mistake is None or isinstance(mistake, errors.TransientError) else errors.EXIT_USER_ERROR)
 
 
-def _ending(error: Exception) -> tuple[str, int]:
-    """The message and the exit status of an error; "" for a defect, which is shown by its traceback."""
-    if isinstance(error, errors.Preempted):
-        return f"Stopped: {error}. Run the same command to resume.", errors.EXIT_PREEMPTED
+def _mistake_in(error: Exception) -> errors.UserError | None:
+    """The message of an error that is no defect of affinage; None for a defect."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    mistake: errors.UserError | None
     if package in _EXTRAS:
         fix = f"Install it: pip install 'affinage[{_EXTRAS[package]}]'"
-        mistake = errors.UserError(f"this needs the package `{package}`", fix=fix)
-    elif isinstance(error, UnicodeError):
-        mistake = errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
-    else:
-        mistake = error if isinstance(error, errors.UserError) else errors.of_the_machine(error)
-    if mistake is None:
-        return "", 1
-    return f"Error: {mistake}", 1 if isinstance(mistake, errors.TransientError) else errors.EXIT_USER_ERROR
+        return errors.UserError(f"this needs the package `{package}`", fix=fix)
+    if isinstance(error, UnicodeError):
+        return errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
+    return error if isinstance(error, errors.UserError) else errors.of_the_machine(error)

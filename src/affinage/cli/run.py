@@ -156,13 +156,7 @@ def report(
 
 
 def run_pipeline(
-    name: str,
-    settings: PipelineOptions,
-    until: Sequence[str],
-    *,
-    any_of: bool = False,
-    only: Sequence[str] = (),
-    quiet: bool = False,
+    name: str, settings: PipelineOptions, until: Sequence[str], *, any_of: bool = False, only: Sequence[str] = ()
 ) -> Path:
     """Run the steps of a recipe, or of a run's recipe, and show them as they run. Returns the run's folder.
 
@@ -171,39 +165,35 @@ def run_pipeline(
         settings: options of the command line.
         until: names of steps.
         any_of: leave out those of `until` that the recipe does not have, as long as it has one of them.
-        only: the steps that may run, if any are named; if others are not complete, the command that runs them is the
-            error's fix.
-        quiet: print no result at the end.
+        only: the steps that may run, and print no result at the end, if any are named; if others are not complete, the
+            command that runs them is the error's fix.
     """
     from affinage.stopping import StopSignals, without_readers
 
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
-        from affinage.pipeline.models import command, resolve
-
-        loaded = load(name, settings.overrides, settings.runs)
-        run_folder = resolve(name, settings.runs).run
+        loaded, run_folder = load(name, settings.overrides, settings.runs)
         runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
-        from affinage.api import prepare_process, write_report
         from affinage.cli.watch import Watch, show_plan, show_result, warn_of
         from affinage.cluster.processes import init_distributed
-        from affinage.pipeline.build import build_steps
+        from affinage.pipeline.build import build_steps, prepare_process
+        from affinage.pipeline.models import command
         from affinage.pipeline.runner import PipelineRunner
 
-        steps = build_steps(loaded, write_report)
+        steps, recipe = build_steps(loaded), loaded.recipe
         if not steps:
             what = "this recipe has no `data` section, so there is nothing to run"
             raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
         runner = PipelineRunner(loaded, runs, steps, until=until, force=settings.force or ())
-        prepare_process(loaded)
+        prepare_process(recipe)
         if settings.dry_run:
             plan = runner.plan()
             runner.check(plan)
             show_plan(plan, settings.as_json)
             warn_of(plan)
             return runner.folder
-        heartbeat = loaded.recipe.runtime.heartbeat_timeout
+        heartbeat = recipe.runtime.heartbeat_timeout
         with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
             if not processes.first:
                 runner.follow()
@@ -218,13 +208,12 @@ def run_pipeline(
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
             warn_of(plan)
-            pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
-            if pretrain is not None and tokens is not None and "pretrain" in waiting:
-                screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)
-            with Watch() as watch:
-                runner.run(watch)
-        if not quiet:
-            show_result(runner, plan, watch.seconds, settings.as_json)
+            if recipe.pretrain is not None and recipe.pretrain_tokens is not None and "pretrain" in waiting:
+                tokens = f"pretrain: {recipe.pretrain.steps:,} steps, {recipe.pretrain_tokens:,} tokens"
+                screen().print(tokens, highlight=False)
+            seconds = runner.run(Watch())
+        if not only:
+            show_result(runner, plan, seconds, settings.as_json)
         return runner.folder
 
 
@@ -240,4 +229,4 @@ def run_own_steps(name: str, settings: PipelineOptions, section: str, steps: Seq
         check_complete(target, settings.runs)
         if recorded(run_of(target, settings.runs)).get(section) is None:
             raise UserError(f"the recipe of this run has no `{section}`", where=name, fix=instead)
-    return run_pipeline(name, settings, steps, any_of=True, only=steps, quiet=True)
+    return run_pipeline(name, settings, steps, any_of=True, only=steps)

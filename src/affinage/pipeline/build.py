@@ -1,6 +1,7 @@
 """From a recipe to the list of its steps, each with the settings, files and results that decide what it makes."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from affinage.config.training import OF_THE_ROWS, TuningSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
+from affinage.hardware.devices import prepare
 from affinage.paths import from_home
 from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_folder
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS
@@ -25,13 +27,8 @@ from affinage.results import read_json
 _of_data, _of_train, _of_eval = (partial(lazily, f"steps_{name}") for name in ("data", "train", "eval"))
 
 
-def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] | None = None) -> list[Step]:
-    """Returns the steps of a recipe, each after those it reads. Sections that the recipe leaves out have no steps.
-
-    Args:
-        loaded: the recipe.
-        report: the function of the last step; without it there is no such step.
-    """
+def build_steps(loaded: LoadedRecipe) -> list[Step]:
+    """Returns the steps of a recipe, each after those it reads. Sections that the recipe leaves out have no steps."""
     recipe = loaded.recipe
     load_plugins(loaded)
     folder = initial_folder(loaded)  # of the imported model that the recipe begins with
@@ -47,12 +44,14 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
         steps += [_tuning_data_step(loaded, section, tuning) for section, tuning in _tunings(recipe).items()]
         steps += [*_training_steps(loaded, trained, begun), *_result_steps(recipe, trained)]
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
-    if report is not None:
-        config = _part(recipe, "name", "description", "report")
-        steps.append(
-            Step("report", report, config, tuple(step.name for step in steps), artifact="report.html", version=2)
-        )
-    return steps
+    config, inputs = _part(recipe, "name", "description", "report"), tuple(step.name for step in steps)
+    return [*steps, Step("report", _report, config, inputs, artifact="report.html", version=2)]
+
+
+def _report(context: StepContext) -> Summary:
+    from affinage.report import write_report
+
+    return write_report(context.run_folder, context.folder / "report.html")
 
 
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
@@ -198,6 +197,15 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
 
 
 # ---- what a recipe reads ----
+
+
+def prepare_process(recipe: Recipe) -> None:
+    """Set the environment variables that libraries read when they are imported."""
+    prepare()
+    if is_local(recipe):  # else the harness asks Hugging Face about tasks that are files here
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def is_local(recipe: Recipe) -> bool:

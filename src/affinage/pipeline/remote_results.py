@@ -28,9 +28,18 @@ class RemoteResults:
         self._remote, self._store = RemoteFolder(url), store
         self._manifests: dict[str, Manifest | None] = {}
 
-    def has(self, request: Request) -> bool:
-        """Whether a result is there. Raises UserError if the server does not answer."""
-        return self._manifest(request) is not None
+    def manifest(self, request: Request) -> Manifest | None:
+        """The manifest of a result that is there; None if there is none. Raises UserError if the server is silent."""
+        name = self._store.path(request).name
+        if name not in self._manifests:
+            text = self._remote.read(f"{name}/{MANIFEST}")
+            try:
+                manifest = Manifest.model_validate(json.loads(text or b"{}"))
+            except (ValueError, RecursionError):
+                manifest = Manifest()
+            sound = manifest.key == request.key and all(map(is_inside, manifest.files))
+            self._manifests[name] = manifest if sound else None
+        return self._manifests[name]
 
     def bring(
         self,
@@ -53,14 +62,13 @@ class RemoteResults:
             for other in request.inputs:
                 wanted.setdefault(other, other not in _LARGE)
             here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))
-            if not here and self.has(request):
+            if not here and (manifest := self.manifest(request)) is not None:
                 with locked(request) as missing:
                     if missing:
-                        self._fetch(request, whole=wanted[name])
+                        self._fetch(request, manifest, whole=wanted[name])
 
-    def _fetch(self, request: Request, *, whole: bool) -> None:
-        name, manifest = self._store.path(request).name, self._manifest(request)
-        assert manifest is not None
+    def _fetch(self, request: Request, manifest: Manifest, *, whole: bool) -> None:
+        name = self._store.path(request).name
         files = {file: facts for file, facts in manifest.files.items() if whole or facts.bytes <= _SMALL_FILE}
         print_line(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
@@ -71,22 +79,9 @@ class RemoteResults:
             if hash_on_disk(part / file)["sha256"] != facts.sha256:
                 fix = f"Remove its {MANIFEST}, and it is made again."
                 raise UserError(f"{file} is not what was copied there", where=f"{self.url}/{name}", fix=fix)
-        (part / MANIFEST).write_bytes(self._remote.read(f"{name}/{MANIFEST}") or b"")
+        self._remote.get(f"{name}/{MANIFEST}", part / MANIFEST)
         self._store.discard(request)
         part.rename(self._store.path(request))
-
-    def _manifest(self, request: Request) -> Manifest | None:
-        """The manifest of a result that is there; None if there is none, or it is of another result."""
-        name = self._store.path(request).name
-        if name not in self._manifests:
-            text = self._remote.read(f"{name}/{MANIFEST}")
-            try:
-                manifest = Manifest.model_validate(json.loads(text or b"{}"))
-            except (ValueError, RecursionError):
-                manifest = Manifest()
-            sound = manifest.key == request.key and all(map(is_inside, manifest.files))
-            self._manifests[name] = manifest if sound else None
-        return self._manifests[name]
 
     def resume(self, request: Request, *, forced: bool) -> None:
         """Begin a training with its newest checkpoint there, where that is newer than what is here.

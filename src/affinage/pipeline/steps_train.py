@@ -1,6 +1,6 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shar
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.pipeline.imports import chat_template_of, extended, initial_folder
 from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, SAVED
-from affinage.pipeline.monitor import monitor_of
+from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
@@ -42,7 +42,6 @@ from affinage.training.optimizer import check_choices
 from affinage.training.state import split_params
 from affinage.training.trainer import Trainer
 
-_BEFORE = {"pretrain": (), "sft": ("pretrain",), "dpo": ("sft", "pretrain")}  # what a training begins with, if it ran
 Tuning = TypeVar("Tuning", bound=TuningSettings)
 
 
@@ -50,32 +49,22 @@ def train(context: StepContext) -> Summary:
     """Train the model, from random weights or those of the training or import before, on the rows of its data step."""
     recipe, name, inputs = context.recipe, context.step, context.inputs
     requested = getattr(recipe, name)
-    rows, reference = inputs[ROWS[name]], inputs.get("ref-logprobs")
+    rows = inputs[ROWS[name]]
     feed, validation = _token_rows(context, requested, rows)
     settings = within_epochs(requested, feed, name) if isinstance(requested, TuningSettings) else requested
     prompt = "" if name == "pretrain" else recipe.chat_system_prompt if name == "dpo" else requested.system_prompt
     data = {"rows": content_hash(rows, "train")}
-    if name == "dpo":
-        for held_out in validation.values():
-            held_out.bytes = 0  # the loss is of pairs, not of text
-    if reference is not None:
+    if (reference := inputs.get("ref-logprobs")) is not None:
         feed.reference, of_validation = (
             {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in (reference / part).glob("*.npy")}
             for part in ("train", "validation")
         )
         for title, held_out in validation.items():
-            held_out.reference = of_validation.get(title)
+            held_out.bytes, held_out.reference = 0, of_validation.get(title)  # the loss is of pairs, not of text
         data["reference"] = content_hash(reference, "train")
     graph = _graph_of(context)
-    job = _job(
-        context,
-        graph,
-        settings,
-        feed,
-        data=data,
-        validation=validation,
-        monitor=monitor_of(context, settings, graph, feed.context, prompt),
-    )
+    monitor = settings.monitor and BenchmarkMonitor(context, settings, graph, feed.context, prompt)
+    job = _job(context, graph, settings, feed, data=data, validation=validation, monitor=monitor)
     if Processes.current.first:
         # What one must know, beside the checkpoints, to use the model.
         facts = {"graph": graph.to_dict(), "context": feed.context, "system_prompt": prompt}
@@ -87,7 +76,7 @@ def train(context: StepContext) -> Summary:
         if (folder := initial_folder(context.loaded)) is not None:
             imported = read_json(folder / MODEL)["imported"]
             facts[RELEASE] = imported.get(RELEASE, {})
-            if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
+            if _before(inputs) is None and "from" in imported:
                 facts[BEGUN_WITH] = imported["from"]
         write_json(context.folder / MODEL, facts)
     summary = run_training(job)
@@ -141,18 +130,14 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
         print_line(f"{name}: {choice}")
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    rules: dict[str, Any] = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
     if context.remote is not None:
+        rules = runtime.checkpoint.model_dump(include={"keep_last", "keep_every"})
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
         fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
-    # The weights of the training before, or those that the recipe begins with; None for random ones.
-    trainings = _BEFORE["dpo" if name == "ref-logprobs" else name]
-    before = next((inputs[each] for each in trainings if each in inputs), None)
-    folder = initial_folder(context.loaded)
-    initial: Callable[[Any], Any] | None = None
-    if before is not None:
+    initial: Callable[[Any], Any] | None = None  # random weights
+    if (before := _before(inputs)) is not None:
         initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
-    elif folder is not None:
+    elif (folder := initial_folder(context.loaded)) is not None:
         initial = initial_params(folder, base)
     extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
@@ -173,6 +158,11 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         measured=context.on_metrics,
         **fields,
     )
+
+
+def _before(inputs: Mapping[str, Path]) -> Path | None:
+    """The training that this one begins with; None if it is the first."""
+    return inputs.get("sft") or inputs.get("pretrain")
 
 
 def _graph_of(context: StepContext) -> Graph:

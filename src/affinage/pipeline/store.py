@@ -26,9 +26,8 @@ from affinage.results import MANIFEST, RESULT, read_json
 
 REQUEST = "request.json"
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
-_FIELDS = ("step", "version", "settings", "inputs", "sources")
 _NAME = re.compile(r"[\w-]+")
-_PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "lm-eval")  # in a manifest
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,12 @@ def read_request(folder: Path) -> Request | None:
     Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
     """
     value = read_json(folder / REQUEST)
+    value.pop("key", None)
     try:
-        names = [value["step"], *value["inputs"].keys(), *value["inputs"].values()]
-        return Request(**{name: value[name] for name in _FIELDS}) if all(map(_NAME.fullmatch, names)) else None
-    except (KeyError, TypeError, AttributeError):
+        request = Request(**value)
+        names = [request.step, *request.inputs.keys(), *request.inputs.values()]
+        return request if all(map(_NAME.fullmatch, names)) else None
+    except (TypeError, AttributeError):
         return None  # of another version
 
 
