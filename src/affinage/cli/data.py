@@ -34,6 +34,7 @@ group = verbs(
 
 verb_until(
     ("tokenize", "sft-data", "preference-data"),
+    "tokenize",
     "run",
     "Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.\n\n"
     "Example: affinage data quickstart --set data.sources='[my_folder/]'",

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -52,12 +51,7 @@ def launch(
     words = ["run", str(file), "--runs", str(runs.absolute())]
     for option, values in (("--set", overrides), ("--until", until)):
         words += [word for value in values or () for word in (option, value)]
-    lock = threading.Lock()
-
-    def write(line: str) -> None:
-        with lock:  # a whole line, from whichever thread
-            typer.echo(line)
-
+    write = partial(print, flush=True)
     with contextlib.ExitStack() as cleanup:
         if on == "local":
             start: Start = partial(start_local, workers=processes, devices=devices, say=write)

@@ -31,25 +31,10 @@ def run(
     run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), until or ())
 
 
-def verb_until(steps: Sequence[str], name: str, help: str, group: typer.Typer = app) -> None:
-    """Register a verb that runs a recipe up to those of `steps` that it has."""
+def verb_until(steps: Sequence[str], data: str, name: str, help: str, group: typer.Typer = app) -> None:
+    """Register a verb that runs a recipe up to those of `steps` that it has, or shows the rows of its step `data`."""
 
     @group.command(name, help=help)
-    def verb(
-        recipe: RecipeArgument,
-        overrides: options.SetOption = None,
-        runs: options.RunsOption = options.RUNS,
-        force: options.ForceOption = None,
-        dry_run: options.DryRunOption = False,
-        as_json: options.JsonOption = False,
-    ) -> None:
-        run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), steps, any_of=True)
-
-
-def _tuning_verb(data: str, name: str, help: str) -> None:
-    """Register a verb that runs a recipe up to the tuning `name`, or shows the rows of its step `data`."""
-
-    @app.command(name, help=help)
     def verb(
         recipe: RecipeArgument,
         show: Annotated[int | None, opt("Only prepare the data, and show N examples.", min=1, metavar="N")] = None,
@@ -60,7 +45,7 @@ def _tuning_verb(data: str, name: str, help: str) -> None:
         as_json: options.JsonOption = False,
     ) -> None:
         settings = PipelineOptions(overrides, runs, force, dry_run, as_json)
-        folder = run_pipeline(recipe, settings, (data if show else name,))
+        folder = run_pipeline(recipe, settings, (data,) if show else steps, any_of=True)
         if show and not dry_run:
             with only_data_on_stdout(as_json):
                 _show_examples(folder / data, show)
@@ -68,17 +53,20 @@ def _tuning_verb(data: str, name: str, help: str) -> None:
 
 verb_until(
     ("pretrain",),
+    "tokenize",
     "train",
-    "Run up to the end of pretraining: `run --until pretrain`.\n\n"
+    "Run up to the end of pretraining: `run --until pretrain`; or show what it would be trained on.\n\n"
     "Example: affinage train quickstart --set pretrain.steps=200",
 )
-_tuning_verb(
+verb_until(
+    ("sft",),
     "sft-data",
     "sft",
     "Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.\n\n"
     "Example: affinage sft quickstart --show 3",
 )
-_tuning_verb(
+verb_until(
+    ("dpo",),
     "preference-data",
     "dpo",
     "Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.\n\n"

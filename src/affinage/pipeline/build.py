@@ -71,28 +71,28 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     config = _part(data, "sources", "root", "mirror", "sample", "on_error")
     inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
-    yield Step("ingest", _of_data("ingest"), {"data": config}, inputs, files=files, check=check, **more)
+    yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **more)
     config = {"data": _part(data, "filters", "languages")}
     yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **more)
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
         files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
-        yield Step("dedup", _of_data("dedup"), {"data": _part(data, "dedup")}, last, files=files, **more)
+        yield Step("dedup", _of_data("dedup_step"), {"data": _part(data, "dedup")}, last, files=files, **more)
         last = ("dedup",)
     if contamination_targets(recipe):
         config, files = _searched(recipe)
         check = _of_data("check_decontaminate")
-        yield Step("decontaminate", _of_data("decontaminate"), config, last, files=files, check=check, **more)
+        yield Step("decontaminate", _of_data("decontaminate_step"), config, last, files=files, check=check, **more)
         last = ("decontaminate",)
-    yield Step("split", _of_data("split"), {"data": _part(data, "split"), **_part(recipe, "seed")}, last, **more)
+    yield Step("split", _of_data("split_step"), {"data": _part(data, "split"), **_part(recipe, "seed")}, last, **more)
     if begun:
         yield Step("train-tokenizer", _of_data("base_tokenizer"), {}, ("split",), sources=begun, version=2)
     else:
         config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
-        yield Step("train-tokenizer", _of_data("train_tokenizer"), config, ("split",), version=2)
+        yield Step("train-tokenizer", _of_data("tokenizer_step"), config, ("split",), version=2)
     config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", _of_data("tokenize"), config, inputs, check=_of_data("check_tokenize"), **more)
+    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, check=_of_data("check_tokenize"), **more)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -210,24 +210,24 @@ def prepare_process(recipe: Recipe) -> None:
 
 def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
-    readers = [each for each in (recipe.data, *_tunings(recipe).values()) if each is not None]
-    sources = [(source, each.root, each.mirror) for each in readers for source in each.sources]
-    files = [task for task in _tasks(recipe, monitored=True) if is_task_file(task)]
-    named = [task for task in _tasks(recipe, monitored=True) if task != POCKET_WORLD and task not in files]
-    if recipe.data and recipe.data.decontaminate:
-        files += [path for path in recipe.data.decontaminate.benchmark_files if path.endswith((".yaml", ".yml"))]
-    here = all(each.data_dir is not None for each in _benchmark_settings(recipe, monitored=True))
-    remote = (is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
-    known = all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
-    return known and not any(remote) and not any(map(_is_of_hub, files))
-
-
-def _is_of_hub(path: str) -> bool:
-    """Whether a task file, or one in a folder of them, takes its items from the Hub; False if it is unreadable."""
+    for reader in filter(None, (recipe.data, recipe.sft, recipe.dpo)):
+        for source in reader.sources:
+            if is_on_hub(source, reader.mirror) or is_url(location(source, reader.root, reader.mirror)):
+                return False
+    decontaminate = recipe.data.decontaminate if recipe.data else None
+    files = [*decontaminate.benchmark_files] if decontaminate else []
+    files = [file for file in files if file.endswith((".yaml", ".yml"))]
+    for benchmarks in _benchmark_settings(recipe, monitored=True):
+        for task in benchmarks.tasks:
+            is_here = benchmarks.data_dir is not None and (task in GROUPS or task in BENCHMARKS)
+            if is_task_file(task):
+                files.append(task)
+            elif not (is_here or of_pocket_world(task)):
+                return False
     try:
-        return any(map(on_hub, find_tasks([path], {})[0]))
+        return not any(map(on_hub, find_tasks(files, {})[0]))
     except UserError:  # raised again where the task is read
-        return False
+        return True
 
 
 def contamination_targets(recipe: Recipe) -> list[str]:
