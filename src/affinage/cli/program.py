@@ -5,7 +5,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,14 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         _run(arguments)
         return
-    format_warning = warnings.formatwarning
-
-    def one_line(message: Any, category: type[Warning], *place: Any, **more: Any) -> str:
-        if issubclass(category, errors.UserWarned):  # a place in the code would not help a user
-            return f"Warning: {message}\n"
-        return format_warning(message, category, *place, **more)
-
-    warnings.formatwarning = one_line
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, category, *place, **more: (
+        f"Warning: {message}\n"  # a place in the code would not help a user
+        if issubclass(category, errors.UserWarned)
+        else before(message, category, *place, **more)
+    )
     with left_when_done():
         _run(sys.argv[1:])
 

@@ -58,7 +58,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     data = recipe.data
     worlds = [source.path for source in recipe.data.sources] if recipe.data else []
     tuned = any(tuning.from_world for tuning in _tunings(recipe).values())
-    if tuned or POCKET_WORLD in (*worlds, *_tasks(recipe, monitored=True)):
+    asked = any(of_pocket_world(task) for benchmarks in _benchmarks(recipe) for task in benchmarks.tasks)
+    if tuned or asked or POCKET_WORLD in worlds:
         sources = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
         size = max((source.max_bytes or POCKET_BYTES for source in sources), default=POCKET_BYTES)
         config: dict[str, Any] = {"data": {"sources": {"max_bytes": size}}, **_part(recipe, "seed")}
@@ -102,7 +103,7 @@ def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
     config: dict[str, Any] = {"data": _part(recipe.data, "decontaminate")}
     files = [*task_files(filter(is_task_file, contamination_targets(recipe))), *settings.benchmark_files]
     if settings.benchmarks:
-        config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
+        config["evaluate"] = {"tasks": _tasks(recipe)}
         files += _item_files(recipe.evaluate)
     return config, tuple(files)
 
@@ -176,7 +177,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
         if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
             # How items are found in the text; otherwise the same settings have decided over the text itself.
             config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
-        read = ["train-tokenizer", *(["synthesize"] if POCKET_WORLD in _tasks(recipe) else [])]
+        read = ["train-tokenizer", *(["synthesize"] if any(map(of_pocket_world, evaluate.tasks)) else [])]
         read += ["split"] if evaluate.compressors and recipe.data is not None else []
         for training in trained:
             yield Step(
@@ -217,7 +218,7 @@ def is_local(recipe: Recipe) -> bool:
     decontaminate = recipe.data.decontaminate if recipe.data else None
     files = [*decontaminate.benchmark_files] if decontaminate else []
     files = [file for file in files if file.endswith((".yaml", ".yml"))]
-    for benchmarks in _benchmark_settings(recipe, monitored=True):
+    for benchmarks in _benchmarks(recipe):
         for task in benchmarks.tasks:
             is_here = benchmarks.data_dir is not None and (task in GROUPS or task in BENCHMARKS)
             if is_task_file(task):
@@ -239,8 +240,7 @@ def contamination_targets(recipe: Recipe) -> list[str]:
     decontaminate = recipe.data.decontaminate if recipe.data else None
     if decontaminate is None:
         return []
-    benchmarks = [task for task in _tasks(recipe) if task != POCKET_WORLD] if decontaminate.benchmarks else []
-    return [*benchmarks, *decontaminate.benchmark_files]
+    return [*(_tasks(recipe) if decontaminate.benchmarks else ()), *decontaminate.benchmark_files]
 
 
 def _tunings(recipe: Recipe) -> dict[str, TuningSettings]:
@@ -248,16 +248,16 @@ def _tunings(recipe: Recipe) -> dict[str, TuningSettings]:
     return {name: tuning for name, tuning in sections.items() if tuning is not None}
 
 
-def _benchmark_settings(recipe: Recipe, *, monitored: bool) -> list[Any]:
-    """The settings of the evaluation, and with `monitored` of the monitors."""
-    monitors = [getattr(recipe, name).monitor for name in recipe.trainings] if monitored else []
+def _benchmarks(recipe: Recipe) -> list[Any]:
+    """The settings of the evaluation and of the monitors."""
+    monitors = (getattr(recipe, name).monitor for name in recipe.trainings)
     return [each for each in (recipe.evaluate, *monitors) if each is not None]
 
 
-def _tasks(recipe: Recipe, *, monitored: bool = False) -> tuple[str, ...]:
-    """The tasks of `_benchmark_settings`; the pocket world's by one name."""
-    tasks = [task for each in _benchmark_settings(recipe, monitored=monitored) for task in each.tasks]
-    return tuple(dict.fromkeys(POCKET_WORLD if of_pocket_world(task) else task for task in tasks))
+def _tasks(recipe: Recipe) -> list[str]:
+    """The tasks of the evaluation, without those of the pocket world."""
+    tasks = () if recipe.evaluate is None else recipe.evaluate.tasks
+    return list(dict.fromkeys(task for task in tasks if not of_pocket_world(task)))
 
 
 def _item_files(benchmarks: Any) -> list[str]:

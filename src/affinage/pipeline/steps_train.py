@@ -1,9 +1,10 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
+import bisect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,8 +42,6 @@ from affinage.training.layerwise import check_update
 from affinage.training.optimizer import check_choices
 from affinage.training.state import split_params
 from affinage.training.trainer import Trainer
-
-Tuning = TypeVar("Tuning", bound=TuningSettings)
 
 
 def train(context: StepContext) -> Summary:
@@ -193,19 +192,16 @@ def _token_rows(
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
 
 
-def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
+def within_epochs(settings: TuningSettings, feed: DataLoader, where: str) -> TuningSettings:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
     A warm-up that is longer becomes a tenth of the steps.
     """
     if settings.num_epochs is None:
         return settings
-    steps, high = 1, settings.steps
-    while steps < high:  # to the last step after which no source was read more often
-        middle = (steps + high + 1) // 2
-        fits = max(feed.epochs(middle).values()) <= settings.num_epochs
-        steps, high = (middle, high) if fits else (steps, middle - 1)
-    schedule = settings.schedule
+    # The last step after which no source was read more often.
+    read = bisect.bisect(range(1, settings.steps + 1), settings.num_epochs, key=lambda n: max(feed.epochs(n).values()))
+    steps, schedule = max(read, 1), settings.schedule
     if steps == settings.steps:
         return settings
     if schedule.warmup_steps > steps:
