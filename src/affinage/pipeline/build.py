@@ -9,9 +9,9 @@ from typing import Any
 
 from affinage.config.data import POCKET_BYTES, POCKET_WORLD
 from affinage.config.load import LoadedRecipe
-from affinage.config.recipe import Recipe
+from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.settings import Settings
-from affinage.config.training import OF_THE_ROWS, TuningSettings
+from affinage.config.training import OF_THE_ROWS, MonitorSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
@@ -41,7 +41,7 @@ def build_steps(loaded: LoadedRecipe) -> list[Step]:
     steps = list(_data_steps(recipe, begun))
     if trains:
         # Tuning data comes before the long pretraining, so that a mistake in the conversations is found in time.
-        steps += [_tuning_data_step(loaded, section, tuning) for section, tuning in _tunings(recipe).items()]
+        steps += [_tuning_data_step(loaded, section) for section in recipe.trainings if section != "pretrain"]
         steps += [*_training_steps(loaded, trained, begun), *_result_steps(recipe, trained)]
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
     config, inputs = _part(recipe, "name", "description", "report"), tuple(step.name for step in steps)
@@ -57,9 +57,9 @@ def _report(context: StepContext) -> Summary:
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     data = recipe.data
     worlds = [source.path for source in recipe.data.sources] if recipe.data else []
-    tuned = any(tuning.from_world for tuning in _tunings(recipe).values())
-    asked = any(of_pocket_world(task) for benchmarks in _benchmarks(recipe) for task in benchmarks.tasks)
-    if tuned or asked or POCKET_WORLD in worlds:
+    tuned = any(tuning is not None and tuning.from_world for tuning in (recipe.sft, recipe.dpo))
+    scored = any(of_pocket_world(task) for benchmarks in _benchmarks(recipe) for task in benchmarks.tasks)
+    if tuned or scored or POCKET_WORLD in worlds:
         sources = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
         size = max((source.max_bytes or POCKET_BYTES for source in sources), default=POCKET_BYTES)
         config: dict[str, Any] = {"data": {"sources": {"max_bytes": size}}, **_part(recipe, "seed")}
@@ -81,8 +81,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
         yield Step("dedup", _of_data("dedup_step"), {"data": _part(data, "dedup")}, last, files=files, **more)
         last = ("dedup",)
-    if contamination_targets(recipe):
-        config, files = _searched(recipe)
+    config, files = _searched(recipe)
+    if config:
         check = _of_data("check_decontaminate")
         yield Step("decontaminate", _of_data("decontaminate_step"), config, last, files=files, check=check, **more)
         last = ("decontaminate",)
@@ -97,19 +97,26 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings and files that decide which items of benchmarks text must not hold."""
-    assert recipe.data is not None and recipe.data.decontaminate is not None
-    settings = recipe.data.decontaminate
-    config: dict[str, Any] = {"data": _part(recipe.data, "decontaminate")}
-    files = [*task_files(filter(is_task_file, contamination_targets(recipe))), *settings.benchmark_files]
-    if settings.benchmarks:
-        config["evaluate"] = {"tasks": _tasks(recipe)}
-        files += _item_files(recipe.evaluate)
-    return config, tuple(files)
+    """The settings and files that decide which items of benchmarks text must not hold; both empty without any.
+
+    The pocket world is never among them. Its facts are its text and its benchmarks' answers by design, and what must
+    not be seen in training is kept out of the text where the world is generated.
+    """
+    settings, tasks, files = recipe.data.decontaminate if recipe.data else None, list[str](), list[str]()
+    if settings is None:
+        return {}, ()
+    if settings.benchmarks and recipe.evaluate is not None:
+        tasks = list(dict.fromkeys(task for task in recipe.evaluate.tasks if not of_pocket_world(task)))
+        files += _files_of(recipe.evaluate)
+    if not tasks and not settings.benchmark_files:
+        return {}, ()
+    config: dict[str, Any] = {"data": {"decontaminate": settings.model_dump(mode="json")}}
+    config |= {"evaluate": {"tasks": tasks}} if settings.benchmarks else {}
+    return config, (*files, *task_files(filter(is_task_file, settings.benchmark_files)), *settings.benchmark_files)
 
 
-def _tuning_data_step(loaded: LoadedRecipe, section: str, tuning: TuningSettings) -> Step:
-    recipe = loaded.recipe
+def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
+    recipe, tuning = loaded.recipe, getattr(loaded.recipe, section)
     config: dict[str, Any] = {section: _part(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
     if section == "dpo":
         config["dpo"]["system_prompt"] = recipe.chat_system_prompt
@@ -121,16 +128,14 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str, tuning: TuningSettings
         config["packing"] = _part(recipe.packing, "seq_len")
     places = [source for source in tuning.sources if not is_on_hub(source, tuning.mirror)]
     files = tuple(location(place, tuning.root, tuning.mirror) for place in places)
-    if contamination_targets(recipe):
-        searched, item_files = _searched(recipe)
-        config, files = config | searched, files + item_files
+    searched, item_files = _searched(recipe)
     return Step(
         ROWS[section],
         _of_data("tuning_data", section=section),
-        config,
+        config | searched,
         ("train-tokenizer", *(["synthesize"] if tuning.from_world else [])),
         version=4,
-        files=files,
+        files=files + item_files,
         check=_of_data("check_tuning_data", section=section),
         resumable=True,
     )
@@ -151,7 +156,7 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             inputs += ("ref-logprobs",)
         if name != "pretrain" and settings.monitor is not None:  # the monitor of a pretraining decides nothing
             inputs += ("synthesize",) if any(map(of_pocket_world, settings.monitor.tasks)) else ()
-            files = (*task_files(filter(is_task_file, settings.monitor.tasks)), *_item_files(settings.monitor))
+            files = _files_of(settings.monitor)
         yield Step(
             name,
             _of_train("train"),
@@ -174,7 +179,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     if evaluate is not None:
         config = {"evaluate": evaluate.model_dump(mode="json", exclude={"data_dir"})}
         decontaminate = recipe.data.decontaminate if recipe.data else None
-        if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
+        if evaluate.contamination and decontaminate is not None and not _searched(recipe)[0]:
             # How items are found in the text; otherwise the same settings have decided over the text itself.
             config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
         read = ["train-tokenizer", *(["synthesize"] if any(map(of_pocket_world, evaluate.tasks)) else [])]
@@ -186,7 +191,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
                 {**config, "report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")},
                 (training, *read),
                 version=3,
-                files=(*task_files(filter(is_task_file, _tasks(recipe))), *_item_files(evaluate)),
+                files=_files_of(evaluate),
                 check=_of_data("check_benchmarks", section=("evaluate",)),
                 resumable=True,
                 distributed=True,
@@ -231,40 +236,16 @@ def is_local(recipe: Recipe) -> bool:
         return True
 
 
-def contamination_targets(recipe: Recipe) -> list[str]:
-    """The benchmarks and files whose items documents must not hold.
-
-    The pocket world is never among them. Its facts are its text and its benchmarks' answers by design, and what must
-    not be seen in training is kept out of the text where the world is generated.
-    """
-    decontaminate = recipe.data.decontaminate if recipe.data else None
-    if decontaminate is None:
-        return []
-    return [*(_tasks(recipe) if decontaminate.benchmarks else ()), *decontaminate.benchmark_files]
-
-
-def _tunings(recipe: Recipe) -> dict[str, TuningSettings]:
-    sections = {"sft": recipe.sft, "dpo": recipe.dpo}
-    return {name: tuning for name, tuning in sections.items() if tuning is not None}
-
-
 def _benchmarks(recipe: Recipe) -> list[Any]:
     """The settings of the evaluation and of the monitors."""
     monitors = (getattr(recipe, name).monitor for name in recipe.trainings)
     return [each for each in (recipe.evaluate, *monitors) if each is not None]
 
 
-def _tasks(recipe: Recipe) -> list[str]:
-    """The tasks of the evaluation, without those of the pocket world."""
-    tasks = () if recipe.evaluate is None else recipe.evaluate.tasks
-    return list(dict.fromkeys(task for task in tasks if not of_pocket_world(task)))
-
-
-def _item_files(benchmarks: Any) -> list[str]:
-    """The files with the items of an evaluation's or a monitor's benchmarks, if a folder of them is given."""
-    if benchmarks is None or benchmarks.data_dir is None:
-        return []
-    return [str(file) for file in files_of(benchmarks.tasks, benchmarks.data_dir)]
+def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]:
+    """The files that the benchmarks of an evaluation or a monitor are made of, as far as settings name them."""
+    items = () if benchmarks.data_dir is None else files_of(benchmarks.tasks, benchmarks.data_dir)
+    return (*task_files(filter(is_task_file, benchmarks.tasks)), *map(str, items))
 
 
 def _part(settings: Settings, *names: str) -> dict[str, Any]:
