@@ -108,12 +108,9 @@ class _WithoutReader:
 @contextlib.contextmanager
 def without_readers() -> Iterator[None]:
     """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _WithoutReader(stream) for stream in before)
-    try:
+    out, err = (stream and _WithoutReader(stream) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def die_with_parent() -> None:

@@ -60,13 +60,13 @@ class TrainingRows:
         rows: list[dict[str, Any]] = []
         for index, (folder, number) in enumerate(self.feed.where(batch)):
             if row in (None, index):
-                spans = self.feed.shards[folder].spans_of_row(number)
-                documents = [{k: v for k, v in span.items() if k != "row"} for span in spans]
+                shards = self.feed.shards[folder]
+                documents = [{k: v for k, v in span.items() if k != "row"} for span in shards.spans_of_row(number)]
+                if row is not None:
+                    [tokens], _ = shards.read(np.array([number]))
+                    for each in documents:
+                        each["text"] = self.tokenizer.decode(tokens[each["start"] : each["stop"]].tolist())
                 rows.append({"row": index, "folder": folder, "number": number, "documents": documents})
-        if row is not None:
-            tokens, _ = self.feed.shards[rows[0]["folder"]].read(np.array([rows[0]["number"]]))
-            for document in rows[0]["documents"]:
-                document["text"] = self.tokenizer.decode(tokens[0, document["start"] : document["stop"]].tolist())
         return rows
 
     def find(self, text: str) -> Iterator[dict[str, Any]]:

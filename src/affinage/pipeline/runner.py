@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
-from affinage.pipeline.step import Step, StepContext, print_line
+from affinage.pipeline.step import Step, StepContext, located, print_line
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
 from affinage.results import RESULT, RESULTS, Result, read_json
 from affinage.stopping import StopSignals
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
 
 _SAME, _NEXT = "what is run", "the next step"  # what processes exchange
-_KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 _POLL = 0.5  # seconds, while another process makes a result
 _SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what another machine wrote
 _COMPLETE, _REMOTE = "complete", "complete at the remote"  # the reasons of steps that do not run
@@ -194,8 +192,8 @@ class PipelineRunner:
                 what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
                 fix = "Give all processes a --runs on a disk that they share, or a gs:// remote; see docs/clusters.md."
                 raise UserError(what, where=str(folder.absolute()), fix=fix)
-            with Processes.current.all_at_work(), self._errors_with_lines():
-                steps[work["step"]].fn(context)
+            with Processes.current.all_at_work(), located(self.loaded, request.step):
+                steps[request.step].fn(context)
 
     def _common(self) -> dict[str, str]:
         """What must be the same for all processes."""
@@ -261,7 +259,7 @@ class PipelineRunner:
         with contextlib.ExitStack() as entered:
             progress = entered.enter_context(listener.running(planned))
             started, clock = time.time(), time.monotonic()
-            entered.enter_context(self._errors_with_lines())
+            entered.enter_context(located(self.loaded, step.name))
             for url in filter(is_url, step.files) if planned.forced else ():
                 from affinage.data.downloads import forget
 
@@ -304,18 +302,6 @@ class PipelineRunner:
             yield not self.store.is_complete(request)
 
     # ---- the folder of the run ----
-
-    @contextlib.contextmanager
-    def _errors_with_lines(self) -> Iterator[None]:
-        """Add the line of the recipe to errors that name one of its keys, such as `data.sources[0]`."""
-        try:
-            yield
-        except UserError as error:
-            keys = re.findall(r"\w+", error.where)
-            if keys and keys[0] in type(self.loaded.recipe).model_fields and _KEY.fullmatch(error.where):
-                where = self.loaded.locate([int(key) if key.isdigit() else key for key in keys])
-                error.where = where or error.where
-            raise
 
     def _link(self, planned: PlannedStep) -> None:
         """Link a result in the run's folder, and remove the links to what was made from another result of its step."""

@@ -28,7 +28,7 @@ from affinage.pipeline.imports import chat_template_of, extended, initial_folder
 from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, SAVED
 from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
-from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
+from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
 from affinage.planning.estimate import remat_for_devices
@@ -123,10 +123,8 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
     if isinstance(settings, DpoSettings):
         graph = preference_graph(base, settings, documents_in_a_row(inputs["preference-data"]))
     if parallel.remat == "auto":
-        mesh = make_mesh(mesh_of(recipe), acquire())
-        layout, rows = MeshLayout(mesh, table_with(parallel.sharding)), rows_per_step(settings, mesh.size)
-        seq_len = getattr(settings, "seq_len", None) or recipe.packing.seq_len
-        choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
+        layout = MeshLayout(make_mesh(mesh_of(recipe), acquire()), table_with(parallel.sharding))
+        choice = remat_for_devices(base, settings, parallel, layout, feed.batch_size, feed.context)
         print_line(f"{name}: {choice}")
         parallel = parallel.model_copy(update={"remat": choice.remat})
     if context.remote is not None:
@@ -213,34 +211,24 @@ def within_epochs(settings: TuningSettings, feed: DataLoader, where: str) -> Tun
 
 def check_training(loaded: LoadedRecipe, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
-    recipe, settings, line = loaded.recipe, getattr(loaded.recipe, name), partial(at, loaded)
-    with line("runtime", "trackers"):
-        trackers_of(recipe.runtime.trackers)
+    recipe, settings, folder = loaded.recipe, getattr(loaded.recipe, name), initial_folder(loaded)
     if settings.monitor is not None:
         check_benchmarks(loaded, (name, "monitor"))
-    wanted, folder = recipe.tokenizer.vocab_size, initial_folder(loaded)
+    wanted, micro_batches = recipe.tokenizer.vocab_size, settings.gradient_accumulation_steps
     graph = parse(recipe.model, loaded.locate, vocabulary=wanted)
-    if folder is not None:
-        with line("init_from"):
-            initial_params(folder, graph)
-    elif recipe.tokenizer.kind == "bpe":
-        _check_vocabulary(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))
-    with line("mesh"):
-        mesh = make_mesh(mesh_of(recipe), acquire())
-    with line(name, "lora"):
-        split = split_params(graph, settings)
-    with line(name, "optimizer_in_backward"):
-        check_update(split, settings, in_stages=mesh.shape["pipeline"] > 1)
-    with line("parallel", "sharding"):
-        table = table_with(recipe.parallel.sharding)
-    with line(name, "batch_size"):
+    with located(loaded, name):
+        trackers_of(recipe.runtime.trackers)
+        if folder is not None:
+            initial_params(folder, graph)
+        elif recipe.tokenizer.kind == "bpe":
+            _check_vocabulary(wanted, graph, "tokenizer.vocab_size")
+        mesh, table = make_mesh(mesh_of(recipe), acquire()), table_with(recipe.parallel.sharding)
+        check_update(split_params(graph, settings), settings, in_stages=mesh.shape["pipeline"] > 1)
         rows = rows_per_step(settings, mesh.size)
-        check_rows_divide(rows, settings.gradient_accumulation_steps, mesh, table)
-    with line("mesh"):
+        check_rows_divide(rows, micro_batches, mesh, table)
         check_axes_used(graph, mesh.shape, table)
         call = apply_config_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
-        strategy_for(mesh, recipe.parallel).check(graph, rows // settings.gradient_accumulation_steps, call)
+        strategy_for(mesh, recipe.parallel).check(graph, rows // micro_batches, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
-    with line("packing", "seq_len"):
         check_positions_divide(recipe.packing.seq_len, mesh, table)
