@@ -159,7 +159,7 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             files = _files_of(settings.monitor)
         yield Step(
             name,
-            _of_train("train"),
+            _of_train("train_step"),
             config,
             inputs,
             version=5,

@@ -5,8 +5,7 @@ A result is there once its manifest is, which is copied last, and is taken only 
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, download, download_newest, forget, is_inside
 from affinage.errors import UserError, first_line
@@ -41,18 +40,10 @@ class RemoteResults:
             self._manifests[name] = manifest if sound else None
         return self._manifests[name]
 
-    def bring(
-        self,
-        steps: Collection[str],
-        requests: Mapping[str, Request],
-        locked: Callable[[Request], AbstractContextManager[bool]],
-        *,
-        small: bool = False,
-    ) -> None:
+    def bring(self, steps: Collection[str], requests: Mapping[str, Request], *, small: bool = False) -> None:
         """Copy the results of `steps`, and what they were made from, as far as they are there and not here.
 
-        Inside of `locked`, no other process writes a result; it yields whether it is still missing. With `small`, only
-        small files of large results are copied.
+        With `small`, only small files of large results are copied.
         """
         wanted = {name: not small or name not in _LARGE for name in steps}
         for name in reversed([*requests]):  # a step comes after those that it reads
@@ -63,7 +54,7 @@ class RemoteResults:
                 wanted.setdefault(other, other not in _LARGE)
             here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))
             if not here and (manifest := self.manifest(request)) is not None:
-                with locked(request) as missing:
+                with self._store.making(request) as missing:
                     if missing:
                         self._fetch(request, manifest, whole=wanted[name])
 

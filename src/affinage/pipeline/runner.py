@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
 
 _SAME, _NEXT = "what is run", "the next step"  # what processes exchange
-_POLL = 0.5  # seconds, while another process makes a result
+_POLL = 0.5  # seconds
 _SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what another machine wrote
 _COMPLETE, _REMOTE = "complete", "complete at the remote"  # the reasons of steps that do not run
 
@@ -186,7 +186,7 @@ class PipelineRunner:
             while not (folder / REQUEST).is_file() and time.monotonic() < until:
                 time.sleep(_POLL)
             if not (folder / REQUEST).is_file() and self._remote is not None and context.saves_to != folder:
-                self._remote.bring(request.inputs, requests, self._making)  # a disk of its own
+                self._remote.bring(request.inputs, requests)  # a disk of its own
                 self.store.begin(request, resume=True)
             if not all((path / REQUEST).is_file() for path in (folder, *context.inputs.values())):
                 what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
@@ -211,7 +211,7 @@ class PipelineRunner:
             self._note(steps)
             return {}
         try:
-            lock = self._lock(f"{self.loaded.recipe.name}.run").acquire()
+            lock = self.store.lock(f"{self.loaded.recipe.name}.run").acquire()
         except Timeout:
             fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
             raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
@@ -228,17 +228,17 @@ class PipelineRunner:
                     if self.store.is_complete(request) and remote.manifest(request) is None:
                         remote.put(request)
                 if all(planned.complete for planned in steps):
-                    remote.bring(list(requests), requests, self._making, small=True)
+                    remote.bring(list(requests), requests, small=True)
                     self._note(steps)
             for planned in steps:
                 if planned.reason == _REMOTE:
                     continue
-                with self._making(planned.request) as missing:
+                with self.store.making(planned.request) as missing:
                     if missing:
                         StopSignals.raise_pending()
                         if remote is not None:
                             small = bool(planned.step.artifact)
-                            remote.bring(planned.step.inputs, requests, self._making, small=small)
+                            remote.bring(planned.step.inputs, requests, small=small)
                             self._note(steps)
                         seconds[planned.name] = self._make(planned, requests, listener)
                 self._link(planned)
@@ -274,32 +274,6 @@ class PipelineRunner:
         seconds = store.finish(request, summary, started=started, clock=clock)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
         return seconds
-
-    # ---- other processes ----
-
-    def _lock(self, name: str) -> FileLock:
-        """A lock on a run or a result, which at most one process holds, and never one that has ended."""
-        folder = self.store.folder / ".locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
-
-    @contextlib.contextmanager
-    def _making(self, request: Request) -> Iterator[bool]:
-        """Inside, a missing result is this process's to make. Yields whether it is missing.
-
-        While another process makes it, this one waits and prints that.
-        """
-        if self.store.is_complete(request):
-            yield False
-            return
-        lock = self._lock(self.store.path(request).name)
-        try:
-            held = lock.acquire()
-        except Timeout:
-            print_line(f"{request.step}: waiting for another process, which is making it")
-            held = lock.acquire(timeout=-1, poll_interval=_POLL)
-        with held:
-            yield not self.store.is_complete(request)
 
     # ---- the folder of the run ----
 

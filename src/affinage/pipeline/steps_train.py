@@ -35,8 +35,7 @@ from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
-from affinage.training import TrainJob, rows_per_step
-from affinage.training import train as run_training
+from affinage.training import TrainJob, rows_per_step, train
 from affinage.training.job import Extension
 from affinage.training.layerwise import check_update
 from affinage.training.optimizer import check_choices
@@ -44,7 +43,7 @@ from affinage.training.state import split_params
 from affinage.training.trainer import Trainer
 
 
-def train(context: StepContext) -> Summary:
+def train_step(context: StepContext) -> Summary:
     """Train the model, from random weights or those of the training or import before, on the rows of its data step."""
     recipe, name, inputs = context.recipe, context.step, context.inputs
     requested = getattr(recipe, name)
@@ -78,7 +77,7 @@ def train(context: StepContext) -> Summary:
             if _before(inputs) is None and "from" in imported:
                 facts[BEGUN_WITH] = imported["from"]
         write_json(context.folder / MODEL, facts)
-    summary = run_training(job)
+    summary = train(job)
     if context.saves_to != context.folder and Processes.current.first:
         download(str(context.remote), context.folder, SAVED)
     if name == "pretrain":
@@ -166,7 +165,7 @@ def _graph_of(context: StepContext) -> Graph:
     """The recipe's model, with the tokenizer's vocabulary for `vocab: auto`."""
     vocabulary, locate = Tokenizer(context.inputs["train-tokenizer"]).vocabulary, context.loaded.locate
     graph = parse(context.recipe.model, locate, vocabulary=vocabulary)
-    _check_vocabulary(vocabulary, graph, locate(("model", "nodes")))
+    _check_vocabulary(vocabulary, graph, "model.nodes")
     return graph
 
 
