@@ -216,7 +216,8 @@ def prepare_process(recipe: Recipe) -> None:
 
 def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
-    for reader in filter(None, (recipe.data, recipe.sft, recipe.dpo)):
+    readers: list[Any] = [each for each in (recipe.data, recipe.sft, recipe.dpo) if each is not None]
+    for reader in readers:
         for source in reader.sources:
             if is_on_hub(source, reader.mirror) or is_url(location(source, reader.root, reader.mirror)):
                 return False
