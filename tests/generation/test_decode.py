@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -73,6 +74,16 @@ def test_cached_greedy_decoding_equals_the_full_forward_pass_up_to_a_stop_token(
     assert results[0].finish_reason == "eos"
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.tokens == slow_greedy(model, prompt, 24, stop=(stop,))
+
+
+@pytest.mark.parametrize(("platform", "layers"), [("gpu", 4), ("tpu", 5)])  # programs of a graph are kept
+def test_what_is_compiled_for_accelerators_generates_the_same(platform, layers, monkeypatch):
+    """In the forms that programs have there: layers one by one or scanned, matrices cast and joined."""
+    model, prompts = tiny_llama(layers=layers), PROMPTS[:2]
+    expected = [slow_greedy(model, prompt, 8) for prompt in prompts]
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    results = generate(model, prompts, SamplingParams(8, ignore_eos=True), max_num_seqs=2)
+    assert [result.tokens for result in results] == expected
 
 
 def test_attention_reads_the_cache_where_it_holds_something(monkeypatch):

@@ -21,9 +21,8 @@ from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.verify import verify
-from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat, locate, made_from, resolve
-from affinage.pipeline.opening import open_model
+from affinage.pipeline.opening import import_model, open_model
 from source_forms import write_documents
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
@@ -155,13 +154,13 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp
     trained = open_model("theirs", tmp_path)
     start, end = map(trained.tokenizer.id_of, ("<|im_start|>", "<|im_end|>"))
     assert end in trained.tokenizer.stops
-    rows = made_from(locate(resolve("theirs", tmp_path), tmp_path)[0], "sft-data") / "train"
+    rows = made_from(locate(resolve("theirs", tmp_path), tmp_path).path, "sft-data") / "train"
     batch = DataLoader(rows, seed=0, batch=4).batch(0)
     for tokens, mask, segments in zip(*(batch[name] for name in ("tokens", "loss_mask", "segment_ids"))):
         first = tokens[segments == segments[0]].tolist()
         assert first[: len(trained.tokenizer.opening) + 1] == [*trained.tokenizer.opening, start]
         said = tokens[mask.astype(bool)]
         assert end in said and start not in said
-    export(trained, tmp_path / "m", facts=CardFacts(license="apache-2.0"), chat=True)
+    export(trained, tmp_path / "m", facts=CardFacts(license="apache-2.0"))
     assert verify(tmp_path / "m", trained, TEXTS[:1])["conversations"] == 3
     assert is_chat(tmp_path / "m") and open_model(str(tmp_path / "m"), tmp_path).system_prompt == trained.system_prompt

@@ -13,9 +13,8 @@ from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat
-from affinage.pipeline.opening import open_model
+from affinage.pipeline.opening import import_model, open_model
 from affinage.pipeline.runner import PipelineRunner
 from tiny_models import CONTEXT, tiny_llama
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -25,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "Where is Paris?"}]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "model"
-    export(tiny_llama(), folder, facts=CardFacts("mit"), dtype="float32", chat=True)
+    export(replace(tiny_llama(), chat=True), folder, facts=CardFacts("mit"), dtype="float32")
     return folder
 
 

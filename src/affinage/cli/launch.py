@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +13,7 @@ from affinage.cli import options
 from affinage.cli.options import app, load, opt
 
 if TYPE_CHECKING:
+    from affinage.cluster.launch import WorkerGroup
     from affinage.config.load import LoadedRecipe
 
 
@@ -44,7 +46,7 @@ def launch(
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
-    from affinage.cluster.launch import FailureConfig, Start, start_local, supervise
+    from affinage.cluster.launch import start_local, supervise
     from affinage.pipeline.models import RECIPE
 
     file = (loaded.path if run is None else run / RECIPE).resolve()
@@ -54,7 +56,7 @@ def launch(
     write = partial(print, flush=True)
     with contextlib.ExitStack() as cleanup:
         if on == "local":
-            start: Start = partial(start_local, workers=processes, devices=devices, say=write)
+            start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=write)
         else:
             from affinage.cluster.ray_launch import RayLauncher
 
@@ -68,7 +70,8 @@ def launch(
             )
             cleanup.callback(launcher.close)
             start = launcher.start
-        status = supervise(start, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=write)
+        limits = {"max_preemptions": max_preemptions, "max_failures": max_failures}
+        status = supervise(start, words, **limits, grace=grace, say=write)
     raise typer.Exit(status)
 
 

@@ -12,8 +12,7 @@ from affinage.data.conversations import check_source
 from affinage.data.decontaminate import decontaminate, write_items
 from affinage.data.dedup import dedup
 from affinage.data.executor import open_executor
-from affinage.data.filters import filter_documents
-from affinage.data.language import known_languages
+from affinage.data.filters import filter_documents, known_languages
 from affinage.data.overlap import BenchmarkItem, kind_of_items, read_items
 from affinage.data.places import released_folder
 from affinage.data.split import split
@@ -25,14 +24,13 @@ from affinage.data.tokenizer_training import measure, train_tokenizer
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.errors import UserError
 from affinage.evaluation.tasks import GROUPS, benchmark_items, check_names, is_task_file, of_pocket_world
-from affinage.pipeline.imports import chat_template_of, initial_folder
-from affinage.pipeline.models import TOKENIZER
+from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
 
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
 _COUNTS = (
     *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    *("unrolled", "reasoning_dropped", "prompt_differs"),
+    *("rewritten", "reasoning_dropped", "prompt_differs"),
 )
 
 
