@@ -10,7 +10,7 @@ from small_plans import SMALL, blocks_of, plan_of, told
 
 from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.model import ApplyConfig
 from affinage.model.apply_config import with_remat
 from affinage.model.layers.attention import choose

@@ -15,7 +15,7 @@ from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.hardware.slices import Slice
+    from affinage.hardware.chips import Slice
     from affinage.model import Graph
     from affinage.planning.compiled import Attempt, CompileReport
     from affinage.planning.plan import Plan, Training
@@ -62,7 +62,7 @@ def plan(
     affinage plan capacity --on v4-128 --width 10240
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
-    from affinage.hardware.slices import find_slice
+    from affinage.hardware.chips import find_slice
 
     modes: dict[str, Any] = {"--which": which, "--width": width, "--curve": curve, "--search": search}
     modes |= {"--compile": compile_step and not (search or width), "--on": which and on}
@@ -159,7 +159,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
 
 def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "View":
     """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
-    from affinage.hardware.slices import memory_text
+    from affinage.hardware.chips import memory_text
 
     where, facts, memory, time = made.where, made.facts, made.memory, made.time
     shape = "x".join(map(str, where.shape))
@@ -224,7 +224,7 @@ def _dollars(amount: float | None) -> str:
 
 def _row(made: "Plan", *columns: str) -> dict[str, Any]:
     """The cells of a plan in a table of plans, for some columns."""
-    from affinage.hardware.slices import memory_text
+    from affinage.hardware.chips import memory_text
 
     cells = {
         "slice": made.where.name,
@@ -266,7 +266,7 @@ def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool
     """Print the best settings, with the compiler's report of each where the step is compiled."""
     import yaml
 
-    from affinage.hardware.slices import memory_text
+    from affinage.hardware.chips import memory_text
     from affinage.planning.search import search
 
     recipe = planned.loaded.recipe
@@ -295,7 +295,7 @@ def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool
 
 def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json: bool) -> None:
     """Print every attempt as it comes, and the largest model with its predicted step and the command that plans it."""
-    from affinage.hardware.slices import memory_text
+    from affinage.hardware.chips import memory_text
     from affinage.pipeline.models import command
     from affinage.planning.compiled import FAX, capacity, shape
 

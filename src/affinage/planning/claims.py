@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from affinage.config.recipe import Claims
 from affinage.config.training import TrainSettings
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.model import Graph
 from affinage.model.analysis import parameters
 from affinage.training.state import split_params

@@ -14,11 +14,11 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import Recipe
 from affinage.config.training import DpoSettings, TrainSettings
 from affinage.errors import UserError
+from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.hardware.devices import measured_bandwidth, measured_flops
-from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
+from affinage.parallel.sharding import AXES
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.estimate import Choice, Memory, StepTime, choose_remat, step_memory, step_time
 from affinage.planning.per_device import PerDevice, per_device

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 from affinage.config.parallel import RematPreset
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
-from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import Slice, find_slice
+from affinage.hardware.chips import Slice, find_slice
 from affinage.model import Graph
+from affinage.parallel.sharding import AXES
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
