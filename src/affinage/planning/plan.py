@@ -18,7 +18,6 @@ from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, sl
 from affinage.hardware.devices import measured_bandwidth, measured_flops
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
-from affinage.parallel.sharding import AXES
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.estimate import Choice, Memory, StepTime, choose_remat, step_memory, step_time
 from affinage.planning.per_device import PerDevice, per_device
@@ -104,7 +103,6 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         where, device, time = self.where, self.device, self.time
-        derived = ("tokens", "flops_by_rule", "tokens_per_parameter", "epochs")
         place = {name: getattr(where, name) for name in ("name", "chips", "devices", "hosts", "shape")}
         return {
             "recipe": self.recipe.name,
@@ -115,7 +113,7 @@ class Plan:
             "micro_batches": device.micro_batches,
             "remat": device.parallel.model_dump(mode="json")["remat"],
             "context": device.seq_len,
-            "facts": dataclasses.asdict(self.facts) | {name: getattr(self.facts, name) for name in derived},
+            "facts": dataclasses.asdict(self.facts),
             "contradictions": [dataclasses.asdict(claim) for claim in self.contradictions],
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
             "fits": self.fits,
@@ -215,10 +213,9 @@ def forecast(
     if where is None:
         return None
     where = measured(where)
-    sizes = {axis: mesh.get(axis, 1) for axis in AXES} if where.platform != "cpu" else {"data": 1}
     settings = settings.model_copy(update={"batch_size": rows, "per_device_batch_size": None})
     try:
-        device = per_device(graph, settings, dict(sizes), context, where, parallel)
+        device = per_device(graph, settings, {} if where.platform == "cpu" else mesh, context, where, parallel)
     except UserError:
         return None
     return step_memory(device), step_time(device, where)
@@ -263,10 +260,29 @@ def _warnings(plan: Plan) -> Iterator[str]:
         yield f"does not fit: {excess} too much; find settings that fit with --search{remat}"
     elif plan.nearly_full:
         yield "nearly full: check with the compiler whether it fits, with --compile"
+    products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
+    of_kernels = sum(flops for kernel, flops in products if kernel) / max(1.0, sum(flops for _, flops in products))
     for node in device.graph.nodes:
         attention = getattr(node.layer, "attention", None)
-        if attention is not None and plan.where.platform != "cpu":
-            yield from _attention_warnings(plan, node, attention)
+        if attention is None or plan.where.platform == "cpu":
+            continue
+        head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
+        used = 1 / padding(head, unit)
+        if attention.dropout > 0:
+            graph = device.graph.to_dict()
+            graph["nodes"][node.name]["attention"]["dropout"] = 0.0
+            without = dataclasses.replace(device, graph=parse(graph))
+            then = f"{step_time(without, plan.where).seconds:.3g} s and {memory_text(step_memory(without).total)}"
+            yield (
+                f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. "
+                f"With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now "
+                f"{time.seconds:.3g} s and {memory_text(plan.memory.total)}"
+            )
+        elif (share := (1 - used) * of_kernels) > _WORTH_A_HINT:
+            yield (
+                f"heads of {head} use {used:.0%} of a matrix unit of {unit}: with fewer, wider heads about "
+                f"{share:.0%} of the products' time is saved"
+            )
     for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
         lost = 1 - 1 / padding(vocab, unit)
         if lost > _WORTH_A_HINT:
@@ -279,29 +295,3 @@ def _warnings(plan: Plan) -> Iterator[str]:
     if fixed > _SMALL_BATCH and device.stages == 1:
         gain = 2 * time.seconds / (time.seconds + growing) - 1
         yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
-
-
-def _attention_warnings(plan: Plan, node: Any, attention: Any) -> Iterator[str]:
-    """What keeps attention from the chip's fast path."""
-    device = plan.device
-    if attention.dropout > 0:
-        graph = device.graph.to_dict()
-        graph["nodes"][node.name]["attention"]["dropout"] = 0.0
-        without = dataclasses.replace(device, graph=parse(graph))
-        then = f"{step_time(without, plan.where).seconds:.3g} s and {memory_text(step_memory(without).total)}"
-        yield (
-            f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. With "
-            f"`--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now {plan.time.seconds:.3g} s "
-            f"and {memory_text(plan.memory.total)}"
-        )
-        return
-    head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
-    used = 1 / padding(head, device.matrix_unit)
-    products = [(op.kind, op.times * op.flops) for op in device.traced.ops]
-    of_kernels = sum(flops for kind, flops in products if kind == "pallas_call")
-    share = (1 - used) * of_kernels / max(1.0, sum(flops for _, flops in products))
-    if share > _WORTH_A_HINT:
-        yield (
-            f"heads of {head} use {used:.0%} of a matrix unit of {device.matrix_unit}: with fewer, wider heads about "
-            f"{share:.0%} of the products' time is saved"
-        )
