@@ -75,13 +75,12 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
 def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool) -> dict[str, int]:
     """The sizes of all `AXES`, with "auto" filled in, for `count` devices; without `all_of_them` some may be left over.
 
-    Raises:
-        UserError: for an unknown axis, two that are auto, or sizes that do not fit the devices.
+    UserError: an unknown axis, two that are auto, or sizes that do not fit the devices.
     """
     fixed = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     free, used = [axis for axis, size in sizes.items() if size == "auto"], math.prod(fixed.values())
     widest = "data" if used <= count else max(AXES, key=lambda axis: fixed[axis])
-    what, fix = "", f"Set one axis to auto, such as --set mesh.{widest}=auto; the others must divide {count}."
+    what, fix = "", f"Set one axis to auto, such as --set mesh.{widest}=auto."
     for axis in sizes:
         if axis not in AXES:
             what, fix = f"unknown mesh axis {axis!r}", f"The axes are {', '.join(AXES)}."
@@ -92,7 +91,9 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool)
     elif not what and (count % used if free else used > count or (used < count and all_of_them)):
         product = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
         made = f"{product} makes {used} devices" if product else "the mesh is of 1 device"
-        what = f"{made}, " + (f"which does not divide the {count} there are" if free else f"but there are {count}")
+        what = f"{made}, but there are {count}"
+        if free:
+            what, fix = f"{made}, which does not divide the {count} there are", f"Take sizes that divide {count}."
     if what:
         raise UserError(what, where="mesh", fix=fix)
     return fixed | dict.fromkeys(free, count // used)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,8 +74,7 @@ class CompileReport:
 def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> CompileReport:
     """Compile a recipe's training step for a slice, in a process of its own, which loads the recipe's plug-ins.
 
-    Raises:
-        UserError: if there is no compiler for the slice here, or the step cannot be laid out.
+    UserError: there is no compiler for the slice here, or the step cannot be laid out.
     """
     what, fix = "", "Leave out --compile: the estimate needs nothing."
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin") if where.platform == "gpu" else ("libtpu",)
@@ -139,16 +138,16 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     try:
         text = compiled.as_text()
+        found = {"collectives": collectives_in(text), "attention": attention_in(text)}
     except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
-        text = None
+        found = {}
     return CompileReport(
         fits=where.platform == "tpu" or room is None or peak <= room,  # only a TPU's compiler refuses by itself
         peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        collectives=None if text is None else collectives_in(text),
-        attention=None if text is None else attention_in(text),
         seconds=time.monotonic() - start,
+        **found,
     )
 
 
@@ -172,31 +171,17 @@ def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
 # ---- devices that are not here ----
 
 
-class _Gpu(NamedTuple):
-    """What XLA's compiler needs to know of a GPU, from NVIDIA's datasheets."""
-
-    name: str
-    compute_capability: tuple[int, int]
-    multiprocessors: int
-    memory_bytes: int
-    memory_bandwidth: int  # bytes/s
-    l2_bytes: int
-    clock_ghz: float
-    shared_memory: int  # bytes of a multiprocessor
-    float32_units: int  # of a multiprocessor
-
-
+# What XLA's compiler needs to know of a GPU, from NVIDIA's datasheets: its name, compute capability, multiprocessors,
+# bytes of memory, bytes/s, bytes of L2, GHz, and of a multiprocessor the bytes of shared memory and the float32 units.
 # fmt: off
+_A100 = (41_943_040, 1.41, 167_936, 64)
 _GPUS = {
-    "A100 80GB": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85_100_068_864, 2_039_040_000_000, 41_943_040, 1.41,
-                      167_936, 64),
-    "A100 40GB": _Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 42_505_273_344, 1_555_200_000_000, 41_943_040, 1.41,
-                      167_936, 64),
-    "H100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 84_929_347_584, 3_352_320_000_000, 52_428_800, 1.98,
-                 233_472, 128),
-    "H200": _Gpu("NVIDIA H200", (9, 0), 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 1.98, 233_472, 128),
-    "B200": _Gpu("NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 1.965, 233_472, 128),
-    "L4": _Gpu("NVIDIA L4", (8, 9), 58, 23_623_434_240, 300_000_000_000, 50_331_648, 2.04, 102_400, 128),
+    "A100 80GB": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85_100_068_864, 2_039_040_000_000, *_A100),
+    "A100 40GB": ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 42_505_273_344, 1_555_200_000_000, *_A100),
+    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 84_929_347_584, 3_352_320_000_000, 52_428_800, 1.98, 233_472, 128),
+    "H200": ("NVIDIA H200", (9, 0), 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 1.98, 233_472, 128),
+    "B200": ("NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 1.965, 233_472, 128),
+    "L4": ("NVIDIA L4", (8, 9), 58, 23_623_434_240, 300_000_000_000, 50_331_648, 2.04, 102_400, 128),
 }
 # fmt: on
 
@@ -210,8 +195,7 @@ def _devices_of(where: Slice) -> list[jax.Device]:
         return list(topologies.get_topology_desc(where.topology, "tpu", **options).devices)
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
-    gpu = _GPUS[where.chip.name]
-    major, minor = gpu.compute_capability
+    name, (major, minor), processors, memory, bandwidth, l2, clock, shared, units = _GPUS[where.chip.name]
     # JAX's wrapper of cuDNN must see this GPU in place of the local one, of which there may be none.
     fused.check_compute_capability = lambda needed: major * 10 + minor >= int(str(needed).replace(".", ""))
     fused.check_cudnn_version = lambda: 91000
@@ -219,16 +203,16 @@ def _devices_of(where: Slice) -> list[jax.Device]:
     target = f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {gpu.shared_memory - 1024}
-  shared_memory_per_core: {gpu.shared_memory}
-  core_count: {gpu.multiprocessors} fpus_per_core: {gpu.float32_units}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024}
+  shared_memory_per_core: {shared}
+  core_count: {processors} fpus_per_core: {units}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {gpu.memory_bandwidth} l2_cache_size: {gpu.l2_bytes} clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {gpu.memory_bytes} cuda_compute_capability {{ major: {major} minor: {minor} }}
+  memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {clock}
+  device_memory_size: {memory} cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
-device_description_str: "{gpu.name}"
+device_description_str: "{name}"
 """
     options = {"target_config": target, "topology": "1x{}x{}".format(*where.shape)}
     return list(topologies.get_topology_desc(platform="cuda", **options).devices)
@@ -283,14 +267,10 @@ def capacity(
     """Search the most layers, a multiple of 2, that the slice's compiler accepts; the state's bytes propose.
 
     The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. The search ends
-    when the next larger model was refused, or after `tries` compilations.
+    when the next larger model was refused, or after `tries` compilations. UserError: none was found that fits.
 
-    Returns:
-        All attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and its
-        estimate, for the time of a step.
-
-    Raises:
-        UserError: if no model was found that fits.
+    Returns all attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and
+    its estimate, for the time of a step.
     """
 
     def model(layers: int) -> tuple[list[str], Recipe, Graph]:

@@ -113,8 +113,9 @@ class NodeTime:
     @property
     def bound(self) -> str:
         """What takes longest; links: that are waited for, or longer than the products beside them."""
-        parts = {name: getattr(self, name) for name in ("compute", "memory", "launches")}
-        return _largest(parts | {"links": self.seconds - self.computing})
+        parts = {"compute": self.compute, "memory": self.memory, "launches": self.launches}
+        parts["links"] = self.seconds - self.computing
+        return max(parts, key=parts.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,7 @@ class StepTime:
     @property
     def bound(self) -> str:
         """What most of the step is bound by."""
-        return _largest(self.parts)
-
-
-def _largest(parts: Mapping[str, float]) -> str:
-    return max(parts, key=lambda name: parts[name])
+        return max(self.parts, key=self.parts.__getitem__)
 
 
 def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:

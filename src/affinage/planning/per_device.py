@@ -223,11 +223,7 @@ def per_device(
     where: Slice,
     parallel: ParallelSettings,
 ) -> PerDevice:
-    """Divide a training run over the devices of a slice.
-
-    Raises:
-        UserError: as training would: if mesh, batch and model do not divide, with the nearest settings that do.
-    """
+    """Divide a training over the devices of a slice; UserError, as of a training: mesh, batch, model do not divide."""
     sizes = axis_sizes(mesh, where.devices, all_of_them=True)
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1

@@ -130,11 +130,7 @@ class Plan:
 
 
 def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
-    """The training that a recipe is planned for, the first that it has, and the tokens of its rows.
-
-    Raises:
-        UserError: for a recipe that trains nothing.
-    """
+    """The training that a recipe is planned for, its first, and the tokens of a row; UserError: it trains nothing."""
     if not recipe.trainings:
         raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
     settings = getattr(recipe, recipe.trainings[0])
@@ -143,11 +139,7 @@ def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
 
 
 def only(stage: Training, recipe: Recipe) -> list[str]:
-    """Overrides that leave `stage` alone of a recipe's trainings, so that it is planned.
-
-    Raises:
-        UserError: if the recipe does not have it.
-    """
+    """Overrides that leave `stage` alone of a recipe's trainings, so that it is planned; UserError: it has none."""
     if stage not in recipe.trainings:
         raise UserError(f"{recipe.name} has no `{stage}`", where="--training", fix=f"Add a `{stage}:` section.")
     return [f"{name}=null" for name in recipe.trainings if name != stage]
@@ -170,10 +162,8 @@ def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int
 def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
     """Estimate a recipe's first training, with the model of `planned_graph`; nothing is compiled, no device is used.
 
-    `data_tokens` are those of the training data, if they have been packed.
-
-    Raises:
-        UserError: as training would: for a mesh, a batch and a model that do not divide.
+    `data_tokens` are those of the training data, if they have been packed. UserError, as of a training: mesh, batch and
+    model do not divide.
     """
     section, settings, seq_len = training_settings(recipe)
     where = measured(where)

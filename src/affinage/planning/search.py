@@ -59,16 +59,13 @@ class Candidate:
 
     def overrides(self, recipe: Recipe) -> list[str]:
         """The settings for `--set`."""
-        mesh, *others = self.settings(recipe).items()
-        dotted = {f"{section}.{key}": value for section, settings in others for key, value in settings.items()}
-        return [f"{key}={json.dumps(value)}" for key, value in [mesh, *dotted.items()]]
+        return [f"{section}={json.dumps(values)}" for section, values in self.settings(recipe).items()]
 
     def put_into(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings."""
-        name, settings, _ = training_settings(recipe)
-        parallel = recipe.parallel.model_copy(update={"remat": self.remat})
-        training = settings.model_copy(update={"gradient_accumulation_steps": self.micro_batches})
-        return recipe.model_copy(update={"mesh": self.sizes, "parallel": parallel, name: training})
+        changed = self.settings(recipe)
+        sections = {key: getattr(recipe, key).model_copy(update=changed[key]) for key in changed if key != "mesh"}
+        return recipe.model_copy(update={"mesh": self.sizes} | sections)
 
     def keeps_all_of(self, other: "Candidate") -> bool:
         """Whether it needs as much memory in every respect: a mesh that is the same, no more parts, no other remat."""
@@ -85,13 +82,10 @@ def search(
     Candidates are estimated in the order of a time that they cannot stay below, until the best are known: the result is
     the same as if all had been estimated. Twice the micro-batches must save 1 %; equals are ordered by what recomputes
     less and has the simpler mesh. A sharding table of the recipe's is kept, and so are the rounds and micro-batches of
-    its pipeline. `progress` is called with lines about the state of the search.
+    its pipeline. `progress` is called with lines about the state of the search. UserError: nothing fits, or settings go
+    with no way to split.
 
-    Returns:
-        The best, the number of candidates, and of those that were estimated in full.
-
-    Raises:
-        UserError: if nothing fits, and for settings that go with no way to split.
+    Returns the best, the number of candidates, and of those that were estimated in full.
     """
     _, settings, _ = training_settings(recipe)
     whole = settings.model_copy(update={"gradient_accumulation_steps": 1})
@@ -203,10 +197,8 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
 
     Strong scaling keeps the batch, weak scaling the rows of a device. Each slice takes the fastest of the recipe's own
     mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context` that fit; slices without one are left
-    out. With each plan comes its tokens/s a chip, relative to the smallest slice that fits.
-
-    Raises:
-        UserError: if it fits none, for settings that go with no mesh, and for a processor, which has no slices.
+    out. With each plan comes its tokens/s a chip, relative to the smallest slice that fits. UserError: it fits none,
+    settings go with no mesh, or `first` is a processor, which has no slices.
     """
     if first.platform == "cpu":
         fix = "Name the first of them, such as --on v4-32 or --on h100x8."
