@@ -103,16 +103,9 @@ class _Planned:
     file: str
     overrides: list[str]
     loaded: "LoadedRecipe"
-    section: "Training"
     graph: "Graph"
     data_tokens: int | None
-
-    @property
-    def extent(self) -> str:
-        """What of the recipe is planned, and what is not."""
-        others = ["the data"] if self.loaded.recipe.data is not None and self.data_tokens is None else []
-        others += [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
-        return f"planned: {self.section}" + (f"; not planned: {', '.join(others)}" if others else "")
+    extent: str  # what of the recipe is planned, and what is not
 
     def compiled(self, where: Slice, overrides: Sequence[str] = ()) -> "CompileReport":
         """The compiler's report of a step, with further overrides."""
@@ -147,7 +140,10 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     check_choices(settings, lambda path: loaded.locate((section, *path)))
     packed = read_result(run / ROWS[section], SequencesResult)
     tokens = packed.train.tokens if packed and packed.train else None
-    return _Planned(name, file, changed, loaded, section, planned_graph(loaded), tokens)
+    others = ["the data"] if loaded.recipe.data is not None and tokens is None else []
+    others += [f"{each} (--training {each})" for each in loaded.recipe.trainings if each != section]
+    extent = f"planned: {section}" + (f"; not planned: {', '.join(others)}" if others else "")
+    return _Planned(name, file, changed, loaded, planned_graph(loaded), tokens, extent)
 
 
 # ---- one plan ----
@@ -183,23 +179,20 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
             if counts is not None:
                 yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
     yield ""
-    rows: list[dict[str, Any]] = []
-
-    def add(name: str, takes: float, bound: str = "", **parts: float) -> None:
-        cells = {key.replace("_", " "): f"{part:.4f}" for key, part in parts.items()}
-        rows.append({"seconds of a step": name, **cells, "takes": f"{takes:.4f}", "bound by": bound})
-
-    for node in time.nodes:
-        own = {"compute": node.compute, "memory": node.memory}
-        own |= {"launches": node.launches} if where.platform == "gpu" else {}
-        if node.seconds:
-            add(node.name, node.seconds, node.bound, **own, links_hidden=node.hidden, links_waited_for=node.exposed)
-    add("update of the weights", time.update, "memory", memory=time.update)
-    for name, spent in (("sums over micro-batches", time.adding), ("bubble", time.bubble)):
+    columns = {"compute": "compute", "memory": "memory", "launches": "launches", "hidden": "links, hidden"}
+    columns |= {"exposed": "links, waited for", "seconds": "takes"}
+    if where.platform != "gpu":
+        columns.pop("launches")
+    rows = [
+        (node.name, *(f"{getattr(node, part):.4f}" for part in columns), node.bound)
+        for node in time.nodes
+        if node.seconds
+    ]
+    others = {"update of the weights": time.update, "sums over micro-batches": time.adding, "bubble": time.bubble}
+    for name, spent in (others | {"step": time.seconds}).items():
         if spent:
-            add(name, spent)
-    add("step", time.seconds, time.bound)
-    yield table(rows)
+            rows.append((name, *[""] * (len(columns) - 1), f"{spent:.4f}", time.bound if name == "step" else ""))
+    yield Table(("seconds of a step", *columns.values(), "bound by"), rows, left=(0, len(columns) + 1))
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
     cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
     source = f" ({made.price_source})" if cost else ""

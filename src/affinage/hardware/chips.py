@@ -182,7 +182,7 @@ def slice_of(device_kind: str, devices: int) -> Slice | None:
 
 
 def cpu() -> Chip:
-    """Return this machine's processor with its memory; `devices.measured_flops` measures how fast it multiplies."""
+    """Return this machine's processor with its memory; `devices.measured_speed` measures how fast it is."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Whole steps of benchmarks/step_cpu.py are 47 to 61 % of the measured product at widths 128 and 256, 71 % at 512.
     return Chip("CPU", r"cpu", memory_bytes=pages, usable_bytes=pages, achievable=0.55)

@@ -105,35 +105,29 @@ def peak_bytes(devices: "Sequence[jax.Device]") -> int:
     return resident if sys.platform == "darwin" else 1024 * resident
 
 
-# ---- the speed of a processor, which no datasheet has for all its cores ----
-
-
 @cache
-def measured_flops() -> float:
-    """The FLOP/s of all cores in a float32 product of two square matrices as XLA compiles it."""
+def measured_speed() -> tuple[float, float]:
+    """FLOP/s and bytes/s of this machine's processor, which no datasheet has for all its cores.
+
+    The FLOP/s are those of all cores in a float32 product of two square matrices as XLA compiles it, the bytes/s what
+    one core reads and writes when it adds two arrays, of more than most caches, into a third.
+    """
     import jax
     import jax.numpy as jnp
+    import numpy as np
+
+    def best_of_five(work: Callable[[], Any]) -> float:
+        # The processor's own seconds, of all threads together: what else runs on the machine hardly counts.
+        seconds = []
+        for _ in range(6):  # the first compiles
+            start = time.process_time()
+            work()
+            seconds.append(time.process_time() - start)
+        return min(seconds[1:])
 
     side = 2048
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        left, product = jnp.ones((side, side), jnp.float32), jax.jit(jnp.matmul)
-        return 2 * side**3 / _best_of_five(lambda: product(left, left).block_until_ready()) * (os.cpu_count() or 1)
-
-
-@cache
-def measured_bandwidth() -> float:
-    """The bytes/s that one core reads and writes when it adds two arrays, of more than most caches, into a third."""
-    import numpy as np
-
+        matrix, product = jnp.ones((side, side), jnp.float32), jax.jit(jnp.matmul)
+        flops = 2 * side**3 / best_of_five(lambda: product(matrix, matrix).block_until_ready()) * (os.cpu_count() or 1)
     left, right, total = (np.ones(8 * 2**20, np.float32) for _ in range(3))
-    return 3 * left.nbytes / _best_of_five(lambda: np.add(left, right, out=total))
-
-
-def _best_of_five(work: Callable[[], Any]) -> float:
-    """The processor's own seconds, of all threads together, so that what else runs on the machine hardly counts."""
-    seconds = []
-    for _ in range(6):  # the first compiles
-        start = time.process_time()
-        work()
-        seconds.append(time.process_time() - start)
-    return min(seconds[1:])
+    return flops, 3 * left.nbytes / best_of_five(lambda: np.add(left, right, out=total))

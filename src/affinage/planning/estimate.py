@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -98,24 +97,9 @@ class NodeTime:
     launches: float  # of a GPU's kernels that take less than to start them
     hidden: float  # of collectives, and copies to and from the host, beside the products
     exposed: float  # of collectives that are waited for
+    seconds: float  # of the step: of collectives those that are waited for, or longer than the products beside them
+    bound: str  # what takes longest: compute, memory, launches or links
     flops: float  # of its matrix products on one device, those that are computed again included
-
-    @property
-    def computing(self) -> float:
-        """Seconds of its operations, without links."""
-        return self.compute + self.memory + self.launches
-
-    @property
-    def seconds(self) -> float:
-        """Of the step."""
-        return max(self.computing, self.hidden) + self.exposed
-
-    @property
-    def bound(self) -> str:
-        """What takes longest; links: that are waited for, or longer than the products beside them."""
-        parts = {"compute": self.compute, "memory": self.memory, "launches": self.launches}
-        parts["links"] = self.seconds - self.computing
-        return max(parts, key=parts.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -126,32 +110,14 @@ class StepTime:
     update: float  # clipping, moments, weights
     adding: float  # gradients of micro-batches to their sums
     bubble: float  # that stages of a pipeline wait
-
-    @cached_property
-    def seconds(self) -> float:
-        """From one update to the next."""
-        return sum(node.seconds for node in self.nodes) + self.update + self.adding + self.bubble
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds by what bounds them."""
-        return {
-            "compute": sum(node.compute for node in self.nodes),
-            "memory": sum(node.memory for node in self.nodes) + self.update + self.adding,
-            "launches": sum(node.launches for node in self.nodes),
-            "links": sum(node.seconds - node.computing for node in self.nodes),
-            "pipeline bubble": self.bubble,
-        }
+    parts: Mapping[str, float]  # the step's seconds by what bounds them
+    seconds: float  # from one update to the next
+    bound: str  # what most of the step is bound by
 
     @property
     def shares(self) -> str:
-        """The same in words, as shares of the step."""
+        """The parts in words, as shares of the step."""
         return ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in self.parts.items() if part)
-
-    @property
-    def bound(self) -> str:
-        """What most of the step is bound by."""
-        return max(self.parts, key=self.parts.__getitem__)
 
 
 def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:
@@ -170,25 +136,31 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
         ops.get(next((name for name in ops if name in words), ""), others).append(op)
     # Of a pipeline's M + P - 1 ticks every stage waits in P - 1 (GPipe; Huang et al., 2019).
     idle = (device.stages - 1) / (device.pipeline_parts * device.parallel.pipeline_rounds)
-    nodes, bubble = [], 0.0
+    nodes, parts = [], dict.fromkeys(("compute", "memory", "launches", "links", "pipeline bubble"), 0.0)
     pending = 0.0  # of collectives of nodes whose operations are those of the next, as logits' of a loss
     for node in device.graph.nodes:
-        part = (1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0) / shared
-        spent = [seconds * part for seconds in _seconds(ops[node.name], where)]
+        share = (1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0) / shared
+        spent = [seconds * share for seconds in _seconds(ops[node.name], where)]
         hidden, exposed = collectives(device, node, links)
         hidden, pending = hidden + pending, 0.0
         if not sum(spent) and node.name != device.graph.loss:
             hidden, pending = 0.0, hidden
         if node.repeat is not None:
             hidden = max(hidden, 2 * own.traced.offloaded / shared * where.chip.devices / HOST_BANDWIDTH)
-        flops = sum(op.flops * op.times for op in ops[node.name]) * part
-        nodes.append(NodeTime(node.name, *spent, hidden, exposed, flops))
-        bubble += nodes[-1].seconds * idle if node.repeat else 0.0
+        flops = sum(op.flops * op.times for op in ops[node.name]) * share
+        seconds = max(sum(spent), hidden) + exposed
+        own_parts = dict(zip(parts, (*spent, seconds - sum(spent)), strict=False))
+        bound = max(own_parts, key=own_parts.__getitem__)
+        nodes.append(NodeTime(node.name, *spent, hidden, exposed, seconds, bound, flops))
+        parts |= {name: parts[name] + spent for name, spent in own_parts.items()}
+        parts["pipeline bubble"] += seconds * idle if node.repeat else 0.0
     stored = device.bytes_of(device.state) / own.bytes_of(own.state) if whole else 1.0
     update, adding = (
         stored * sum(_seconds([op for op in others if (op.times > 1) == repeated], where)) for repeated in (False, True)
     )
-    return StepTime(tuple(nodes), update, adding, bubble)
+    parts["memory"] += update + adding
+    total, bound = sum(parts.values()), max(parts, key=parts.__getitem__)
+    return StepTime(tuple(nodes), update, adding, parts["pipeline bubble"], parts, total, bound)
 
 
 def _seconds(ops: Iterable[Op], where: Slice) -> tuple[float, float, float]:

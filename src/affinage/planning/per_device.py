@@ -21,17 +21,8 @@ from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
 from affinage.model.layer import Axes, parameters_in
 from affinage.model.layers.kernels import queries_are_split
-from affinage.parallel import Pipeline, sharding
-from affinage.parallel.sharding import (
-    AXES,
-    STAGES,
-    TABLE,
-    MeshLayout,
-    apply_config_on,
-    axis_sizes,
-    partition_spec,
-    table_with,
-)
+from affinage.parallel import MeshLayout, Pipeline, sharding
+from affinage.parallel.sharding import AXES, STAGES, TABLE
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
@@ -80,7 +71,8 @@ class PerDevice:
     @cached_property
     def layout(self) -> MeshLayout:
         """The mesh without devices, with its table."""
-        return MeshLayout(_abstract_mesh(self.sizes), table_with(self.parallel.sharding))  # type: ignore[arg-type]
+        table = sharding.table_with(self.parallel.sharding)
+        return MeshLayout(_abstract_mesh(self.sizes), table)  # type: ignore[arg-type]
 
     @property
     def local_rows(self) -> int:
@@ -141,7 +133,7 @@ class PerDevice:
         """How the whole model is applied, without `remat` and what a pipeline makes of it."""
         on_gpu, old = self.platform == "gpu", self.chip.name in _BEFORE_HOPPER
         return replace(
-            apply_config_on(self.layout, self.settings.attention, self.parallel),
+            sharding.apply_config_on(self.layout, self.settings.attention, self.parallel),
             compute_dtype=compute_dtype(self.settings.precision, self.chip),
             platform=self.platform,
             capability=((8, 0) if old else HOPPER) if on_gpu else None,
@@ -169,7 +161,7 @@ class PerDevice:
         shares: dict[tuple[int, ...], float] = {}
         pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
-            spec = partition_spec(whole.axes, self.layout.mesh, self.layout.table)
+            spec = sharding.partition_spec(whole.axes, self.layout.mesh, self.layout.table)
             own = NamedSharding(self.layout.mesh, spec).shard_shape(whole.shape)
             share = math.prod(own) / local.size
             shares[local.shape] = min(shares.get(local.shape, 1.0), share)
@@ -224,7 +216,7 @@ def per_device(
     parallel: ParallelSettings,
 ) -> PerDevice:
     """Divide a training over the devices of a slice; UserError, as of a training: mesh, batch, model do not divide."""
-    sizes = axis_sizes(mesh, where.devices, all_of_them=True)
+    sizes = sharding.axis_sizes(mesh, where.devices, all_of_them=True)
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
     if settings.optimizer_in_backward:

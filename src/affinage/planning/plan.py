@@ -15,7 +15,7 @@ from affinage.config.recipe import Recipe
 from affinage.config.training import DpoSettings, TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
-from affinage.hardware.devices import measured_bandwidth, measured_flops
+from affinage.hardware.devices import measured_speed
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
@@ -47,53 +47,15 @@ class Plan:
     price: float | None  # US dollars per chip and hour, None if it is not known
     price_source: str  # where it comes from
     choice: Choice | None  # what `remat: auto` stands for here
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that a program may take on one device."""
-        return self.where.chip.memory_per_device or 0
-
-    @property
-    def fits(self) -> bool:
-        """Whether the estimate stays below the capacity."""
-        return self.memory.total <= self.capacity
-
-    @property
-    def nearly_full(self) -> bool:
-        """Whether it fits by less than estimates are sometimes off."""
-        return self.fits and self.memory.total > NEARLY_FULL * self.capacity
-
-    @property
-    def seconds(self) -> float:
-        """Of all steps; validation, checkpoints and compilation are not in it."""
-        return self.time.seconds * self.facts.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all devices together."""
-        return self.device.rows * self.device.seq_len / self.time.seconds
-
-    @property
-    def mfu(self) -> float | None:
-        """Share of the datasheet's bfloat16 peak, by the convention of `affinage.model.analysis`."""
-        peak = self.where.chip.flops_per_device
-        return self.facts.flops / self.seconds / (peak * self.where.devices) if peak else None
-
-    @property
-    def cost(self) -> float | None:
-        """US dollars of the whole training."""
-        return None if self.price is None else self.price * self.where.chips * self.seconds / _HOUR
-
-    @property
-    def cost_per_billion(self) -> float | None:
-        """US dollars for 1e9 tokens, by which slices compare even if their number decides over the batch."""
-        return None if self.cost is None else self.cost / self.facts.tokens * 1e9
-
-    @cached_property
-    def save_bytes(self) -> int:
-        """Of one checkpoint of the training."""
-        leaves = jax.tree.leaves(self.device.state._replace(frozen=None))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    capacity: int  # bytes that a program may take on one device
+    fits: bool  # the estimate stays below the capacity
+    nearly_full: bool  # it fits by less than estimates are sometimes off
+    seconds: float  # of all steps; validation, checkpoints and compilation are not in it
+    tokens_per_second: float  # of all devices together
+    mfu: float | None  # share of the datasheet's bfloat16 peak, by the convention of `affinage.model.analysis`
+    cost: float | None  # US dollars of the whole training
+    cost_per_billion: float | None  # of 1e9 tokens, by which slices compare even if their number decides over the batch
+    save_bytes: int  # of one checkpoint of the training
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -102,7 +64,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        where, device, time = self.where, self.device, self.time
+        where, device = self.where, self.device
         place = {name: getattr(where, name) for name in ("name", "chips", "devices", "hosts", "shape")}
         return {
             "recipe": self.recipe.name,
@@ -116,14 +78,10 @@ class Plan:
             "facts": dataclasses.asdict(self.facts),
             "contradictions": [dataclasses.asdict(claim) for claim in self.contradictions],
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
-            "fits": self.fits,
-            "step": {"seconds": time.seconds, "bound": time.bound} | dataclasses.asdict(time),
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "seconds": self.seconds,
+            "step": dataclasses.asdict(self.time),
             "price_per_chip_hour": self.price,
-            "cost": self.cost,
             "cost_per_billion_tokens": self.cost_per_billion,
+            **{name: getattr(self, name) for name in ("fits", "tokens_per_second", "mfu", "seconds", "cost")},
             "save_bytes": self.save_bytes,
             "warnings": self.warnings,
         }
@@ -179,8 +137,31 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     own, price, source = _own_slice(recipe), recipe.hardware.price, "hardware.price"
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
         price, source = where.chip.price, _REMEMBERED
-    memory, time = step_memory(device), step_time(device, where)
-    return Plan(recipe, section, where, device, memory, time, facts, tuple(claimed), price, source, choice)
+    memory, time, capacity = step_memory(device), step_time(device, where), where.chip.memory_per_device or 0
+    seconds, peak = time.seconds * facts.steps, where.chip.flops_per_device
+    cost = None if price is None else price * where.chips * seconds / _HOUR
+    return Plan(
+        recipe=recipe,
+        section=section,
+        where=where,
+        device=device,
+        memory=memory,
+        time=time,
+        facts=facts,
+        contradictions=tuple(claimed),
+        price=price,
+        price_source=source,
+        choice=choice,
+        capacity=capacity,
+        fits=memory.total <= capacity,
+        nearly_full=NEARLY_FULL * capacity < memory.total <= capacity,
+        seconds=seconds,
+        tokens_per_second=device.rows * device.seq_len / time.seconds,
+        mfu=facts.flops / seconds / (peak * where.devices) if peak else None,
+        cost=cost,
+        cost_per_billion=None if cost is None else cost / facts.tokens * 1e9,
+        save_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(device.state._replace(frozen=None))),
+    )
 
 
 def forecast(
@@ -238,7 +219,8 @@ def measured(where: Slice) -> Slice:
     """The slice with the speed of a processor, which has to be measured."""
     if where.platform != "cpu":
         return where
-    chip = dataclasses.replace(where.chip, float32_flops=measured_flops(), memory_bandwidth=measured_bandwidth())
+    flops, bandwidth = measured_speed()
+    chip = dataclasses.replace(where.chip, float32_flops=flops, memory_bandwidth=bandwidth)
     return dataclasses.replace(where, chip=chip)
 
 
