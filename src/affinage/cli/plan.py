@@ -91,8 +91,8 @@ def plan(
     else:
         made = make_plan(loaded, graph, where, planned.data_tokens)
         report = planned.compiled(where) if compile_step else None
-        facts = made.to_dict() | ({"compiled": vars(report)} if report else {})
-        emit(facts, as_json, _plan_view(made, report, planned.extent))
+        compiled = {"compiled": vars(report)} if report else {}
+        emit(made.to_dict() | compiled, as_json, _plan_view(made, report, planned.extent))
 
 
 @dataclass(frozen=True)

@@ -138,16 +138,16 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     try:
         text = compiled.as_text()
-        found = {"collectives": collectives_in(text), "attention": attention_in(text)}
+        kernels: dict[str, Any] = {"collectives": collectives_in(text), "attention": attention_in(text)}
     except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
-        found = {}
+        kernels = {}
     return CompileReport(
         fits=where.platform == "tpu" or room is None or peak <= room,  # only a TPU's compiler refuses by itself
         peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         seconds=time.monotonic() - start,
-        **found,
+        **kernels,
     )
 
 

@@ -136,24 +136,26 @@ def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None
         ops.get(next((name for name in ops if name in words), ""), others).append(op)
     # Of a pipeline's M + P - 1 ticks every stage waits in P - 1 (GPipe; Huang et al., 2019).
     idle = (device.stages - 1) / (device.pipeline_parts * device.parallel.pipeline_rounds)
-    nodes, parts = [], dict.fromkeys(("compute", "memory", "launches", "links", "pipeline bubble"), 0.0)
+    nodes: list[NodeTime] = []
+    parts: dict[str, float] = {}  # seconds of all nodes by what bounds them
     pending = 0.0  # of collectives of nodes whose operations are those of the next, as logits' of a loss
     for node in device.graph.nodes:
         share = (1 / (1 + idle) if node.repeat and own.stages > 1 else 1.0) / shared
-        spent = [seconds * share for seconds in _seconds(ops[node.name], where)]
+        compute, memory, launches = (seconds * share for seconds in _seconds(ops[node.name], where))
+        computing = compute + memory + launches
         hidden, exposed = collectives(device, node, links)
         hidden, pending = hidden + pending, 0.0
-        if not sum(spent) and node.name != device.graph.loss:
+        if not computing and node.name != device.graph.loss:
             hidden, pending = 0.0, hidden
         if node.repeat is not None:
             hidden = max(hidden, 2 * own.traced.offloaded / shared * where.chip.devices / HOST_BANDWIDTH)
         flops = sum(op.flops * op.times for op in ops[node.name]) * share
-        seconds = max(sum(spent), hidden) + exposed
-        own_parts = dict(zip(parts, (*spent, seconds - sum(spent)), strict=False))
-        bound = max(own_parts, key=own_parts.__getitem__)
-        nodes.append(NodeTime(node.name, *spent, hidden, exposed, seconds, bound, flops))
-        parts |= {name: parts[name] + spent for name, spent in own_parts.items()}
-        parts["pipeline bubble"] += seconds * idle if node.repeat else 0.0
+        seconds = max(computing, hidden) + exposed
+        bounds = {"compute": compute, "memory": memory, "launches": launches, "links": seconds - computing}
+        bound = max(bounds, key=bounds.__getitem__)
+        nodes.append(NodeTime(node.name, compute, memory, launches, hidden, exposed, seconds, bound, flops))
+        bounds["pipeline bubble"] = seconds * idle if node.repeat else 0.0
+        parts = {name: parts.get(name, 0.0) + spent for name, spent in bounds.items()}
     stored = device.bytes_of(device.state) / own.bytes_of(own.state) if whole else 1.0
     update, adding = (
         stored * sum(_seconds([op for op in others if (op.times > 1) == repeated], where)) for repeated in (False, True)

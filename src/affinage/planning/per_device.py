@@ -71,8 +71,7 @@ class PerDevice:
     @cached_property
     def layout(self) -> MeshLayout:
         """The mesh without devices, with its table."""
-        table = sharding.table_with(self.parallel.sharding)
-        return MeshLayout(_abstract_mesh(self.sizes), table)  # type: ignore[arg-type]
+        return MeshLayout(_abstract_mesh(self.sizes), sharding.table_with(self.parallel.sharding))
 
     @property
     def local_rows(self) -> int:
@@ -232,7 +231,7 @@ def per_device(
     return device
 
 
-def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+def _abstract_mesh(sizes: Mapping[str, int]) -> Any:  # in the place of a Mesh
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Auto,) * len(AXES))
 
 
