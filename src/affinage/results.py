@@ -4,6 +4,7 @@ The report, the model card, sweeps and the verbs read results through these mode
 results of other versions, or damaged ones, still open: a field that is missing or has another form is None or empty.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -143,7 +144,6 @@ class SequencesResult(Result):
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
-    unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
 
 
@@ -159,12 +159,6 @@ class Devices(Result):
 
     def __str__(self) -> str:
         return f"{self.count}\u00a0×\u00a0{self.kind}" if self.count and self.kind else self.kind
-
-
-class Memory(Result):
-    """Memory of a device."""
-
-    peak_bytes: float | None = None
 
 
 class Validated(Result):
@@ -190,7 +184,7 @@ class TrainingResult(Result):
     skipped_updates: int = 0
     validation: dict[str, Validated] = {}
     predicted: dict[str, float] = {}
-    memory: Memory = Memory()
+    memory: dict[str, float] = {}
     devices: Devices = Devices()
     resumed_at: list[int] = []
     ended: Literal["", "monitor", "epochs"] = ""  # what ended it before its last step
@@ -284,15 +278,21 @@ DOCUMENT_STEPS: dict[str, type[DocumentsResult]] = {  # the steps from documents
     "decontaminate": DecontaminateResult,
     "split": SplitResult,
 }
-RESULTS: dict[str, type[Result]] = {
+RESULTS: dict[str, type[Result]] = {  # of all steps but the report, in their order
     "synthesize": Result,
     **DOCUMENT_STEPS,
     "train-tokenizer": TokenizerResult,
-    **dict.fromkeys(("tokenize", "sft-data", "preference-data"), SequencesResult),
-    **dict.fromkeys(("pretrain", "sft", "dpo"), TrainingResult),
+    "tokenize": SequencesResult,
+    "pretrain": TrainingResult,
+    "sft-data": SequencesResult,
+    "preference-data": SequencesResult,
+    "sft": TrainingResult,
+    "ref-logprobs": Result,
+    "dpo": TrainingResult,
     **dict.fromkeys(("evaluate-base", "evaluate-sft", "evaluate-dpo"), EvaluationResult),
     "export": ExportResult,
 }
+_FIRST = ("pretrain", "evaluate-base", "export")  # steps of training, of evaluation, and of the release
 
 
 # ---- files ----
@@ -316,12 +316,17 @@ class Manifest(Result):
     seconds: float | None = None
     versions: dict[str, str] = {}
 
+    @property
+    def group(self) -> int:
+        """The kind of the step's work: 0 data, 1 training, 2 evaluation, 3 release."""
+        names = list(RESULTS)
+        return sum(names.index(self.step) >= names.index(first) for first in _FIRST)
 
-class TrainedModel(Result):
-    """The `model.json` of a training: what it takes to use its checkpoints."""
-
-    graph: dict[str, Any] = {}
-    context: int | None = None
+    @property
+    def checksum(self) -> str:
+        """A hash of the hashes of all files; "" without files."""
+        lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(self.files.items()))
+        return hashlib.sha256(lines.encode()).hexdigest() if lines else ""
 
 
 def read_result(folder: Path, kind: type[AnyResult]) -> AnyResult | None:

@@ -8,7 +8,7 @@ from lm_eval.api.metrics import bits_per_byte
 from scipy import stats
 
 from affinage.errors import UserError
-from affinage.evaluation.results import asked_otherwise, compare, line_of, read_answers
+from affinage.evaluation.results import compare, line_of, read_answers
 
 
 def lines(folder, task, *rows):
@@ -89,10 +89,13 @@ def test_tasks_that_were_not_asked_alike_are_named(tmp_path):
         rows = [{"hash": str(n), "prompt_hash": p, "target_hash": answer, "acc": 1} for n, p in enumerate(prompts)]
         return lines(tmp_path / folder, task, *rows)
 
+    def asked_otherwise(other):
+        return [(each.task, each.asked_otherwise) for each in compare(zero, other)]
+
     zero = of("zero", "boolq", ["a", "b", "c"])
-    assert asked_otherwise(zero, zero) == {}
-    assert asked_otherwise(zero, of("few", "boolq", ["a", "more b", "more c"])) == {"boolq": 2}
-    assert asked_otherwise(zero, of("mended", "boolq", ["a", "b", "c"], answer="u")) == {"boolq": 3}
+    assert asked_otherwise(zero) == [("boolq", 0)]
+    assert asked_otherwise(of("few", "boolq", ["a", "more b", "more c"])) == [("boolq", 2)]
+    assert asked_otherwise(of("mended", "boolq", ["a", "b", "c"], answer="u")) == [("boolq", 3)]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):

@@ -1,12 +1,13 @@
 """What `evaluate` reports and writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import choice_task
 from affinage.errors import UserError
-from affinage.evaluation.results import asked_otherwise, read_answers
+from affinage.evaluation.results import compare, read_answers
 from affinage.evaluation.run import compressor_bits_per_byte, evaluate
 from benchmark_fixtures import write_items
 from choice_task import write_task
@@ -52,9 +53,9 @@ def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are
 
 
 def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp_path):
-    told, kept = [], tmp_path / "answers.db"
-    asked = {"task_folders": world, "chat": True, "limit": 4, "keep": kept, "folder": tmp_path}
-    results = evaluate(tiny_llama(), ["pocket-world"], **asked, progress=told.append)
+    told, kept, model = [], tmp_path / "answers.db", replace(tiny_llama(), chat=True)
+    asked = {"task_folders": world, "limit": 4, "keep": kept, "folder": tmp_path}
+    results = evaluate(model, ["pocket-world"], **asked, progress=told.append)
     assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
     sample = results["samples"]["answers"][0]
     assert sample["prompt"].startswith("<s><|im_start|>user\n0 plus 0 is<|im_end|>") and sample["target"] == "one"
@@ -65,7 +66,7 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert [(line["id"], line["filter"]) for line in lines] == [(n, f) for f in ("whole", "lower") for n in range(4)]
     assert set(results["tasks"]["answers"]["metrics"]) == {"exact_match,whole", "exact_match,lower"}
     assert results["items_per_second"] > 0
-    again = evaluate(tiny_llama(), ["pocket-world"], **asked)
+    again = evaluate(model, ["pocket-world"], **asked)
     assert again["requests"] == 0 and again["items_per_second"] is None and again["tasks"] == results["tasks"]
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
@@ -84,18 +85,18 @@ def test_items_are_drawn_by_a_seed(world, tmp_path):
 
 
 def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_question(tmp_path):
-    write_items(tmp_path / "items", ["piqa"])
+    write_items(tmp_path / "items", ["piqa"], copies=2)
 
     def asked(name, **how):
-        folder = tmp_path / name
-        results = evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat=True, folder=folder, **how)
+        folder, model = tmp_path / name, replace(tiny_llama(), chat=True)
+        results = evaluate(model, ["piqa"], data_dir=tmp_path / "items", folder=folder, **how)
         return results["samples"]["piqa"][0]["prompt"], results["tasks"]["piqa"]["chat_template"], read_answers(folder)
 
     plain, told, without = asked("auto")
     assert "<|im_start|>" not in plain and not told
     templated, told, within = asked("always", apply_chat_template=True)
     assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
-    assert list(asked_otherwise(without, within)) == ["piqa"]
+    assert {each.task for each in compare(without, within) if each.asked_otherwise} == {"piqa"}
     with pytest.raises(UserError) as refused:
         evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
     assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix

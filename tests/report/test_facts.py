@@ -41,7 +41,7 @@ def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     pretrain = facts.training("pretrain")
     assert pretrain.nonfinite_steps == [300] and len(pretrain.curves["loss"]) > 290 and pretrain.analysis is not None
-    assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
+    assert [score.metric for score in facts.evaluations[0].headlines] == ["acc"] * 6
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
 
 
@@ -52,7 +52,7 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
         manifest["seconds"] = 5.0  # of the last start
     stopped = collect_facts(run)
     assert stopped.training("pretrain").result.worked == pytest.approx(94.2) == facts.training("pretrain").result.worked
-    assert {step.name: step.seconds for step in stopped.steps}["pretrain"] == pytest.approx(94.2)
+    assert {step.step: step.seconds for step in stopped.steps}["pretrain"] == pytest.approx(94.2)
     assert summary(stopped, "en") == summary(facts, "en") and "in 3 min 08 s" in plain(summary(facts, "en"))
     found = comparison([Entrant(each.name, each) for each in (facts, stopped)])
     assert [one.quantities["training_seconds"] for one in found.entrants] == pytest.approx([188.4, 188.4])
@@ -66,7 +66,7 @@ def test_any_stage_may_be_absent(run: Path):
     absent = "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split()
     for stage in absent:
         (run / stage / "manifest.json").unlink()  # as if the stage had not finished
-        assert stage not in {one.name for one in collect_facts(run).steps}
+        assert stage not in {one.step for one in collect_facts(run).steps}
         assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
     assert "<h1>" in render(collect_facts(run / "nothing-here"))
 
@@ -107,5 +107,5 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
 def test_the_card_says_the_same_as_the_page_without_the_clock(facts):
     told = card_facts(facts, "apache-2.0")
     assert told.summary == summary(facts, "en", timed=False) and " in " not in told.summary
-    assert told.results["sft"]["tasks"]["lambada_openai"]["metrics"]["perplexity"]["value"] == pytest.approx(52.4)
+    assert told.results["sft"]["lambada_openai"]["perplexity"]["value"] == pytest.approx(52.4)
     assert told.sources[0]["documents"] == 10_690 and told.training["Pretraining: steps"] == 600

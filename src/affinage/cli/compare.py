@@ -75,14 +75,13 @@ def _view(compared: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Tabl
     from affinage.report.comparison import notes
     from affinage.report.language import Language
 
-    words = {True: "real", False: "may be noise"}
     differences = [
-        {key: value for key, value in row.items() if key != "is_real"} | {"": words[row["is_real"]]}
+        {key: value for key, value in row.items() if key not in ("is_real", "asked_otherwise")}
+        | {"": "real" if row["is_real"] else "may be noise"}
         for row in facts["differences"]
     ]
     runs = [{key: value for key, value in row.items() if key not in ("summary", "scores")} for row in facts["runs"]]
-    shown = {"runs": runs, "differences": differences, "page": facts.get("page")}
-    yield from described(shown)
+    yield from described({"runs": runs, "differences": differences, "page": facts.get("page")})
     if compared.settings:
         rows = [
             [key, *(None if value is None else brief(value) for value in values)]
@@ -90,6 +89,6 @@ def _view(compared: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Tabl
         ]
         yield ""
         yield Table(["setting", *(each.name for each in compared.entrants)], rows)
-    yield from dict.fromkeys(note for pair in compared.paired for note in notes(pair, Language("en")))
+    yield from dict.fromkeys(note for pair in compared.paired.values() for note in notes(pair, Language("en")))
     if len({row["task"] for row in differences}) > 5:
         yield "With 95 % intervals, about 1 in 20 null differences looks significant."

@@ -40,7 +40,7 @@ def import_(
     folder = to or Path(name)
     _must_be_new(folder)
     from affinage.hub.read import local_copy
-    from affinage.pipeline.imports import import_model
+    from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):
         place = from_home(source)
@@ -100,13 +100,13 @@ def export(
         _must_be_new(to)
         target, state = model_of(model, runs)
         from affinage.hub.export import export as write
-        from affinage.pipeline.models import is_chat, recorded, release_of
+        from affinage.pipeline.models import recorded, release_of
         from affinage.pipeline.opening import open_model
 
         of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
         license, chosen["sampling"] = release_of(target.path, chosen.pop("license", None) or of_run.get("license"))
         facts, place = _card(target, state, license), push or to.name
-        write(open_model(target, runs), to, facts=facts, chat=is_chat(target.path), place=place, **chosen)
+        write(open_model(target, runs), to, facts=facts, place=place, **chosen)
     if check or check_gguf:
         _compare(model, runs, folder, check, check_gguf)
     print(f"The model is in {folder}.")

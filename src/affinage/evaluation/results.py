@@ -49,11 +49,6 @@ def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     return line
 
 
-def scores_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores in a line by metric, None for what no single item has."""
-    return {of_item(name): value for name, value in line.items() if name not in _FACTS}
-
-
 def of_item(metric: str) -> str:
     """Return what a metric is for a single item: for `perplexity` the harness has the log-likelihood, in nats."""
     return LOG_LIKELIHOOD if metric == "perplexity" else metric
@@ -162,6 +157,7 @@ class Difference:
     metric: str
     items: int
     unmatched: int  # items that only one of the two has
+    asked_otherwise: int  # of the task's items in common, those with another prompt or right answer
     a: float
     b: float
     difference: float
@@ -191,7 +187,7 @@ def read_answers(folder: Path) -> Answers:
             for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
                 items = answers.setdefault((file.stem, item.get("filter")), {})
                 count = next(n for n in itertools.count() if (item["hash"], n) not in items)
-                items[item["hash"], count] = item
+                items[item["hash"], count] = {of_item(name): value for name, value in item.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError("these answers are damaged", where=str(file), fix="Evaluate the model again.") from error
     if not answers:
@@ -214,33 +210,22 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
     return differences
 
 
-def asked_otherwise(a: Answers, b: Answers) -> dict[str, int]:
-    """Return the tasks in common with items of another prompt or right answer, and the number of these items."""
-    found: dict[str, int] = {}
-    for each in (each for each in a if each in b):
-        ours, theirs = a[each], b[each]
-        hashes = ("prompt_hash", "target_hash")
-        count = sum(any(ours[k].get(h) != theirs[k].get(h) for h in hashes) for k in ours.keys() & theirs.keys())
-        if count:
-            found.setdefault(each[0], count)
-    return found
-
-
 def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> Iterator[Difference]:
     from scipy import stats  # seconds
 
-    keys = [key for key in ours if key in theirs]
-    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any], float | None]]
-    pairs = [(scores_of(ours[key]), scores_of(theirs[key]), ours[key].get(BYTES)) for key in keys]
-    for metric in dict.fromkeys(name for first, _, _ in pairs for name in first):
-        scored = [(first[metric], other[metric], size) for first, other, size in pairs if metric in other]
-        scored = [entry for entry in scored if None not in entry[:2]]
-        if len(scored) < 2:
+    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    hashes = ("prompt_hash", "target_hash")
+    otherwise = sum(any(first.get(name) != other.get(name) for name in hashes) for first, other in pairs)
+    unmatched = len(ours) + len(theirs) - 2 * len(pairs)
+    for metric in dict.fromkeys(name for first, _ in pairs for name in first if name not in _FACTS):
+        both = [pair for pair in pairs if all(item.get(metric) is not None for item in pair)]
+        if len(both) < 2:
             continue
-        values, weights = np.array([entry[:2] for entry in scored], np.float64), np.ones(len(scored))
-        if metric == LOG_LIKELIHOOD and all(size for *_, size in scored):  # of whole texts
-            metric, values = BITS_PER_BYTE, -values / math.log(2)
-            weights = np.array([size for *_, size in scored], np.float64)
+        values = np.array([[item[metric] for item in pair] for pair in both], np.float64)
+        name, weights = metric, np.ones(len(both))
+        if metric == LOG_LIKELIHOOD and all(first.get(BYTES) for first, _ in both):  # of whole texts
+            name, values = BITS_PER_BYTE, -values / math.log(2)
+            weights = np.array([first[BYTES] for first, _ in both], np.float64)
         a, b = (float(score) for score in values.sum(axis=0) / weights.sum())
         apart = values[:, 1] - values[:, 0]
         # By linearization, a mean's standard error if all weigh one: Cochran, Sampling Techniques (1977), section 6.3.
@@ -254,6 +239,6 @@ def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) 
             p = float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
         else:
             p = float(2 * stats.t.sf(abs((b - a) / error), len(apart) - 1))
-        unmatched, name = len(ours) + len(theirs) - 2 * len(pairs), label(metric, filtered)
         low, high = b - a - reach, b - a + reach
-        yield Difference(task, name, len(values), unmatched, a, b, b - a, error, low, high, p)
+        scores = (len(values), unmatched, otherwise, a, b, b - a, error, low, high, p)
+        yield Difference(task, label(name, filtered), *scores)

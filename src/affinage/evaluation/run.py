@@ -48,7 +48,6 @@ def evaluate(
     keep: Path | None = None,  # file of the harness's cache: answers of this model in it are not computed again
     task_folders: Mapping[str, Path] | None = None,  # of closed worlds, whose facts are the training text
     data_dir: str | Path | None = None,
-    chat: bool = False,  # whether it was trained to chat: only then it gets the tasks for chat models
     apply_chat_template: ChatTemplateUse = "auto",  # to all tasks, or none; auto: to those for chat models
     limit: int | None = None,  # items per task: the first ones or, with a `sample_seed`, those that it draws
     sample_seed: int | None = None,
@@ -67,14 +66,14 @@ def evaluate(
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.
     """
-    if apply_chat_template is True and not has_chat_template(model, chat):
+    if apply_chat_template is True and not has_chat_template(model):
         fix = "Evaluate a model that was trained to chat, or set it to `auto` or `false`."
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, processes = time.monotonic(), Processes.at_work()
     closed = task_folders or {}
     chosen, unavailable = find_tasks(tasks, closed, data_dir)
     of_chat = [task for task in chosen if is_chat(task)]
-    rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if chat else []}
+    rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if model.chat else []}
     if apply_chat_template != "auto":
         rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
     identity = fingerprint(model) if keep is not None or folder is not None else ""
@@ -121,7 +120,7 @@ def evaluate(
         "context": model.context,
         "tasks": outcome,
         "unavailable": unavailable,
-        "skipped": [] if chat or apply_chat_template != "auto" else [task["task"] for task in of_chat],
+        "skipped": [] if model.chat or apply_chat_template != "auto" else [task["task"] for task in of_chat],
         "seconds": time.monotonic() - started,
         # Nothing is asked where all answers are in the file `keep`.
         "items_per_second": sum(task["items"] for task in outcome.values()) / lm.seconds if lm.requests else None,
@@ -148,9 +147,9 @@ def evaluate(
     return results
 
 
-def has_chat_template(model: LoadedModel, chat: bool) -> bool:
+def has_chat_template(model: LoadedModel) -> bool:
     """Return whether a model has learned a template: its tokenizer's, or ours if it was trained to chat."""
-    return chat or model.tokenizer.template is not None
+    return model.chat or model.tokenizer.template is not None
 
 
 def _drawn(task: str, items: int, count: int, seed: int) -> list[int]:

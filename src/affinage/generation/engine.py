@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import takewhile
+from operator import eq
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ _NOTHING = -1  # stands where a row generates no token
 _SHORTEST_BUCKET = 64  # tokens of a padded prompt, and of a cache
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _WORTH_KEEPING = 16  # tokens of a prompt that a slot holds already
+_GREEDY = SamplingParams()
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -59,11 +61,11 @@ class Detokenizer:
         if self.stopped or (unfinished and token is not None):
             return ""
         self._undecoded, held = [], self._held + text
-        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        self.stopped = bool(places)
-        beginnings = (held[-n:] for n in range(len(held), 0, -1) if token is not None)
-        kept = next((end for end in beginnings if any(stop.startswith(end) for stop in self._stops)), "")
-        end = min(places) if places else len(held) - len(kept)
+        ends = [held.find(stop) for stop in self._stops if stop in held]
+        self.stopped = bool(ends)
+        if not ends and token is not None:
+            ends = [place for place in range(len(held)) if any(stop.startswith(held[place:]) for stop in self._stops)]
+        end = min(ends, default=len(held))
         self._held = held[end:]
         self.released += held[:end]
         return held[:end]
@@ -82,7 +84,7 @@ class Generation:
 class EngineRequest:
     """A prompt (token ids) to be continued. `index` distinguishes requests of the same prompt and seed.
 
-    A request that is `cancelled` gives its slot back at the next step. `Engine.submit` sets the last two fields.
+    A request that is `cancelled` gives its slot back at the next step.
     """
 
     prompt: Sequence[int]
@@ -90,7 +92,7 @@ class EngineRequest:
     index: int = 0
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
-    limit: int = field(init=False)  # the largest number of tokens to generate
+    limit: int = 0  # the largest number of tokens to generate; set by `Engine.submit`, as is the next
     detokenizer: Detokenizer = field(init=False)
 
 
@@ -253,12 +255,10 @@ class Engine:
         """Compile every program that requests can need, so that no client waits for one."""
         for bucket in self._buckets:
             for start in (0, 1) if self._prefix_caching else (0,):
-                request = EngineRequest([PAD] * min(bucket + start, self.length - 1), SamplingParams())
-                self.submit(request)
-                self._fill([request], [0], start)
+                self._fill([_unused(min(bucket + start, self.length - 1))], [0], start)
             token_logprobs(self.model, [PAD] * bucket, 1)
         for span in self._spans:
-            self._dispatch(self._decode, [None] * self.slots, range(self.slots), steps=self._steps, span=span)
+            self._dispatch(self._decode, [_unused(1)] * self.slots, steps=self._steps, span=span)
         self.reset()
 
     def step(self) -> list[Event]:
@@ -269,34 +269,31 @@ class Engine:
             return events
         longest = max(len(request.prompt) + len(request.tokens) for request in self.active.values())
         span = next(span for span in self._spans if span >= min(longest + self._steps, self.length))
-        requests = [self.active.get(slot) for slot in range(self.slots)]
-        emitted = self._dispatch(self._decode, requests, range(self.slots), steps=self._steps, span=span)
-        return events + self._events(emitted, {slot: slot for slot in self.active})
+        # A slot without a request writes after what it holds.
+        requests = [self.active.get(slot) or _unused(len(held) + 1) for slot, held in enumerate(self._held)]
+        emitted = self._dispatch(self._decode, requests, steps=self._steps, span=span)
+        return events + self._events(emitted, range(self.slots))
 
     def _admit(self) -> list[Event]:
         events: list[Event] = []
         # The slots that hold least come first; what the others hold may still be of use.
         free = sorted(set(range(self.slots)) - self.active.keys(), key=lambda slot: len(self._held[slot]))
         while free and self.waiting:
-            requests: list[EngineRequest] = []
-            while self.waiting and len(requests) < (1 if self._prefix_caching else len(free)):
-                request = self.waiting.popleft()
-                requests += [] if request.cancelled else [request]
-            if not requests:
-                break
-            start = 0
-            if self._prefix_caching:
+            most = 1 if self._prefix_caching else len(free)
+            first = [self.waiting.popleft() for _ in range(min(most, len(self.waiting)))]
+            requests, start = [request for request in first if not request.cancelled], 0
+            if requests and self._prefix_caching:
                 prompt = requests[0].prompt[:-1]  # the last token is computed in any case
-                pairs = {slot: zip(self._held[slot], prompt) for slot in free}
-                shared = {slot: sum(1 for _ in takewhile(lambda two: two[0] == two[1], pairs[slot])) for slot in free}
+                shared = {slot: sum(takewhile(bool, map(eq, self._held[slot], prompt))) for slot in free}
                 best = max(free, key=shared.__getitem__)
                 if shared[best] >= _WORTH_KEEPING:
                     start = shared[best]
                     free.insert(0, free.pop(free.index(best)))
-            slots, free = free[: len(requests)], free[len(requests) :]
-            emitted = self._fill(requests, slots, start)
-            self.active |= dict(zip(slots, requests, strict=True))
-            events += self._events(emitted, {slot: row for row, slot in enumerate(slots)})
+            if requests:
+                slots, free = free[: len(requests)], free[len(requests) :]
+                emitted = self._fill(requests, slots, start)
+                self.active |= dict(zip(slots, requests, strict=True))
+                events += self._events(emitted, slots)
         return events
 
     def _fill(self, requests: Sequence[EngineRequest], slots: Sequence[int], start: int) -> Array:
@@ -307,46 +304,39 @@ class Engine:
         width = next(bucket for bucket in self._buckets if bucket >= longest)
         tokens = np.full((count, width), PAD, np.int32)
         lengths = np.ones(count, np.int32)
+        places = np.full(count, self.slots, np.int32)  # a slot that does not exist, for rows without a request
+        places[: len(slots)] = slots
         for row, (slot, request) in enumerate(zip(slots, requests, strict=True)):
             lengths[row] = len(request.prompt) - start
             tokens[row, : lengths[row]] = request.prompt[start:]
             self._held[slot] = list(request.prompt)
-        missing = count - len(requests)
-        slots = [*slots, *[self.slots] * missing]
-        arrays = [tokens, lengths, np.array(slots, np.int32), *([np.full(count, start, np.int32)] if start else [])]
-        return self._dispatch(self._prefill, [*requests, *[None] * missing], slots, *arrays)
+        arrays = [tokens, lengths, places, *([np.full(count, start, np.int32)] if start else [])]
+        return self._dispatch(self._prefill, [*requests, *[_unused(1)] * (count - len(requests))], *arrays)
 
-    def _dispatch(
-        self,
-        program: Any,
-        requests: Sequence[EngineRequest | None],
-        slots: Sequence[int],
-        *arrays: np.ndarray,
-        **static: Any,
-    ) -> Array:
-        """Run a program on the donated cache; a row without a request is done, and writes after what its slot holds."""
-        numbers = np.zeros((5, len(requests)), np.int32)
-        for row, (request, slot) in enumerate(zip(requests, slots, strict=True)):
-            if request is None:
-                numbers[1, row] = len(self._held[slot]) if slot < self.slots else 0
-                continue
-            last, generated = (request.tokens or request.prompt)[-1], len(request.tokens)
-            numbers[:, row] = last, len(request.prompt) + generated - 1, generated, request.limit, request.index
-        params = [SamplingParams() if request is None else request.params for request in requests]
-        columns: list[Any] = [*numbers, np.array([each.ignore_eos for each in params]), SamplingTensors.of(params)]
+    def _dispatch(self, program: Any, requests: Sequence[EngineRequest], *arrays: np.ndarray, **static: Any) -> Array:
+        """Run a program on the donated cache, with one row for each request; return the tokens that it chose."""
+        numbers = [
+            ((each.tokens or each.prompt)[-1], len(each.prompt) + len(each.tokens) - 1, len(each.tokens), each.limit)
+            for each in requests
+        ]
+        params = [each.params for each in requests]
+        columns: list[Any] = list(np.array(numbers, np.int32).T)
+        columns += [np.array([each.index for each in requests], np.int32)]
+        columns += [np.array([each.ignore_eos for each in params]), SamplingTensors.of(params)]
         cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
         rows, arrays = jax.tree.map(self.model.place, (Rows(*columns), arrays))
         self._cache, emitted = program(self.model.params, cache, rows, *arrays, **static)
         return emitted
 
-    def _events(self, emitted: Array, rows: dict[int, int]) -> list[Event]:
-        """The new texts of slots, by their rows of `emitted`; slots whose requests are done become free."""
-        tokens, events = self.model.on_host(emitted), list[Event]()
-        for slot, row in rows.items():
-            request = self.active[slot]
+    def _events(self, emitted: Array, slots: Sequence[int]) -> list[Event]:
+        """The new texts of slots, one for each row of `emitted`; slots whose requests are done become free."""
+        events: list[Event] = []
+        for slot, tokens in zip(slots, self.model.on_host(emitted).tolist()):
+            if (request := self.active.get(slot)) is None:
+                continue
             text, ended, detokenizer = "", False, request.detokenizer
             # One by one, so that a stop string ends the text at the same place for any number of tokens a dispatch.
-            for token in tokens[row].tolist():
+            for token in tokens:
                 if token == _NOTHING or detokenizer.stopped:
                     break
                 if ended := token in self._stops and not request.params.ignore_eos:
@@ -363,6 +353,11 @@ class Engine:
             if text or generation:
                 events.append((request, text, generation))
         return events
+
+
+def _unused(length: int) -> EngineRequest:
+    """What a row without a request computes: nothing, at a place of its slot."""
+    return EngineRequest([PAD] * length, _GREEDY)
 
 
 def generate(
@@ -408,25 +403,23 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@lru_cache(maxsize=8)
-def _scoring(graph: Graph, dtype: str, layout: MeshLayout | None) -> Any:
-    @jax.jit
-    def score(params: PyTree, tokens: Int[Array, "R S"]) -> tuple[Array, Array, Array]:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
-        logits = multiply_out(lazy.hidden[0, :-1], lazy.kernel)
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        values, ids = jax.lax.top_k(logprobs, min(TOP_LOGPROBS, logits.shape[1]))
-        return jnp.take_along_axis(logprobs, tokens[0, 1:, None], axis=1)[:, 0], ids, values
-
-    return score
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _scores(
+    graph: Graph, dtype: str, layout: MeshLayout | None, params: PyTree, tokens: Int[Array, "R S"]
+) -> tuple[Array, Array, Array]:
+    """The log-probabilities of the tokens of the first row, and the ids and values of the likeliest ones."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
+    logprobs = jax.nn.log_softmax(multiply_out(lazy.hidden[0, :-1], lazy.kernel), axis=-1)
+    values, ids = jax.lax.top_k(logprobs, min(TOP_LOGPROBS, logprobs.shape[1]))
+    return jnp.take_along_axis(logprobs, tokens[0, 1:, None], axis=1)[:, 0], ids, values
 
 
 def token_logprobs(model: LoadedModel, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Return the log-probability of every token but the first, given those before it, and of `count` alternatives."""
     padded = np.full((model.row_multiple, min(_bucket(len(tokens)), model.context)), PAD, np.int32)
     padded[:, : len(tokens)] = tokens
-    scored = _scoring(model.graph, model.compute_dtype, model.layout)(model.params, model.place(padded))
+    scored = _scores(model.graph, model.compute_dtype, model.layout, model.params, model.place(padded))
     logprobs, ids, values = (model.on_host(part).tolist() for part in scored)
     tops = [tuple(zip(*pair, strict=True))[:count] for pair in zip(ids, values, strict=True)]
     return [TokenLogprobs(*fields) for fields in zip(tokens[1:], logprobs, tops)]  # without those of the padding

@@ -29,7 +29,7 @@ class CardFacts:
     languages: Sequence[str] = ()  # ISO 639-1, of the text
     sources: Sequence[Mapping[str, Any]] = ()  # of the training text: name, licence, documents, bytes
     training: Mapping[str, Any] = field(default_factory=dict)  # label -> value, e.g. {"Tokens": 1_000_000}
-    # label ("base", "sft") -> {"tasks": {task: {"metrics": {metric: {"value", "stderr"}}}}}
+    # label ("base", "sft") -> task -> metric -> {"value", "stderr", "in_chat"}
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -57,13 +57,12 @@ def model_card(
     last: list[EvalResult] = []
     for label, result in facts.results.items():
         last = []
-        for task, measured in result["tasks"].items():
-            for metric, score in measured["metrics"].items():
-                if score["value"] is not None:
-                    error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
-                    cell = number(score["value"]) + error + (" †" if score.get("in_chat") else "")
-                    rows.setdefault((task, metric), {})[label] = cell
-                    last.append(EvalResult("text-generation", task, task, metric, round(score["value"], 4)))
+        for task, metrics in result.items():
+            for metric, score in metrics.items():
+                error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
+                cell = number(score["value"]) + error + (" †" if score.get("in_chat") else "")
+                rows.setdefault((task, metric), {})[label] = cell
+                last.append(EvalResult("text-generation", task, task, metric, round(score["value"], 4)))
     note = f"  # in training, every text begins with {opening}" if opening else ""
     keys = ("name", "licence", "documents", "bytes")
     metadata = ModelCardData(

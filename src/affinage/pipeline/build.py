@@ -15,8 +15,14 @@ from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
 from affinage.paths import from_home
-from affinage.pipeline.imports import chat_template_of, extension_fingerprint, initial_folder
-from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS
+from affinage.pipeline.models import (
+    EVALUATIONS,
+    MODEL,
+    ROWS,
+    chat_template_of,
+    extension_fingerprint,
+    initial_folder,
+)
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
 from affinage.registry import load_plugins, plugin_sources

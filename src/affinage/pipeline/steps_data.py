@@ -12,10 +12,9 @@ from affinage.data.decontaminate import decontaminate as decontaminate_documents
 from affinage.data.decontaminate import write_items
 from affinage.data.dedup import dedup as dedup_documents
 from affinage.data.executor import open_executor
-from affinage.data.filters import filter_documents
+from affinage.data.filters import filter_documents, known_languages
 from affinage.data.ingest import check as check_text_source
 from affinage.data.ingest import ingest as ingest_sources
-from affinage.data.language import known_languages
 from affinage.data.overlap import BenchmarkItem, kind_of_items, read_items
 from affinage.data.places import released_folder
 from affinage.data.split import split as split_documents
@@ -28,14 +27,13 @@ from affinage.data.tokenizer_training import train_tokenizer as train
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.errors import UserError
 from affinage.evaluation.tasks import GROUPS, benchmark_items, check_names, is_task_file, of_pocket_world
-from affinage.pipeline.imports import chat_template_of, initial_folder
-from affinage.pipeline.models import TOKENIZER
+from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
 
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
 _COUNTS = (
     *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    *("unrolled", "reasoning_dropped", "prompt_differs"),
+    *("rewritten", "reasoning_dropped", "prompt_differs"),
 )
 
 

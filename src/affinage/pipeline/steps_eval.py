@@ -20,8 +20,8 @@ from affinage.hub.families import family_of
 from affinage.hub.verify import verify
 from affinage.model import parse
 from affinage.pipeline.eval_results import contamination_search
-from affinage.pipeline.models import CHAT, TRAININGS, release_of
-from affinage.pipeline.opening import load_trained
+from affinage.pipeline.models import TRAININGS, release_of
+from affinage.pipeline.opening import load_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
 from affinage.pipeline.store import write_json
 from affinage.report.card import card_facts
@@ -36,11 +36,11 @@ def evaluate(context: StepContext, training: str) -> Summary:
     """Evaluate the model of a training."""
     from affinage.evaluation import run  # imports the harness, which takes seconds
 
-    recipe, inputs, chat = context.recipe, context.inputs, training in CHAT
+    recipe, inputs = context.recipe, context.inputs
     settings, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
     assert settings is not None
     model = _trained(context, training, f"{recipe.name}/{training}")
-    unlearned = settings.apply_chat_template is True and not run.has_chat_template(model, chat)
+    unlearned = settings.apply_chat_template is True and not run.has_chat_template(model)
     results = run.evaluate(
         model,
         settings.tasks,
@@ -48,7 +48,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         keep=context.folder / _ANSWERS,
         task_folders={POCKET_WORLD: inputs["synthesize"] / "tasks"} if "synthesize" in inputs else {},
         data_dir=settings.data_dir,
-        chat=chat,
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
@@ -56,7 +55,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
-    results["samples"] |= _samples(model, recipe.report.questions if chat else recipe.report.prompts, chat)
+    results["samples"] |= _samples(model, recipe.report.questions if model.chat else recipe.report.prompts)
     if Processes.current.first:
         (context.folder / _ANSWERS).unlink()  # the results are there now
         write_json(context.folder / "results.json", results)
@@ -71,8 +70,7 @@ def export(context: StepContext) -> Summary:
     model = _trained(context, training, context.recipe.name)
     license, sampling = release_of(inputs[training], settings.license)
     facts = card_facts(collect_facts(context.run_folder, inputs), license)
-    is_chat = training in CHAT
-    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, chat=is_chat, sampling=sampling)
+    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, sampling=sampling)
     if settings.verify:
         context.progress("comparing with transformers")
         texts = [text for group in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
@@ -85,7 +83,7 @@ def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
     tokenizer, sharding = context.inputs["train-tokenizer"], context.recipe.parallel.sharding
     # The mesh is of the devices of all processes: one that works alone has copies on its own.
     mesh = mesh_of(context.recipe) if Processes.current.together else None
-    return load_trained(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
+    return load_model(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
@@ -99,10 +97,10 @@ def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, 
     return dict(texts)
 
 
-def _samples(model: LoadedModel, texts: Sequence[str], chat: bool) -> dict[str, Any]:
+def _samples(model: LoadedModel, texts: Sequence[str]) -> dict[str, Any]:
     """What the model answers to prompts, or to questions: {"prompts": [{"prompt", "text"}]}."""
     tokenizer = model.tokenizer
-    if chat:
+    if model.chat:
         turns = [[{"role": "user", "content": text}] for text in texts]
         rows = [encode_prompt(turn, tokenizer, model.system_prompt) for turn in turns]
     else:
@@ -112,7 +110,7 @@ def _samples(model: LoadedModel, texts: Sequence[str], chat: bool) -> dict[str, 
             most = model.context - 1
             raise UserError(f"{text[:40]!r} has {len(row)} tokens; this model takes at most {most}", where="report")
     answers = generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))
-    key = "question" if chat else "prompt"
+    key = "question" if model.chat else "prompt"
     return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}
 
 

@@ -23,8 +23,7 @@ from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
 from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
-from affinage.pipeline.imports import chat_template_of, extended, initial_folder
-from affinage.pipeline.models import BEGUN_WITH, FEED, MODEL, RELEASE, ROWS, SAVED
+from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
 from affinage.pipeline.monitor import monitor_of
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
@@ -36,7 +35,6 @@ from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import TrainJob, rows_per_step
 from affinage.training import train as run_training
-from affinage.training.job import Extension
 from affinage.training.layerwise import check_update
 from affinage.training.optimizer import check_choices
 from affinage.training.state import split_params
@@ -86,9 +84,9 @@ def train(context: StepContext) -> Summary:
             facts |= {} if settings.lora is None else {"lora": settings.lora.model_dump(mode="json")}
         if (folder := initial_folder(context.loaded)) is not None:
             imported = read_json(folder / MODEL)["imported"]
-            facts[RELEASE] = imported.get(RELEASE, {})
+            facts["release"] = imported.get("release", {})
             if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
-                facts[BEGUN_WITH] = imported["from"]
+                facts["begun_with"] = imported["from"]
         write_json(context.folder / MODEL, facts)
     summary = run_training(job)
     if context.saves_to != context.folder and Processes.current.first:
@@ -154,7 +152,6 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
     elif folder is not None:
         initial = initial_params(folder, base)
-    extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
         graph=graph,
         settings=settings,
@@ -169,7 +166,7 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         runtime=runtime,
         trackers=trackers_of(runtime.trackers),
         tracked=TrackedRun(f"{recipe.name}/{name}", recipe.name, context.run_folder.parent.absolute()),
-        extends=None if extension is None else Extension(*extension),
+        extends=extended(context.loaded, name) if name in recipe.trainings else None,
         measured=context.on_metrics,
         **fields,
     )

@@ -32,10 +32,6 @@ def card_facts(facts: Facts, license: str | None) -> CardFacts:
         for what, count in ((t("steps"), one.result.steps), (t("tokens"), one.result.tokens)):
             if count is not None:
                 training[t("{step}: {what}", step=t(TITLES[one.name]), what=what)] = count
-    results = {
-        one.model: {"tasks": {task: {"metrics": metrics} for task, metrics in one.by_task.items()}}
-        for one in facts.evaluations
-    }
     return CardFacts(
         license=license,
         tuned=any(one.name in ("sft", "dpo") for one in facts.trainings),
@@ -49,7 +45,7 @@ def card_facts(facts: Facts, license: str | None) -> CardFacts:
             for name, size in (by_size(documents[-1].by_source) if documents else ())
         ],
         training=training,
-        results=results,
+        results={one.model: one.to_dict() for one in facts.evaluations},
     )
 
 

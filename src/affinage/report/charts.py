@@ -8,7 +8,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jinja2
@@ -24,8 +23,7 @@ Spec = dict[str, Any]
 _SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """The label of an axis, with its unit. `form` is a number format of d3, such as "~s" or ".0%"."""
 
     label: str
@@ -33,8 +31,7 @@ class Axis:
     log: bool = False
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """One line or set of points of a chart.
 
     `style`: "faint" for raw values behind a line, "line", or "points" for few values joined by a thin line. `errors`
@@ -49,8 +46,7 @@ class Series:
     ringed: Sequence[bool] = ()
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A value with its standard error, of series `color`; `text` stands beside it."""
 
     value: float
@@ -59,8 +55,7 @@ class Interval:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of a chart of rows. `chance` is the score of guessing, where it is known."""
 
     label: str
@@ -69,15 +64,14 @@ class Row:
 
 
 class Key(NamedTuple):
-    """One entry of a legend."""
+    """One entry of a legend; `style` is that of a series, hollow, or chance."""
 
     label: str
     color: int
-    style: str  # that of a series, hollow, or chance
+    style: str
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A picture with its title, its legend, and the values a reader can point at (JSON, "" for none)."""
 
     title: str
@@ -103,7 +97,16 @@ def line_figure(
 
     `wide` and `height` are pixels on a wide page, `marks` the steps at which the run was resumed.
     """
-    rows = [row for number, one in enumerate(series) for row in _points(one, number, y.log)]
+    rows = []
+    for number, one in enumerate(series):
+        with_points = one.style == "points" or len(one.points) == 1
+        look = _look(one.color) | {"style": one.style, "series": number}
+        look["size"] = (80 if len(one.points) <= 40 else 24) if with_points else 0
+        errors, ringed = one.errors or [0.0] * len(one.points), one.ringed or [False] * len(one.points)
+        for (at, value), error, ring in zip(one.points, errors, ringed, strict=True):
+            if math.isfinite(at) and math.isfinite(value) and (value > 0 or not y.log):
+                low = value - error if value > error or not y.log else value  # a logarithmic axis has no place for it
+                rows.append(look | {"x": at, "y": value, "low": low, "high": value + error, "ringed": ring})
     xs, ends = [row["x"] for row in rows] or [1.0], [row[end] for row in rows for end in ("low", "high")]
     low = min(0.0, *xs)
     domain = [low, max(xs)] if max(xs) > low else [0.0, 1.0]
@@ -121,21 +124,6 @@ def line_figure(
     ]
     packed = json.dumps({"x": x, "domain": domain, "series": values}, separators=(",", ":"), ensure_ascii=False)
     return Figure(title, drawing, legend if len(series) > 1 or series[0].label != title else (), note, packed)
-
-
-def _points(series: Series, number: int, log: bool) -> list[Spec]:
-    """The points of a series that can be drawn, with the ends of their error bars, and how they look."""
-    with_points = series.style == "points" or len(series.points) == 1
-    look = _look(series.color) | {"style": series.style, "series": number}
-    look["size"] = (80 if len(series.points) <= 40 else 24) if with_points else 0
-    errors = series.errors or [0.0] * len(series.points)
-    ringed = series.ringed or [False] * len(series.points)
-    rows = []
-    for (x, y), error, ring in zip(series.points, errors, ringed, strict=True):
-        if math.isfinite(x) and math.isfinite(y) and (y > 0 or not log):
-            low = y - error if y - error > 0 or not log else y  # a logarithmic axis has no place for the rest
-            rows.append(look | {"x": x, "y": y, "low": low, "high": y + error, "ringed": ring})
-    return rows
 
 
 def row_chart(

@@ -1,7 +1,7 @@
 """Several runs, or models of runs, side by side: which settings differ, what each cost, and what each gave."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,10 @@ from typing import Any
 from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
-from affinage.evaluation.results import (
-    BITS_PER_BYTE,
-    LOG_LIKELIHOOD,
-    Difference,
-    asked_otherwise,
-    compare,
-    read_answers,
-)
+from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD, Difference, compare, read_answers
 from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
 from affinage.report.evaluations import Evaluation, read_evaluation
-from affinage.report.facts import TRAININGS, Facts, collect_facts
+from affinage.report.facts import MODELS, Facts, collect_facts
 from affinage.report.figures import TITLES, loss_axis, score_figure
 from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary
@@ -77,21 +70,12 @@ class Entrant:
 
 
 @dataclass(frozen=True)
-class Paired:
-    """What the items show of one entrant against the first."""
-
-    other: Entrant
-    differences: list[Difference]
-    asked_otherwise: dict[str, int]  # tasks with items of another prompt or right answer, and the number of these
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """Several entrants, their settings that differ (key -> the values), and differences from the first of them."""
+    """Several entrants, their settings that differ (key -> the values), and by name the differences from the first."""
 
     entrants: list[Entrant]
     settings: dict[str, tuple[Any, ...]]
-    paired: list[Paired]
+    paired: dict[str, list[Difference]]
 
     @property
     def quantities(self) -> dict[str, list[Any]]:
@@ -101,22 +85,24 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        runs = []
-        for one in self.entrants:
-            scores = one.evaluation.by_task if one.evaluation else {}
-            text = summary(one.facts, "en") if one.is_run else ""
-            known = {"bits_per_byte": one.bits_per_byte, "scores": scores}
-            quantities = {name: one.quantities.get(name) for name in self.quantities}
-            runs.append({"name": one.name, "summary": text, **quantities, **known})
-        ends = [({"from": self.entrants[0].name, "to": pair.other.name}, pair) for pair in self.paired]
+        quantities, first = self.quantities, self.entrants[0].name
         return {
-            "runs": runs,
+            "runs": [
+                {"name": one.name, "summary": summary(one.facts, "en") if one.is_run else ""}
+                | {name: values[place] for name, values in quantities.items()}
+                | {"bits_per_byte": one.bits_per_byte, "scores": one.evaluation.to_dict() if one.evaluation else {}}
+                for place, one in enumerate(self.entrants)
+            ],
             "settings": [{"key": key, "values": list(values)} for key, values in self.settings.items()],
-            "differences": [names | each.to_dict() for names, pair in ends for each in pair.differences],
+            "differences": [
+                {"from": first, "to": name} | difference.to_dict()
+                for name, differences in self.paired.items()
+                for difference in differences
+            ],
             "asked_otherwise": [
-                names | {"task": task, "questions": count}
-                for names, pair in ends
-                for task, count in pair.asked_otherwise.items()
+                {"from": first, "to": name, "task": task, "questions": count}
+                for name, differences in self.paired.items()
+                for task, count in _asked_otherwise(differences).items()
             ],
         }
 
@@ -136,8 +122,8 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     """
     runs = all(one.is_run for one in entrants)
     settings = differing_settings([one.facts.recipe for one in entrants]) if runs else {}
-    found = Comparison(list(entrants), settings, list(_paired(entrants)))
-    if not (found.quantities or settings or any(pair.differences for pair in found.paired)):
+    found = Comparison(list(entrants), settings, _paired(entrants))
+    if not (found.quantities or settings or any(found.paired.values())):
         tasks = [[] if one.facts.settings.evaluate.get("tasks") else ["--tasks", "TASK"] for one in entrants]
         commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
         raise UserError(
@@ -148,18 +134,16 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     return found
 
 
-def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:
-    first, ours = entrants[0], None
+def _paired(entrants: Sequence[Entrant]) -> dict[str, list[Difference]]:
+    first, paired = entrants[0], {}
     for other in entrants[1:]:
-        if first.results is None or other.results is None:
-            continue
-        try:
-            ours = ours or read_answers(first.results)
-            theirs = read_answers(other.results)
-            yield Paired(other, compare(ours, theirs), asked_otherwise(ours, theirs))
-        except UserError:
-            if not (first.is_run and other.is_run):  # then there is nothing else to compare
-                raise
+        if first.results is not None and other.results is not None:
+            try:
+                paired[other.name] = compare(read_answers(first.results), read_answers(other.results))
+            except UserError:
+                if not (first.is_run and other.is_run):  # then there is nothing else to compare
+                    raise
+    return paired
 
 
 def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
@@ -170,9 +154,8 @@ def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[
 def render_comparison(found: Comparison, language: str | None = None) -> str:
     """The comparison as one self-contained HTML page, in English or French."""
     t = language_of(language)
-    losses = [figure for name in TRAININGS if (figure := _loss_figure(found, name, t))]
+    losses = [figure for name in MODELS if (figure := _loss_figure(found, name, t))]
     evaluations = {one.name: one.evaluation for one in found.entrants if one.evaluation}
-    scores = score_figure(evaluations, t, t("Scores side by side"))
     return render_template(
         "comparison.html.j2",
         t,
@@ -180,20 +163,25 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
         summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in found.entrants},
         brief=brief,
         losses=losses,
-        scores=scores,
+        scores=score_figure(evaluations, t, t("Scores side by side")),
         notes=notes,
     )
 
 
-def notes(pair: Paired, t: Language) -> list[str]:
+def _asked_otherwise(differences: Sequence[Difference]) -> dict[str, int]:
+    """The tasks with items of another prompt or right answer, and the number of these items."""
+    return {one.task: one.asked_otherwise for one in differences if one.asked_otherwise}
+
+
+def notes(differences: Sequence[Difference], t: Language) -> list[str]:
     """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
-    found, tasks = [], []
-    for task, count in pair.asked_otherwise.items():
+    tasks, found = [], []
+    for task, count in _asked_otherwise(differences).items():
         items = t("items with another prompt or right answer: {count}", count=count)
         tasks.append(f"{task} ({items})")
     if tasks:
         found.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=", ".join(tasks)))
-    metrics = {one.metric.partition(",")[0] for one in pair.differences}
+    metrics = {one.metric.partition(",")[0] for one in differences}
     return found + [t(meaning) for metric, meaning in _METRICS.items() if metric in metrics]
 
 

@@ -4,14 +4,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from affinage.errors import UserError
 from affinage.evaluation.results import Difference, compare, read_answers
 from affinage.results import EvaluationResult, read_json
 
-# What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
-CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.25, "winogrande": 0.5, "boolq": 0.5}
 SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "f1")  # metrics between 0 and 1, higher is better
 HEADLINES = {"hellaswag": "acc_norm", "arc_challenge": "acc_norm"}  # the metrics that papers give, where not acc
 IN_CHAT = "†"  # marks scores with the chat template
@@ -28,14 +26,8 @@ def headline(task: str, metrics: Collection[str]) -> str:
     return next((name for name in wanted if name in metrics), next(iter(metrics), ""))
 
 
-def marked(name: str, in_chat: bool) -> str:
-    """A name, with a mark if its score is one with the chat template."""
-    return f"{name} {IN_CHAT}" if in_chat else name
-
-
-@dataclass(frozen=True)
-class Score:
-    """One metric of one task, with its standard error. `headline`: the one metric a chart shows for the task."""
+class Score(NamedTuple):
+    """One metric of one task, with its standard error; `chance` is what guessing gets, where that is known."""
 
     task: str
     metric: str
@@ -45,7 +37,6 @@ class Score:
     shots: int | None
     chat_template: bool
     chance: float | None
-    headline: bool
 
 
 @dataclass(frozen=True)
@@ -57,22 +48,23 @@ class Evaluation:
     folder: Path
 
     @cached_property
-    def scores(self) -> tuple[Score, ...]:
-        """All metrics of all tasks."""
-        found = []
+    def by_task(self) -> dict[str, dict[str, Score]]:
+        """All scores: task -> metric -> score."""
+        found: dict[str, dict[str, Score]] = {}
         for task, result in self.result.tasks.items():
-            known = {name: metric for name, metric in result.metrics.items() if metric.value is not None}
-            guessed = CHANCE.get(task) if result.chance is None else result.chance
-            for name, one in known.items():
-                chance, shown = guessed if is_share(name) else None, name == headline(task, known)
-                about = (one.value or 0.0, one.stderr, result.items, result.num_fewshot, result.chat_template)
-                found.append(Score(task, name, *about, chance, shown))
-        return tuple(found)
+            about = (result.items, result.num_fewshot, result.chat_template)
+            for name, metric in result.metrics.items():
+                if metric.value is not None:
+                    chance = result.chance if is_share(name) else None
+                    scores = found.setdefault(task, {})
+                    scores[name] = Score(task, name, metric.value, metric.stderr, *about, chance)
+        return found
 
     @property
     def headlines(self) -> list[Score]:
         """The score of each task that charts and sentences show."""
-        return [score for score in self.scores if score.headline and is_share(score.metric)]
+        found = [scores[headline(task, scores)] for task, scores in self.by_task.items()]
+        return [score for score in found if is_share(score.metric)]
 
     @property
     def compression(self) -> dict[str, dict[str, float]]:
@@ -87,18 +79,16 @@ class Evaluation:
 
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""
-        return next((s for s in self.scores if (s.task, s.metric) == (task, metric)), None)
+        return self.by_task.get(task, {}).get(metric)
 
-    @property
-    def by_task(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """As JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
         return {
             task: {
-                name: {"value": one.value, "stderr": one.stderr, "in_chat": result.chat_template}
-                for name, one in result.metrics.items()
-                if one.value is not None
+                name: {"value": score.value, "stderr": score.stderr, "in_chat": score.chat_template}
+                for name, score in scores.items()
             }
-            for task, result in self.result.tasks.items()
+            for task, scores in self.by_task.items()
         }
 
 

@@ -1,17 +1,22 @@
 """Everything a report states about a run, read from its step folders. Steps that did not run are absent, not errors."""
 
-import hashlib
+import difflib
+import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from affinage.report.duplicates import NearDuplicate, near_duplicates
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from affinage.data.documents import document_files
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.trainings import Training, read_training
 from affinage.results import (
-    DOCUMENT_STEPS,
     RESULTS,
     DocumentsResult,
     Manifest,
@@ -22,33 +27,11 @@ from affinage.results import (
     read_result,
 )
 
-TRAININGS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # step -> model
-EVALUATIONS = {"evaluate-base": "base", "evaluate-sft": "sft", "evaluate-dpo": "dpo"}  # step -> model
-ORDER = {  # all steps but the report -> the kind of their work: 0 data, 1 training, 2 evaluation, 3 release
-    **dict.fromkeys(("synthesize", *DOCUMENT_STEPS, "train-tokenizer", "tokenize"), 0),
-    **dict.fromkeys(("pretrain", "sft-data", "preference-data", "sft", "ref-logprobs", "dpo"), 1),
-    **dict.fromkeys(EVALUATIONS, 2),
-    "export": 3,
-}
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the run.
-
-    `seconds` is the time of the start that completed it; for a training that was stopped, of all its starts. `checksum`
-    is a hash of the hashes of all files.
-    """
-
-    name: str
-    manifest: Manifest
-    seconds: float | None
-    checksum: str
-
-    @property
-    def group(self) -> int:
-        """The kind of its work, as in `ORDER`."""
-        return ORDER.get(self.name, 0)
+MODELS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # of each training; `evaluate-<model>` evaluates it
+_SHOWN = 6  # pairs of near duplicates
+_SEARCHED_BYTES = 2e9  # of Parquet; a larger corpus would keep a reader waiting for a handful of examples
+_BEFORE, _LENGTH = 140, 460  # characters shown before the first difference, and in all
+Piece = tuple[str, bool]  # text, whether the other side lacks it
 
 
 class Settings(Result):
@@ -61,6 +44,16 @@ class Settings(Result):
     evaluate: dict[str, Any] = {}
 
 
+class NearDuplicate(NamedTuple):
+    """A document that was kept and one that was removed, around their first difference; `similarity` is Jaccard's."""
+
+    similarity: float
+    kept_id: str
+    kept: list[Piece]
+    removed_id: str
+    removed: list[Piece]
+
+
 @dataclass(frozen=True)
 class Facts:
     """All that is known about one run."""
@@ -69,7 +62,7 @@ class Facts:
     recipe: Mapping[str, Any]  # as it was written
     settings: Settings  # the same
     command: str
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Manifest, ...] = ()  # `seconds` of a training that was stopped are those of all its starts
     results: dict[str, Result] = field(default_factory=dict)  # by step, in the order of the steps
     near_duplicates: tuple[NearDuplicate, ...] = ()
     trainings: tuple[Training, ...] = ()
@@ -105,22 +98,28 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     """
     recipe = read_json(run_folder / "recipe.json")
     settings = Settings.model_validate(recipe)
-    folders = dict(results) if results is not None else {}
-    if results is None and run_folder.is_dir():
-        folders = {folder.name: folder for folder in run_folder.iterdir()}
-    kinds = {name: kind for name, kind in RESULTS.items() if name in folders and name in ORDER}
-    read = {name: found for name, kind in kinds.items() if (found := read_result(folders[name], kind)) is not None}
+    folders = dict(results) if results is not None else {name: run_folder / name for name in RESULTS}
+    read = {
+        name: result
+        for name, kind in RESULTS.items()
+        if name in folders and (result := read_result(folders[name], kind)) is not None
+    }
     trained = {name: result for name, result in read.items() if isinstance(result, TrainingResult)}
-    steps = _steps(folders, trained)
-    done = {step.name for step in steps}
+    steps = []
+    for name in read:
+        manifest = Manifest.model_validate(read_json(folders[name] / "manifest.json"))
+        seconds = [manifest.seconds, trained[name].worked if name in trained else None]
+        longest = max((each for each in seconds if each is not None), default=None)
+        steps.append(manifest.model_copy(update={"step": name, "seconds": longest}))
     command = read_json(run_folder / "run.json").get("command")
-    begun = {name: folders[name] for name in TRAININGS if name in folders and name not in read}
+    begun = {name: folders[name] for name in MODELS if name in folders and name not in read}
     unfinished = [
         (read_training(name, folder, TrainingResult(), recipe), read_json(folder / "feed.json").get("steps"))
         for name, folder in begun.items()
         if (folder / "metrics.jsonl").is_file()
     ]
-    pairs = near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter")) if "dedup" in done else ()
+    evaluated = {model: folders[step] for model in MODELS.values() if (step := f"evaluate-{model}") in read}
+    pairs = near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter")) if "dedup" in read else ()
     return Facts(
         name=settings.name or run_folder.name,
         recipe=recipe,
@@ -131,22 +130,54 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         near_duplicates=pairs,
         trainings=tuple(read_training(name, folders[name], result, recipe) for name, result in trained.items()),
         unfinished=tuple(unfinished),
-        evaluations=tuple(read_evaluation(EVALUATIONS[n], folders[n]) for n in EVALUATIONS if n in done),
-        versions={name: version for step in steps for name, version in step.manifest.versions.items()},
+        evaluations=tuple(read_evaluation(model, folder) for model, folder in evaluated.items()),
+        versions={name: version for step in steps for name, version in step.versions.items()},
     )
 
 
-def _steps(folders: Mapping[str, Path], trained: Mapping[str, TrainingResult]) -> list[Step]:
-    found = []
-    for folder_name, folder in folders.items():
-        value = read_json(folder / "manifest.json")
-        if not value or folder_name == "report":  # written before its own time is known
-            continue
-        manifest = Manifest.model_validate(value)
-        name, seconds = manifest.step or folder_name, [manifest.seconds]
-        seconds += [trained[name].worked] if name in trained else []
-        lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(manifest.files.items()))
-        checksum = hashlib.sha256(lines.encode()).hexdigest() if lines else ""
-        found.append(Step(name, manifest, max((each for each in seconds if each is not None), default=None), checksum))
-    rank = {name: i for i, name in enumerate(ORDER)}
-    return sorted(found, key=lambda step: (rank.get(step.name, len(rank)), step.name))
+# ---- near duplicates ----
+
+
+def near_duplicates(dedup: Path, documents: Path) -> tuple[NearDuplicate, ...]:
+    """The pairs that are least alike, by which to judge a threshold.
+
+    `dedup` is the folder of that step, with `removed.parquet`, and `documents` that of the step that it read.
+    """
+    files = document_files(documents)
+    if not (dedup / "removed.parquet").is_file() or sum(file.stat().st_size for file in files) > _SEARCHED_BYTES:
+        return ()
+    try:
+        removed = pq.read_table(dedup / "removed.parquet", filters=[("exact", "==", False)])
+        table = removed.sort_by([(name, "ascending") for name in ("jaccard", "source", "id")]).slice(0, _SHOWN)
+        pairs = table.to_pylist()
+        wanted = ds.field("id").isin(sorted({pair[key] for pair in pairs for key in ("id", "duplicate_of")}))
+        rows = ds.dataset(files).to_table(columns=["source", "id", "text"], filter=wanted).to_pylist() if pairs else []
+        texts = {(row["source"], row["id"]): row["text"] for row in rows}
+        found = []
+        for pair in pairs:
+            kept = texts[pair["duplicate_of_source"], pair["duplicate_of"]]
+            kept_pieces, removed_pieces = differences(*_excerpts(kept, texts[pair["source"], pair["id"]]))
+            found.append(NearDuplicate(pair["jaccard"], pair["duplicate_of"], kept_pieces, pair["id"], removed_pieces))
+        return tuple(found)
+    except (pa.ArrowException, OSError, KeyError):
+        return ()  # another version's columns, or a file that is gone: the report has no such section then
+
+
+def _excerpts(*texts: str) -> list[str]:
+    """The parts of texts around their first difference."""
+    start = max(0, len(os.path.commonprefix(texts)) - _BEFORE)  # noqa: RUF071
+    start = texts[0].rfind(" ", 0, start) + 1 or start
+    end = start + _LENGTH
+    return [("… " if start else "") + text[start:end] + (" …" if len(text) > end else "") for text in texts]
+
+
+def differences(left: str, right: str) -> tuple[list[Piece], list[Piece]]:
+    """Both texts cut into pieces, each marked as shared or as only on its side."""
+    words_left, words_right = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (left, right))
+    pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    matcher = difflib.SequenceMatcher(None, words_left, words_right, autojunk=False)
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        for side, words in zip(pieces, (words_left[i1:i2], words_right[j1:j2])):
+            if words:
+                side.append(("".join(words), tag != "equal"))
+    return pieces

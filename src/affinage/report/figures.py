@@ -18,7 +18,7 @@ from affinage.report.charts import (
     smoothed,
     thinned,
 )
-from affinage.report.evaluations import IN_CHAT, Evaluation, marked
+from affinage.report.evaluations import IN_CHAT, Evaluation, Score
 from affinage.report.language import N_, Language
 from affinage.report.trainings import Training
 
@@ -34,12 +34,8 @@ def model_name(evaluation: Evaluation, t: Language) -> str:
 
 def metrics_of(evaluations: Iterable[Evaluation]) -> list[tuple[str, str]]:
     """All tasks with their metrics, in the order in which they were first seen."""
-    return list(dict.fromkeys((score.task, score.metric) for one in evaluations for score in one.scores))
-
-
-def in_chat_note(t: Language) -> str:
-    """What the mark of scores with the chat template means."""
-    return t("† asked in the chat template: not comparable with scores asked without it.")
+    tasks = [scores for one in evaluations for scores in one.by_task.values()]
+    return list(dict.fromkeys((score.task, score.metric) for scores in tasks for score in scores.values()))
 
 
 def loss_axis(series: Sequence[Series], training: str, t: Language) -> Axis:
@@ -105,21 +101,27 @@ def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Langu
 
 def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str) -> Figure | None:
     """The headline metric of every task, models side by side; the base model's points are hollow beside others."""
-    models, rows = list(evaluations), []
-    for task in dict.fromkeys(score.task for one in evaluations.values() for score in one.headlines):
-        found = [(m, s) for m, one in evaluations.items() for s in one.headlines if s.task == task]
-        intervals = [Interval(score.value, score.stderr or 0.0, models.index(model)) for model, score in found]
-        in_chat = [model for model, score in found if score.chat_template]
-        label = f"{task} ({IN_CHAT} {', '.join(in_chat)})" if len(in_chat) < len(found) and in_chat else task
-        rows.append(Row(marked(label, len(in_chat) == len(found)), intervals, found[0][1].chance))
-    if not rows:
+    models = list(evaluations)
+    tasks: dict[str, dict[str, Score]] = {}  # task -> model -> score
+    for model, one in evaluations.items():
+        for score in one.headlines:
+            tasks.setdefault(score.task, {})[model] = score
+    if not tasks:
         return None
+    rows = []
+    for task, scores in tasks.items():
+        intervals = [Interval(one.value, one.stderr or 0.0, models.index(model)) for model, one in scores.items()]
+        in_chat = [model for model, one in scores.items() if one.chat_template]
+        some = f" ({IN_CHAT} {', '.join(in_chat)})" if in_chat else ""
+        label = f"{task} {IN_CHAT}" if len(in_chat) == len(scores) else task + some
+        rows.append(Row(label, intervals, next(iter(scores.values())).chance))
     hollow = len(models) > 1 and evaluations[models[0]].model == "base"
     legend = [Key(name, i, "hollow" if hollow and i == 0 else "points") for i, name in enumerate(models)]
     if any(row.chance is not None for row in rows):
         legend.append(Key(t("chance"), 0, "chance"))
-    axis, note = Axis(t("score of the task’s headline metric"), ".0%"), in_chat_note(t)
+    axis = Axis(t("score of the task’s headline metric"), ".0%")
     drawing = row_chart(rows, axis, t("Scores per task with standard errors"), t, hollow=hollow)
+    note = t("† asked in the chat template: not comparable with scores asked without it.")
     return Figure(title, drawing, legend, note if any(IN_CHAT in row.label for row in rows) else "")
 
 

@@ -11,17 +11,7 @@ from pydantic import ValidationError
 
 from affinage.errors import UserError
 from affinage.report.charts import Point
-from affinage.report.evaluations import headline
-from affinage.results import (
-    MANIFEST,
-    Metric,
-    Result,
-    TrainedModel,
-    TrainingResult,
-    Validated,
-    read_json,
-    read_json_lines,
-)
+from affinage.results import MANIFEST, Metric, Result, TrainingResult, Validated, read_json, read_json_lines
 
 if TYPE_CHECKING:
     from affinage.model import Graph
@@ -37,7 +27,7 @@ class Regression(Result):
 
 
 class EvalPoint(Result):
-    """The benchmarks after a step, by their headline metrics, and those that are worse than before."""
+    """The benchmarks after a step, by the metric that is compared, and those that are worse than before."""
 
     step: int = 0
     scores: dict[str, Metric] = {}
@@ -53,7 +43,6 @@ class _Monitor(Result):
 
 
 class _Evaluated(Result):
-    tasks: dict[str, dict[str, Metric]] = {}
     bits_per_byte: dict[str, float] = {}
 
 
@@ -65,6 +54,11 @@ class _Line(Result):
     evaluation: _Evaluated = _Evaluated()
 
 
+class _Model(Result):
+    graph: dict[str, Any] = {}
+    context: int | None = None
+
+
 @dataclass(frozen=True)
 class Training:
     """One training. Curves are points (step, value): by metric, validation set, and language of the validation text."""
@@ -72,7 +66,6 @@ class Training:
     name: str
     result: TrainingResult
     points: list[EvalPoint]  # benchmarks during the training
-    monitored: bool  # whether regressions of the benchmarks can end it
     predicted: dict[str, float]
     analysis: "list[NodeCost] | None"  # of the model
     context: int | None  # tokens of a sequence
@@ -97,15 +90,15 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
     from affinage.model import parse
     from affinage.model.analysis import analyze
 
-    model = TrainedModel.model_validate(read_json(folder / "model.json"))
-    monitored = _Monitor.model_validate(read_json(folder / "monitor.json")).points
+    model = _Model.model_validate(read_json(folder / "model.json"))
+    points = _Monitor.model_validate(read_json(folder / "monitor.json")).points
     analysis, predicted = None, result.predicted
     if model.graph and model.context:
         with contextlib.suppress(UserError):  # another version may have stored it
             graph = parse(model.graph)
             analysis = analyze(graph, 1, model.context)
             predicted = predicted | _forecast(name, folder, result, recipe, graph, model.context)
-    training = Training(name, result, monitored, bool(monitored), predicted, analysis, model.context)
+    training = Training(name, result, points, predicted, analysis, model.context)
     for values in read_json_lines(folder / "metrics.jsonl"):
         line = _Line.model_validate(values)
         if (step := line.step) is None:
@@ -120,10 +113,6 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
                 training.validation.setdefault(dataset, []).append((step, validated.loss))
         for language, bits in line.evaluation.bits_per_byte.items():
             training.bits_per_byte.setdefault(language, []).append((step, bits))
-        if line.evaluation.tasks and not training.monitored:
-            tasks = line.evaluation.tasks.items()
-            scores = {task: metrics.get(headline(task, metrics), Metric()) for task, metrics in tasks}
-            training.points.append(EvalPoint(step=step, scores=scores))
     return training
 
 
@@ -142,18 +131,17 @@ def _forecast(
     try:
         loaded = Recipe.model_validate(dict(recipe))
         settings = getattr(loaded, name)
-        if name == "dpo" and settings is not None:  # the stored graph is without the loss of preferences
+        if not (settings and steps and tokens):
+            return {}
+        if name == "dpo":  # the stored graph is without the loss of preferences
             data = folder.parent / "preference-data"
             documents = documents_in_a_row(data) if (data / MANIFEST).is_file() else None
             graph = preferring(graph, settings, context, documents)
     except (ValidationError, UserError):
         return {}
-    if not (settings and steps and tokens):
-        return {}
-    rows, count = tokens // steps // context, devices.count or 1
-    places: dict[str, Any] = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": count}
-    found = forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)
-    if found is None:
+    places: dict[str, Any] = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": devices.count or 1}
+    rows = tokens // steps // context
+    if (found := forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)) is None:
         return {}
     memory, step = float(found[0].total), found[1].seconds
     return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": tokens / steps / step, "memory": memory}

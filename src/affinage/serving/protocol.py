@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -53,6 +53,16 @@ class CommonRequest(BaseModel):
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Return the body of a request. Raises Refused with the field that is wrong."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else "the body"
+            raise Refused(400, f"{name}: {first['msg']}", param=name) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -117,19 +127,6 @@ class CompletionRequest(CommonRequest):
         """Each text to be continued, or its tokens."""
         is_single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
-
-
-_Kind = TypeVar("_Kind", ChatRequest, CompletionRequest)
-
-
-def parse(content: bytes, kind: type[_Kind]) -> _Kind:
-    """Return the body of a request. Raises Refused with the field that is wrong."""
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else "the body"
-        raise Refused(400, f"{name}: {first['msg']}", param=name) from error
 
 
 @dataclass(frozen=True)

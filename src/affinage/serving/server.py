@@ -28,7 +28,7 @@ from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation.engine import Engine, EngineRequest, Event, Generation, token_logprobs
 from affinage.generation.model import LoadedModel
-from affinage.serving.protocol import ChatRequest, CompletionRequest, Refused, Reply, parse
+from affinage.serving.protocol import ChatRequest, CompletionRequest, Refused, Reply
 
 _LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
@@ -133,13 +133,13 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._facts]})
 
     async def _chat(self, request: Request) -> Response:
-        body = parse(await self._body(request), ChatRequest)
+        body = ChatRequest.parse(await self._body(request))
         messages = [message.as_text() for message in body.messages]
         prompt = await asyncio.to_thread(encode_prompt, messages, self._model.tokenizer, self._model.system_prompt)
-        return await self._answer(request, body, [prompt], [0])
+        return await self._answer(request, body, [prompt], [len(prompt)], body.top_logprobs if body.logprobs else None)
 
     async def _completion(self, request: Request) -> Response:
-        body, tokenizer = parse(await self._body(request), CompletionRequest), self._model.tokenizer
+        body, tokenizer = CompletionRequest.parse(await self._body(request)), self._model.tokenizer
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         encoded = iter(await asyncio.to_thread(tokenizer.encode_batch, texts))
         opening = list(tokenizer.opening)
@@ -147,8 +147,10 @@ class Server:
         for token in {token for prompt in prompts for token in prompt}:
             if not 0 <= token < self._model.graph.vocabulary:
                 raise Refused(400, f"there is no token {token}", param="prompt")
-        added = [len(opening) if isinstance(each, str) else 0 for each in body.prompts]
-        return await self._answer(request, body, [prompt or [tokenizer.bos] for prompt in prompts], added)
+        prompts = [prompt or [tokenizer.bos] for prompt in prompts]
+        opened = [len(opening) if isinstance(each, str) else 0 for each in body.prompts]
+        begins = opened if body.echo else [len(prompt) for prompt in prompts]
+        return await self._answer(request, body, prompts, begins, body.logprobs)
 
     async def _body(self, request: Request) -> bytes:
         self._check_key(request)
@@ -163,9 +165,17 @@ class Server:
         return bytes(content)
 
     async def _answer(
-        self, http: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], added: Sequence[int]
+        self,
+        http: Request,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+        begins: Sequence[int],
+        alternatives: int | None,
     ) -> Response:
-        """Answer prompts, of which the server has `added` the first tokens."""
+        """Answer prompts, each from a token on: of the prompt if it is echoed, else the first one after it.
+
+        With `alternatives`, each token has its log-probability and those of that number of likely ones.
+        """
         if body.model not in (None, self._model.name):
             what = f"there is no model `{body.model}` here, but `{self._model.name}`"
             raise Refused(404, what, code="model_not_found", param="model")
@@ -177,19 +187,47 @@ class Server:
             raise Refused(400, f"at most {self._max_choices} choices in all", param="n")
         params, decode = body.params(self._max_tokens), self._model.tokenizer.decode
         requests = [EngineRequest(prompt, params, index) for prompt in prompts for index in range(body.n)]
-        added = [count for count in added for _ in range(body.n)]
+        begins = [begin for begin in begins for _ in range(body.n)]
         reply = Reply(self._model.name, isinstance(body, ChatRequest), lambda token: decode([token], keep_special=True))
-        news = self._news(http, body, requests, added, reply, self.loop.submit(requests))
+        news = self.loop.submit(requests)
+
+        async def parts() -> AsyncGenerator[tuple[int, str, Generation | None, Any]]:
+            """Yield (choice, new text, its end, its log-probabilities) until all choices have ended."""
+            left = len(requests)
+            try:
+                for place, request in enumerate(requests):
+                    if echoed := decode(request.prompt[begins[place] :]):
+                        yield place, echoed, None, None
+                while left:
+                    try:
+                        new = await asyncio.wait_for(news.get(), _POLL)
+                    except TimeoutError:
+                        if await http.is_disconnected():
+                            raise ClientDisconnect from None
+                        continue
+                    if new is None:
+                        raise _FAILED
+                    request, text, end = new
+                    place, logprobs = requests.index(request), None
+                    left -= end is not None
+                    if end is not None and alternatives is not None:
+                        tokens, begin = [*request.prompt, *end.tokens], begins[place]
+                        scored = await self.loop.logprobs(tokens, alternatives)
+                        logprobs = reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
+                    yield place, text, end, logprobs
+            finally:
+                for request in requests:
+                    request.cancelled = True
 
         def usage() -> dict[str, int]:
             read, written = sum(map(len, prompts)), sum(len(request.tokens) for request in requests)
             return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
         async def events() -> AsyncIterator[bytes]:
-            async with contextlib.aclosing(news):
+            async with contextlib.aclosing(parts()) as streamed:
                 try:
-                    async for new in news:
-                        yield _event(reply.body([reply.choice(*new, chunk=True)], chunk=True))
+                    async for part in streamed:
+                        yield _event(reply.body([reply.choice(*part, chunk=True)], chunk=True))
                 except Refused as refused:
                     yield _event(refused.body)
                     return
@@ -200,55 +238,12 @@ class Server:
         if body.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
         texts, ends = [""] * len(requests), dict[int, tuple[Generation, Any]]()
-        async for place, text, end, logprobs in news:
+        async for place, text, end, logprobs in parts():
             texts[place] += text
             if end is not None:
                 ends[place] = end, logprobs
         choices = [reply.choice(place, text, *ends[place]) for place, text in enumerate(texts)]
         return JSONResponse(reply.body(choices, usage=usage()))
-
-    async def _news(
-        self,
-        http: Request,
-        body: ChatRequest | CompletionRequest,
-        requests: Sequence[EngineRequest],
-        added: Sequence[int],
-        reply: Reply,
-        queue: _News,
-    ) -> AsyncGenerator[tuple[int, str, Generation | None, Any]]:
-        """Yield (choice, new text, its end, its log-probabilities) until all choices have ended.
-
-        The prompt is the first text of a choice if it is echoed. Cancels the requests if the client leaves. Raises
-        Refused if the engine fails.
-        """
-        alternatives = body.top_logprobs if isinstance(body, ChatRequest) and body.logprobs else None  # of a token
-        if isinstance(body, CompletionRequest):
-            alternatives = body.logprobs
-        echo, left = isinstance(body, CompletionRequest) and body.echo, len(requests)
-        try:
-            for place, request in enumerate(requests if echo else ()):
-                yield place, self._model.tokenizer.decode(request.prompt[added[place] :]), None, None
-            while left:
-                try:
-                    new = await asyncio.wait_for(queue.get(), _POLL)
-                except TimeoutError:
-                    if await http.is_disconnected():
-                        raise ClientDisconnect from None
-                    continue
-                if new is None:
-                    raise _FAILED
-                request, text, end = new
-                place, logprobs = requests.index(request), None
-                left -= end is not None
-                if end is not None and alternatives is not None:
-                    tokens = [*request.prompt, *end.tokens]
-                    begin = added[place] if echo else len(request.prompt)
-                    scored = await self.loop.logprobs(tokens, alternatives)
-                    logprobs = reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
-                yield place, text, end, logprobs
-        finally:
-            for request in requests:
-                request.cancelled = True
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
