@@ -113,18 +113,6 @@ def test_generation_never_leaves_the_context():
             generate(model, [prompt], SamplingParams(1))
 
 
-SAMPLED = SamplingParams(16, 1.3, 40, 0.95, 0.01, seed=3, ignore_eos=True)
-
-
-def test_sampled_text_is_repeatable_and_independent_of_the_batch():
-    model, prompts = tiny_llama(), [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
-    together = generate(model, prompts, SAMPLED)
-    apart = generate(model, prompts, SAMPLED, max_num_seqs=1)
-    assert [one.tokens for one in together] == [one.tokens for one in apart]
-    again = generate(model, [PROMPTS[0], *prompts], SAMPLED)
-    assert again[0].tokens == together[0].tokens != again[1].tokens
-
-
 def test_streamed_pieces_make_up_the_generation_whatever_a_slot_holds_of_the_prompt():
     model, params = tiny_llama(), SamplingParams(24, ignore_eos=True)
     engine = Engine(model, max_num_seqs=1, steps=4, enable_prefix_caching=True)
