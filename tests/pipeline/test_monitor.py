@@ -14,7 +14,6 @@ import pytest
 from scipy.stats import binomtest
 
 import tiny_run
-from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.config.training import MonitorSettings
 from affinage.evaluation.run import evaluate
@@ -29,16 +28,14 @@ from affinage.results import TrainingResult
 from affinage.training.evaluator import bits_by_language
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
+from run_affinage import run
 from tiny_models import tiny_llama
 
 TINY = tiny_run.WORDS[0]
 
 
-def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = (), status: int = 0) -> None:
-    words = [word for setting in settings for word in ("--set", setting)]
-    with pytest.raises(SystemExit) as ended:
-        main([verb, TINY, "--runs", str(runs), *words, *options])
-    assert (ended.value.code or 0) == status
+def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = ()) -> None:
+    run(verb, TINY, "--runs", runs, *options, settings=settings)
 
 
 def lines(training: Path, kind: str) -> list[dict]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from affinage.cli import main
 from affinage.config.load import load_recipe
 from affinage.hardware.mesh import AXES
 from affinage.hardware.slices import find_slice
@@ -39,11 +38,3 @@ def settings(*overrides: str) -> list[str]:
 def rarer(*row: Any) -> Any:
     """A row of a table that the quick tier leaves out."""
     return pytest.param(*row, marks=pytest.mark.full)
-
-
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Status, output and errors of `affinage plan`."""
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *words])
-    out = capsys.readouterr()
-    return int(ended.value.code or 0), out.out, out.err

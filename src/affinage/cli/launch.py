@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +14,7 @@ from affinage.cli import options
 from affinage.cli.options import app, load, opt
 
 if TYPE_CHECKING:
+    from affinage.cluster.launch import WorkerGroup
     from affinage.config.load import LoadedRecipe
 
 
@@ -45,7 +47,7 @@ def launch(
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
     loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
-    from affinage.cluster.launch import FailureConfig, Start, start_local, supervise
+    from affinage.cluster.launch import start_local, supervise
     from affinage.pipeline.models import RECIPE, resolve
 
     run = resolve(recipe, runs).run
@@ -61,7 +63,7 @@ def launch(
 
     with contextlib.ExitStack() as cleanup:
         if on == "local":
-            start: Start = partial(start_local, workers=processes, devices=devices, say=write)
+            start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=write)
         else:
             from affinage.cluster.ray_launch import RayLauncher
 
@@ -75,7 +77,8 @@ def launch(
             )
             cleanup.callback(launcher.close)
             start = launcher.start
-        status = supervise(start, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=write)
+        limits = {"max_preemptions": max_preemptions, "max_failures": max_failures}
+        status = supervise(start, words, **limits, grace=grace, say=write)
     raise typer.Exit(status)
 
 

@@ -424,7 +424,7 @@ def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
     """What the key of the training holds of it: a hash of the checkpoint, wherever it is."""
     if (extension := extended(loaded, section)) is None:
         return {}
-    from affinage.checkpoint.metadata import fingerprint
+    from affinage.checkpoint import CheckpointStore
 
     folder, step = extension
-    return {"resume_from": fingerprint(folder / "checkpoints" / str(step))}
+    return {"resume_from": CheckpointStore(folder / "checkpoints").metadata(step).fingerprint}

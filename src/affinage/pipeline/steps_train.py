@@ -35,7 +35,6 @@ from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import TrainJob, rows_per_step
 from affinage.training import train as run_training
-from affinage.training.job import Extension
 from affinage.training.layerwise import check_update
 from affinage.training.optimizer import check_choices
 from affinage.training.state import split_params
@@ -153,7 +152,6 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
     elif folder is not None:
         initial = initial_params(folder, base)
-    extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
         graph=graph,
         settings=settings,
@@ -168,7 +166,7 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         runtime=runtime,
         trackers=trackers_of(runtime.trackers),
         tracked=TrackedRun(f"{recipe.name}/{name}", recipe.name, context.run_folder.parent.absolute()),
-        extends=None if extension is None else Extension(*extension),
+        extends=extended(context.loaded, name) if name in recipe.trainings else None,
         measured=context.on_metrics,
         **fields,
     )

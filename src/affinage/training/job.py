@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,13 +48,6 @@ class ValidationSet(Protocol):
         """All rows once; the last batch is filled up with rows whose `loss_mask` is 0."""
 
 
-class Extension(NamedTuple):
-    """A checkpoint that a training begins with, as if it had made the steps up to there itself."""
-
-    training: Path  # the folder of the training that made it; only read
-    step: int
-
-
 class Monitor(Protocol):
     """Scores a model while it is trained, and decides whether the training goes on."""
 
@@ -94,8 +87,9 @@ class TrainJob:
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)  # none of it changes the result
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)  # see `affinage.tracking`
     tracked: TrackedRun = field(default_factory=lambda: TrackedRun("train"))  # what trackers know of this training
-    extends: Extension | None = None  # the steps continue from the step of this checkpoint
-    uploader: Uploader | None = None  # copies what the first process saves elsewhere
+    # Folder, which is only read, and step of another training: this one begins as if it had made the steps up to there.
+    extends: tuple[Path, int] | None = None
+    uploader: Uploader | None = None  # copies elsewhere what the first process saves; goes with a `store` that calls it
     store: CheckpointStore | None = None  # of the checkpoints; None: one in the folder
     hardware: Hardware = field(default_factory=LocalDevices)  # provides the devices, and is released at the end
     strategy: Strategy | None = None  # how the step is compiled; None: as the mesh requires
