@@ -114,7 +114,7 @@ def _written_at(raw: Any, path: "Keys", value: Any) -> "Keys | None":
         return ("pretrain", "tokens")
     for place, key in enumerate(path):
         if not isinstance(raw, dict if isinstance(key, str) else list):
-            # A shorter form: `[wandb]` for {wandb: {}}, {en: 1} for [{weights: {en: 1}}], `my_text/` for {path: my_text/}.
+            # A short form: `[wandb]` for {wandb: {}}, {en: 1} for [{weights: {en: 1}}], `my_text/` for {path: my_text/}
             return path[:place] if isinstance(raw, dict | list) or raw == value else None
         if isinstance(raw, dict) and key not in raw:
             return None
