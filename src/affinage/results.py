@@ -264,6 +264,10 @@ class Verified(Result):
     tokens: int = 0
     largest_logit_difference: float = 0.0
 
+    def __str__(self) -> str:
+        apart = f"at most {self.largest_logit_difference:.1e} of the largest apart"
+        return f"transformers computes the same: logits of {self.tokens:,} tokens {apart}, and the same ids"
+
 
 class ExportResult(Result):
     """A Hugging Face folder."""

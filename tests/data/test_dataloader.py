@@ -58,12 +58,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_tokens(feed: DataLoader, rows: int) -> list[int]:
-    """The rows of the feed from its beginning, by their first token."""
-    steps = -(-rows // feed.batch_size)
-    return [int(token) for step in range(steps) for token in feed.batch(step)["tokens"][:, 0]][:rows]
-
-
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_a_batch_is_a_function_of_seed_and_step_for_any_number_of_hosts(folder: Path, mixture: str):
     one, used, other = (DataLoader(folder, seed=seed, batch=BATCH, mixture=MIXTURES[mixture]) for seed in (5, 5, 6))

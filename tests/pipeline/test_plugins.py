@@ -23,7 +23,7 @@ from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, ma
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {
-    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
+    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export", "report",
 }  # fmt: skip
 DOCUMENT = Path(__file__).parents[2] / "docs" / "layers.md"
 
@@ -123,6 +123,6 @@ def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(writt
 def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
     monkeypatch.chdir(written)
     runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Path("runs"), build_steps(loaded))
-    assert dict(places(runner, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    assert places(runner, ["sft", "dpo"])["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
     Path("with_my_nodes").mkdir()
-    assert dict(places(runner, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
+    assert places(runner, ["sft", "dpo"])["next"].endswith("affinage chat runs/with_my_nodes")

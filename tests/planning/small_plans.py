@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import find_slice
-from affinage.planning.comms import links_of
+from affinage.hardware.chips import find_slice
+from affinage.parallel.sharding import AXES
+from affinage.planning.estimate import links_of
 from affinage.planning.plan import Plan, make_plan, planned_graph
 
 SMALL = str(Path(__file__).with_name("small.yaml"))

@@ -4,7 +4,7 @@ import pytest
 from small_plans import plan_of
 
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 
 GiB = 2**30

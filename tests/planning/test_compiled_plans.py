@@ -8,7 +8,7 @@ from small_plans import SMALL, plan_of
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import attention_in, compile_on, compile_step, out_of_memory
 
 SIX = "model.nodes.blocks.repeat=6"

@@ -10,7 +10,7 @@ from small_plans import SMALL, blocks_of, plan_of
 
 from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.model import ApplyConfig
 from affinage.model.apply_config import with_remat
 from affinage.model.layers.attention import choose
@@ -70,6 +70,7 @@ HEADS = "model.nodes.blocks.attention.heads=2"
         ("v6e-4", (HEADS,), "matrix unit", True),  # of 256, and heads have 128
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
+        ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
     ],
     ids=str,
@@ -102,6 +103,12 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(monkeypat
     plans, ((refused, _),) = compare(loaded.recipe, planned_graph(loaded))
     keys = [(not made.fits, made.cost_per_billion) for made in plans]
     assert keys == sorted(keys) and len(plans) == 4 and refused.name == "v4-4096"
+
+
+def test_slices_that_are_left_out_are_counted_with_the_setting_that_lets_them_in(affinage, monkeypatch):
+    monkeypatch.setattr("affinage.planning.plan.COMPARED", ("v4-8", "v4-16", "h100x8"))
+    status, out, _ = affinage("plan", SMALL, "--which", "--set", "mesh={fsdp: 4}")
+    assert status == 0 and "Left out: 2 of 3" in out and "v4-16, h100x8" in out and "--set mesh.data=auto" in out
 
 
 def test_the_verb_prints_and_speaks_json(affinage):

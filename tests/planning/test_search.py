@@ -8,7 +8,7 @@ from small_plans import SMALL, plan_of, rarer, settings
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, curve, order, search
 
