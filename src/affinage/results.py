@@ -20,6 +20,7 @@ import affinage
 
 RESULT = "result.json"
 MANIFEST = "manifest.json"  # of a complete result; its last file to be written
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: alone they are no characters
 
 
@@ -269,6 +270,10 @@ class Verified(Result):
     tokens: int = 0
     largest_logit_difference: float = 0.0
 
+    def __str__(self) -> str:
+        apart = f"at most {self.largest_logit_difference:.1e} of the largest apart"
+        return f"transformers computes the same: logits of {self.tokens:,} tokens {apart}, and the same ids"
+
 
 class ExportResult(Result):
     """A Hugging Face folder."""
@@ -337,7 +342,7 @@ class Manifest(Result):
 def versions() -> dict[str, str]:
     """Versions of affinage, Python and the packages that results may depend on."""
     installed = {"affinage": affinage.__version__, "python": platform.python_version()}
-    for package in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "lm-eval"):
+    for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
     return installed

@@ -193,7 +193,7 @@ def init_distributed(heartbeat_timeout: float = 30.0) -> Iterator[Processes]:
         yield Processes.current
         jax.distributed.shutdown()
     except BaseException:
-        skip_exit_handlers()  # the others may be in a collective that never ends
+        skip_exit_handlers.set()  # the others may be in a collective that never ends
         if Processes.current.first:
             time.sleep(_LAST_TO_LEAVE)
         raise
