@@ -6,6 +6,7 @@ moment, a folder with a manifest holds all files that it names, and one without 
 deleted by one rename first, so that a half-deleted one cannot be mistaken for a half-made one.
 """
 
+import contextlib
 import hashlib
 import json
 import os
