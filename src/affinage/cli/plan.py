@@ -116,7 +116,7 @@ class _Planned:
 
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
-    loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
+    loaded, _ = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe
     from affinage.pipeline.models import RECIPE, ROWS, resolve
     from affinage.planning.plan import only, planned_graph, training_settings
