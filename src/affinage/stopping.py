@@ -84,15 +84,6 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
             signal.signal(number, earlier)
 
 
-def nothing_to_lose(after_interrupt: int) -> contextlib.AbstractContextManager[None]:
-    """Inside, a signal ends this process at once, with the status of a preempted run; after SIGINT another one."""
-
-    def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-        os._exit(after_interrupt if number == signal.SIGINT else EXIT_PREEMPTED)
-
-    return handled_by(leave_at_once)
-
-
 class _WithoutReader:
     """A stream whose lines are dropped once nobody reads them."""
 
@@ -116,12 +107,9 @@ class _WithoutReader:
 @contextlib.contextmanager
 def without_readers() -> Iterator[None]:
     """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _WithoutReader(stream) for stream in before)
-    try:
+    out, err = (stream and _WithoutReader(stream) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def die_with_parent() -> None:
@@ -141,12 +129,8 @@ def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
     os._exit(status)
 
 
-_skip_exit_handlers = threading.Event()
-
-
-def skip_exit_handlers() -> None:
-    """Have `left_when_done` end this process without exit handlers, of which JAX's waits for the other processes."""
-    _skip_exit_handlers.set()
+# Once set, `left_when_done` ends this process without exit handlers, of which JAX's waits for the other processes.
+skip_exit_handlers = threading.Event()
 
 
 @contextlib.contextmanager
@@ -176,5 +160,5 @@ def left_when_done() -> Iterator[None]:
         status = EXIT_INTERRUPTED
         raise
     finally:
-        if _skip_exit_handlers.is_set():
+        if skip_exit_handlers.is_set():
             end()

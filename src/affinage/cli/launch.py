@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,21 +45,15 @@ def launch(
 
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
-    loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
+    loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import start_local, supervise
-    from affinage.pipeline.models import RECIPE, resolve
+    from affinage.pipeline.models import RECIPE
 
-    run = resolve(recipe, runs).run
     file = (loaded.path if run is None else run / RECIPE).resolve()
     words = ["run", str(file), "--runs", str(runs.absolute())]
     for option, values in (("--set", overrides), ("--until", until)):
         words += [word for value in values or () for word in (option, value)]
-    lock = threading.Lock()
-
-    def write(line: str) -> None:
-        with lock:  # a whole line, from whichever thread
-            typer.echo(line)
-
+    write = partial(print, flush=True)
     with contextlib.ExitStack() as cleanup:
         if on == "local":
             start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=write)

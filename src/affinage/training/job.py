@@ -12,7 +12,7 @@ from affinage.checkpoint.remote import Uploader
 from affinage.config.parallel import ParallelSettings
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import TrainSettings
-from affinage.hardware.devices import Hardware, LocalDevices
+from affinage.hardware.devices import Hardware
 from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.tracking import TrackedRun, Tracker
@@ -91,7 +91,7 @@ class TrainJob:
     extends: tuple[Path, int] | None = None
     uploader: Uploader | None = None  # copies elsewhere what the first process saves; goes with a `store` that calls it
     store: CheckpointStore | None = None  # of the checkpoints; None: one in the folder
-    hardware: Hardware = field(default_factory=LocalDevices)  # provides the devices, and is released at the end
+    hardware: Hardware = field(default_factory=Hardware)  # provides the devices, and is released at the end
     strategy: Strategy | None = None  # how the step is compiled; None: as the mesh requires
 
 
