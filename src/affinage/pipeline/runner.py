@@ -257,7 +257,6 @@ class PipelineRunner:
             listener.on_metrics(row)
 
         with listener.running(planned) as progress:
-            started, clock = time.time(), time.monotonic()
             with located(self.loaded, step.name), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
                     from affinage.data.downloads import forget
@@ -270,7 +269,7 @@ class PipelineRunner:
                     Processes.current.broadcast(_NEXT, work)
                     together.enter_context(Processes.current.all_at_work())
                 summary = step.fn(self._context(request, progress=progress, on_metrics=on_metrics))
-            seconds = store.finish(request, summary, started=started, clock=clock)
+            seconds = store.finish(request, summary)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
         return seconds
 
