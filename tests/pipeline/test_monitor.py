@@ -24,7 +24,7 @@ from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, monitor
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
-from affinage.report.trainings import read_training
+from affinage.report.facts import read_training
 from affinage.results import TrainingResult
 from affinage.training.evaluator import bits_by_language
 from affinage.training.state import TrainState

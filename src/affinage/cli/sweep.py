@@ -45,23 +45,26 @@ def sweep(
         emit(_planned(grid, runs), as_json)
         return
     prepare_process(base)
-    folder = runs / base.recipe.name
+    folder, runners, results = runs / base.recipe.name, list["PipelineRunner"](), list[dict[str, Any]]()
+    titles = [
+        f"{point.number} of {len(grid)}, {', '.join(f'{key} = {value}' for key, value in point.settings.items())}"
+        for point in grid
+    ]
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
-        for point in grid:  # all of them first: a mistake in the last is not found after days of the others
+        for point, title in zip(grid, titles):  # a mistake in the last is not found after days of the others
             try:
-                runner = _runner(point, runs)
-                runner.check(runner.plan())
+                runners.append(_runner(point, runs))
+                runners[-1].check(runners[-1].plan())
             except UserError as error:
-                error.where = f"{point.number} of {len(grid)}, {_settings(point)}: {error.where}"
+                error.where = f"{title}: {error.where}"
                 raise
         folder.mkdir(parents=True, exist_ok=True)
-        results = []
-        for point in grid:
-            screen().print(f"--- {point.number} of {len(grid)}: {_settings(point)}", markup=False)
+        for point, title, runner in zip(grid, titles, runners):
+            screen().print(f"--- {title}", markup=False)
             failure = {}
             try:
                 with Watch() as watch:
-                    _runner(point, runs).run(watch)
+                    runner.run(watch)
             except TransientError:
                 raise
             except UserError as error:
@@ -98,12 +101,12 @@ def _of_point(point: "Point") -> dict[str, Any]:
 
 def _result(point: "Point", runs: Path) -> dict[str, Any]:
     """The losses of a point's last training, and the headline scores of the last model that was evaluated."""
-    from affinage.pipeline.models import EVALUATIONS, TRAININGS
     from affinage.report.evaluations import read_evaluation
+    from affinage.report.facts import MODELS
     from affinage.results import MANIFEST, TrainingResult, read_result
 
     run, losses, scores = runs / point.loaded.recipe.name, {}, {}
-    for training in reversed(TRAININGS):
+    for training, model in MODELS.items():
         if (result := read_result(run / training, TrainingResult)) is not None:
             sets = result.validation
             by_set = {name: validated.loss for name, validated in sets.items()} or {"training": result.final_loss}
@@ -112,10 +115,11 @@ def _result(point: "Point", runs: Path) -> dict[str, Any]:
             losses |= {
                 f"{training} bits per byte, {name}": v.bits_per_byte for name, v in sets.items() if v.bits_per_byte
             }
-        if (run / EVALUATIONS[training] / MANIFEST).is_file():
-            evaluation = read_evaluation(training, run / EVALUATIONS[training])
+        evaluated = run / f"evaluate-{model}"
+        if (evaluated / MANIFEST).is_file():
             names = ("metric", "value", "stderr", "chance", "chat_template")
-            scores = {score.task: {name: getattr(score, name) for name in names} for score in evaluation.headlines}
+            headlines = read_evaluation(model, evaluated).headlines
+            scores = {score.task: {name: getattr(score, name) for name in names} for score in headlines}
     return _of_point(point) | {"losses": losses, "scores": scores}
 
 
@@ -134,7 +138,3 @@ def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
     if any(score["chat_template"] for result in results for score in result["scores"].values()):
         yield "† asked in the model's chat template"
     yield from (f"{result['run']} failed: {result['error'].splitlines()[0]}" for result in results if "error" in result)
-
-
-def _settings(point: "Point") -> str:
-    return ", ".join(f"{key} = {value}" for key, value in point.settings.items())

@@ -10,10 +10,9 @@ from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD, Difference, compare, read_answers
-from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import MODELS, Facts, collect_facts
-from affinage.report.figures import TITLES, loss_axis, score_figure
+from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
 from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary
 
