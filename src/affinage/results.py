@@ -58,10 +58,9 @@ class Size(Result):
     trained_tokens: int | None = None
     exact: int | None = None  # documents that a tokenizer's round trip leaves unchanged
     total: int | None = None  # parameters
-    items: int | None = None  # of a benchmark, and those too short to be found, found, and in too many documents
+    items: int | None = None  # of a benchmark, those too short to be found, and those found
     too_short: int | None = None
     found: int | None = None
-    common: int | None = None
 
 
 class Excerpt(Result):
@@ -136,11 +135,7 @@ class SequencesResult(Result):
     context: int | None = None  # tokens of a sequence
     train: Size = Size()
     validation: dict[str, Size] = {}
-    dtype: str = ""
-    padding: float | None = None  # share of the tokens
     groups: dict[str, Size] = {}  # of training, by `<source>.<language>`
-    by_source: dict[str, Size] = {}
-    by_language: dict[str, Size] = {}
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
@@ -189,7 +184,6 @@ class TrainingResult(Result):
     devices: Devices = Devices()
     resumed_at: list[int] = []
     ended: Literal["", "monitor", "epochs"] = ""  # what ended it before its last step
-    epochs: dict[str, float] = {}  # over each group of sequences
 
     @property
     def worked(self) -> float | None:
@@ -251,12 +245,10 @@ class ContaminationResult(Result):
 class EvaluationResult(Result):
     """Scores of one model, also as `results.json` of `affinage eval` has them."""
 
-    model: str = ""
     tasks: dict[str, TaskResult] = {}
     bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}
     contamination: ContaminationResult = ContaminationResult()
-    seconds: float | None = None
 
 
 class Verified(Result):
@@ -311,7 +303,6 @@ class Manifest(Result):
 
     step: str = ""
     key: str = ""
-    settings: dict[str, Any] = {}
     files: dict[str, StoredFile] = {}
     started: AwareDatetime | None = None
     seconds: float | None = None

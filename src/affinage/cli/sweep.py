@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption, app, load, warn
 from affinage.cli.output import Table, emit, only_data_on_stdout, screen, table
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
-
-if TYPE_CHECKING:
-    from affinage.pipeline.runner import PipelineRunner, Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 
@@ -32,80 +29,65 @@ def sweep(
     Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
     """
     base = load(recipe, overrides, runs)
-    from affinage.api import prepare_process
+    from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch
     from affinage.data.json_files import write_json
+    from affinage.pipeline.build import build_steps
     from affinage.pipeline.models import RECIPE, resolve
-    from affinage.pipeline.runner import points
+    from affinage.pipeline.runner import PipelineRunner, points
     from affinage.stopping import StopSignals, without_readers
 
-    run = resolve(recipe, runs).run
+    run, folder = resolve(recipe, runs).run, runs / base.recipe.name
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
-    if dry_run:
-        emit(_planned(grid, runs), as_json)
-        return
     prepare_process(base)
-    folder, runners, results = runs / base.recipe.name, list["PipelineRunner"](), list[dict[str, Any]]()
-    titles = [
-        f"{point.number} of {len(grid)}, {', '.join(f'{key} = {value}' for key, value in point.settings.items())}"
-        for point in grid
-    ]
+    planned, results, keys = list[dict[str, Any]](), list[dict[str, Any]](), set[str]()
+    runners: dict[str, PipelineRunner] = {}
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
-        for point, title in zip(grid, titles):  # a mistake in the last is not found after days of the others
+        for point in grid:  # all of them first: a mistake in the last is not found after days of the others
+            settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
+            title = f"{point.number} of {len(grid)}, {settings}"
             try:
-                runners.append(_runner(point, runs))
-                runners[-1].check(runners[-1].plan())
+                runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
+                plan = runner.plan()
+                runner.check(plan)
             except UserError as error:
                 error.where = f"{title}: {error.where}"
                 raise
+            missing = {step.request.key: step.name for step in plan if not step.complete}
+            would_run = [name for key, name in missing.items() if key not in keys]  # and not for a point before it
+            about = {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
+            planned.append(about | {"would_run": would_run})
+            keys |= missing.keys()
+            runners[title] = runner
+        if dry_run:
+            emit(planned, as_json)
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        for point, title, runner in zip(grid, titles, runners):
+        for result, (title, runner) in zip(planned, runners.items()):
             screen().print(f"--- {title}", markup=False)
-            failure = {}
+            del result["would_run"]
             try:
                 with Watch() as watch:
                     runner.run(watch)
             except TransientError:
                 raise
             except UserError as error:
-                failure = {"error": str(error)}
-                warn(f"{point.loaded.recipe.name} failed: {error}")
-            results.append(_result(point, runs) | failure)
+                result |= {"error": str(error)}
+                warn(f"{result['run']} failed: {error}")
+            results.append(result | _losses_and_scores(runner.folder))
             write_json(folder / RESULTS, results)
     emit(results, as_json, [*scores_view(results), f"\nresults  {folder / RESULTS}"])
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def _runner(point: "Point", runs: Path) -> "PipelineRunner":
-    from affinage.api import write_report
-    from affinage.pipeline.build import build_steps
-    from affinage.pipeline.runner import PipelineRunner
-
-    return PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
-
-
-def _planned(grid: "list[Point]", runs: Path) -> list[dict[str, Any]]:
-    """For every point the steps that would run for it, without those that run for a point before it."""
-    rows, keys = [], set[str]()
-    for point in grid:
-        missing = {step.request.key: step.name for step in _runner(point, runs).plan() if not step.complete}
-        rows.append(_of_point(point) | {"would_run": [name for key, name in missing.items() if key not in keys]})
-        keys |= missing.keys()
-    return rows
-
-
-def _of_point(point: "Point") -> dict[str, Any]:
-    return {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
-
-
-def _result(point: "Point", runs: Path) -> dict[str, Any]:
-    """The losses of a point's last training, and the headline scores of the last model that was evaluated."""
+def _losses_and_scores(run: Path) -> dict[str, Any]:
+    """The losses of a run's last training, and the headline scores of the last model that was evaluated."""
     from affinage.report.evaluations import read_evaluation
     from affinage.report.facts import MODELS
     from affinage.results import MANIFEST, TrainingResult, read_result
 
-    run, losses, scores = runs / point.loaded.recipe.name, {}, {}
+    losses, scores = {}, {}
     for training, model in MODELS.items():
         if (result := read_result(run / training, TrainingResult)) is not None:
             sets = result.validation
@@ -120,10 +102,10 @@ def _result(point: "Point", runs: Path) -> dict[str, Any]:
             names = ("metric", "value", "stderr", "chance", "chat_template")
             headlines = read_evaluation(model, evaluated).headlines
             scores = {score.task: {name: getattr(score, name) for name in names} for score in headlines}
-    return _of_point(point) | {"losses": losses, "scores": scores}
+    return {"losses": losses, "scores": scores}
 
 
-def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
+def scores_view(results: list[dict[str, Any]]) -> Iterator[str | Table]:
     """The table of a sweep's points: runs, settings, losses and scores in percent."""
     rows = []
     for result in results:

@@ -14,12 +14,20 @@ import numpy as np
 
 from affinage import __version__
 from affinage.cluster.processes import Processes
-from affinage.data.decontaminate import Contamination
-from affinage.data.overlap import BenchmarkItem
 from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import cached, load_tasks, quiet
-from affinage.evaluation.results import contamination_of, fingerprint, finite, label, line_of, of_item, write_results
+from affinage.evaluation.results import (
+    Lines,
+    Search,
+    contamination_of,
+    fingerprint,
+    finite,
+    label,
+    line_of,
+    of_item,
+    write_results,
+)
 from affinage.evaluation.scoring import rows_that_fit
 from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of
 from affinage.generation.model import LoadedModel
@@ -27,7 +35,6 @@ from affinage.generation.model import LoadedModel
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 _SAMPLES = 3  # items per task in the results for people to read
 _NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length
-Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
 
 
 def evaluate(
@@ -46,8 +53,8 @@ def evaluate(
     num_fewshot: int | None = None,  # examples before each question; None: as many as the task says
     batch_size: int | Literal["auto"] = "auto",  # rows of the context at once; auto: as many as fit
     texts: Mapping[str, Sequence[str]] | None = None,  # by name, to measure bits per byte beside those of gzip and xz
-    seen: Seen | None = None,  # searches the training text for items; the results have the scores without those found
-    answered: Callable[[str, dict[str, Any]], None] = lambda _task, _line: None,  # gets the line of each item
+    seen: Search | None = None,  # searches the training text for items; the results have the scores without those found
+    answered: Callable[[Lines], None] = lambda _: None,  # gets the lines of all items
     progress: Callable[[str], None] = lambda _: None,  # gets a line about what is done
 ) -> dict[str, Any]:
     """Return the scores of a model on the `tasks` (names for `find_tasks`), with standard errors.
@@ -83,14 +90,16 @@ def evaluate(
                 continue
             lm.in_chat_template = bool(templated)
             of_round = load_tasks(specs, num_fewshot, CORE_SHOTS if CORE in tasks else {})
-            drawn = None
-            if sample_seed is not None and limit is not None:
-                drawn = {name: _drawn(name, len(task.eval_docs), limit, sample_seed) for name, task in of_round.items()}
+            drawn: dict[str, list[int]] = {}  # the places of items, ascending, whatever the other tasks are
+            for name, task in of_round.items():
+                if sample_seed is not None and limit is not None:
+                    random, count = np.random.default_rng([sample_seed, *name.encode()]), len(task.eval_docs)
+                    drawn[name] = sorted(map(int, random.choice(count, min(limit, count), replace=False)))
             raw = lm_eval.evaluator.evaluate(
                 caching,
                 {"tasks": of_round, "groups": {}, "group_map": {}},
                 limit=None if drawn else limit,
-                samples=drawn,
+                samples=drawn or None,
                 bootstrap_iters=_BOOTSTRAP,
                 apply_chat_template=bool(templated),
                 fewshot_as_multiturn=bool(templated),
@@ -128,24 +137,17 @@ def evaluate(
         for name, of_name in texts.items() if processes.first else ():
             bits[name] |= compressor_bits_per_byte(of_name)
         processes.broadcast("the end of the compression", None, seconds=None)
-    for name, of_task in items.items():
-        for item in of_task:
-            answered(name, line_of(item))
+    lines = {name: [line_of(item) for item in of_task] for name, of_task in items.items()}
+    answered(lines)
     if folder is not None:
         results |= {"fingerprint": identity, **(facts or {})}
-        write_results(results, items, folder)
+        write_results(results, lines, folder)
     return results
 
 
 def has_chat_template(model: LoadedModel, chat: bool) -> bool:
     """Return whether a model has learned a template: its tokenizer's, or ours if it was trained to chat."""
     return chat or model.tokenizer.template is not None
-
-
-def _drawn(task: str, items: int, count: int, seed: int) -> list[int]:
-    """The places of `count` of a task's items that a seed draws, ascending, whatever the other tasks are."""
-    random = np.random.default_rng([seed, *task.encode()])
-    return sorted(map(int, random.choice(items, min(count, items), replace=False)))
 
 
 def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:

@@ -194,13 +194,9 @@ def _cheapest(groups: Sequence[PrefixGroup], context: int, most: int) -> dict[in
     longest_first = sorted(groups, key=lambda group: (-group.length, group.rows[0].tokens))
     largest = max((group.length for group in groups), default=0)
     longest = min(context, _padded(largest)) if largest <= context else _padded(largest)
-
-    def price(rows: dict[int, list[_GroupRow]]) -> float:
-        return sum(len(alike) * length * (1 + length / _EQUAL) for length, alike in rows.items())
-
     rooms = [longest, *(room for room in _ROOMS if room <= most)]
     ways = [_packed(longest_first, sorted({room, max(room, longest)}), packed=most > 0) for room in rooms]
-    return min(ways, key=price)
+    return min(ways, key=lambda rows: sum(len(rows[length]) * length * (1 + length / _EQUAL) for length in rows))
 
 
 def _packed(longest_first: Sequence[PrefixGroup], sizes: Sequence[int], *, packed: bool) -> dict[int, list[_GroupRow]]:

@@ -134,14 +134,14 @@ def check_names(
 
 def _tasks_of(name: str, folders: Mapping[str, Path]) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
+    if name in (POCKET_WORLD, *POCKET_TASKS) and POCKET_WORLD not in folders:
+        what = "the pocket world's benchmarks are about facts that only a model of that world knows"
+        fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
+        raise UserError(what, where=name, fix=fix)
     place = folders.get(name, from_home(name))
-    if name == POCKET_WORLD or name in POCKET_TASKS:
-        if POCKET_WORLD not in folders:
-            what = "the pocket world's benchmarks are about facts that only a model of that world knows"
-            fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
-            raise UserError(what, where=name, fix=fix)
-        place = folders[POCKET_WORLD] / (f"{name}.yaml" if name in POCKET_TASKS else "")
-    elif not place.exists():
+    if name in POCKET_TASKS:
+        place = folders[POCKET_WORLD] / f"{name}.yaml"
+    if not place.exists():
         if is_task_file(name):
             raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
         return [{"task": name}]

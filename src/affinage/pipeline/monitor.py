@@ -165,7 +165,7 @@ def monitor_of(
             if stop():
                 raise _Stopped
 
-        lines: dict[str, list[dict[str, Any]]] = {}
+        lines: dict[str, Sequence[dict[str, Any]]] = {}
         params = state.params  # they stay where they are; LoRA is merged into them
         if isinstance(settings, TuningSettings) and settings.lora is not None:
             like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
@@ -194,7 +194,7 @@ def monitor_of(
                 limit=monitor.limit,
                 sample_seed=context.recipe.seed,
                 batch_size=rows_that_fit(model, beside=beside),
-                answered=lambda task, line: lines.setdefault(task, []).append(line),
+                answered=lines.update,
                 progress=raise_if_stopped,
             )
         except _Stopped:

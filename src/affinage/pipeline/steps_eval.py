@@ -2,9 +2,8 @@
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
@@ -52,15 +51,30 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
+        texts=_validation_texts(inputs) if settings.compressors else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
-    results["samples"] |= _samples(model, recipe.report.questions if chat else recipe.report.prompts, chat)
+    kind, prompts = ("question", recipe.report.questions) if chat else ("prompt", recipe.report.prompts)
+    answers = zip(prompts, _answers(model, prompts, chat), strict=True)
+    results["samples"][f"{kind}s"] = [{kind: prompt, "text": answer} for prompt, answer in answers]
     if Processes.current.first:
         (context.folder / _ANSWERS).unlink()  # the results are there now
         write_json(context.folder / "results.json", results)
     return results
+
+
+def _answers(model: LoadedModel, prompts: Sequence[str], chat: bool) -> list[str]:
+    """What the model writes after prompts, or answers to questions."""
+    tokenizer, rows = model.tokenizer, []
+    for prompt in prompts:
+        talk = [{"role": "user", "content": prompt}]
+        start = [*tokenizer.opening, *tokenizer.encode(prompt)]
+        rows.append(encode_prompt(talk, tokenizer, model.system_prompt) if chat else start)
+        if len(rows[-1]) >= model.context:
+            what = f"{prompt[:40]!r} has {len(rows[-1])} tokens; this model takes at most {model.context - 1}"
+            raise UserError(what, where="report")
+    return [answer.text for answer in generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))]
 
 
 def export(context: StepContext) -> Summary:
@@ -71,11 +85,12 @@ def export(context: StepContext) -> Summary:
     model = _trained(context, training, context.recipe.name)
     license, sampling = release_of(inputs[training], settings.license)
     facts = card_facts(collect_facts(context.run_folder, inputs), license)
-    is_chat = training in CHAT
-    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, chat=is_chat, sampling=sampling)
+    summary = write_hub_folder(
+        model, folder, facts=facts, dtype=settings.dtype, chat=training in CHAT, sampling=sampling
+    )
     if settings.verify:
         context.progress("comparing with transformers")
-        texts = [text for group in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
+        texts = [text for group in _validation_texts(inputs).values() for text in group[:_VERIFIED]]
         summary["verified"] = verify(folder, model, texts)
     return summary
 
@@ -88,32 +103,13 @@ def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
     return load_trained(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
 
 
-def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
-    """Documents that were never trained on, per source and language, at most `most`; none without any text."""
+def _validation_texts(inputs: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Documents that were never trained on, per source and language; none without any text."""
     texts: dict[str, list[str]] = defaultdict(list)
-    for batch in read_documents(split / "validation") if split is not None else ():
+    for batch in read_documents(inputs["split"] / "validation") if "split" in inputs else ():
         for document in batch.to_pylist():
-            group = texts[f"{document['source']}.{document['language']}"]
-            if most is None or len(group) < most:
-                group.append(document["text"])
+            texts[f"{document['source']}.{document['language']}"].append(document["text"])
     return dict(texts)
-
-
-def _samples(model: LoadedModel, texts: Sequence[str], chat: bool) -> dict[str, Any]:
-    """What the model answers to prompts, or to questions: {"prompts": [{"prompt", "text"}]}."""
-    tokenizer = model.tokenizer
-    if chat:
-        turns = [[{"role": "user", "content": text}] for text in texts]
-        rows = [encode_prompt(turn, tokenizer, model.system_prompt) for turn in turns]
-    else:
-        rows = [[*tokenizer.opening, *tokenizer.encode(text)] for text in texts]
-    for row, text in zip(rows, texts):
-        if len(row) >= model.context:
-            most = model.context - 1
-            raise UserError(f"{text[:40]!r} has {len(row)} tokens; this model takes at most {most}", where="report")
-    answers = generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))
-    key = "question" if chat else "prompt"
-    return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}
 
 
 def check_export(loaded: LoadedRecipe) -> None:

@@ -121,19 +121,6 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     """
     runs = all(one.is_run for one in entrants)
     settings = differing_settings([one.facts.recipe for one in entrants]) if runs else {}
-    found = Comparison(list(entrants), settings, _paired(entrants))
-    if not (found.quantities or settings or any(found.paired.values())):
-        tasks = [[] if one.facts.settings.evaluate.get("tasks") else ["--tasks", "TASK"] for one in entrants]
-        commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
-        raise UserError(
-            "there is nothing to compare: no training, no results, the same settings",
-            where=", ".join(one.name for one in entrants),
-            fix=f"Run their recipes, or evaluate them: {'; '.join(dict.fromkeys(commands))}",
-        )
-    return found
-
-
-def _paired(entrants: Sequence[Entrant]) -> dict[str, list[Difference]]:
     first, paired = entrants[0], {}
     for other in entrants[1:]:
         if first.results is not None and other.results is not None:
@@ -142,7 +129,16 @@ def _paired(entrants: Sequence[Entrant]) -> dict[str, list[Difference]]:
             except UserError:
                 if not (first.is_run and other.is_run):  # then there is nothing else to compare
                     raise
-    return paired
+    found = Comparison(list(entrants), settings, paired)
+    if not (found.quantities or settings or paired):
+        tasks = [[] if one.facts.settings.evaluate.get("tasks") else ["--tasks", "TASK"] for one in entrants]
+        commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
+        raise UserError(
+            "there is nothing to compare: no training, no results, the same settings",
+            where=", ".join(one.name for one in entrants),
+            fix=f"Run their recipes, or evaluate them: {'; '.join(dict.fromkeys(commands))}",
+        )
+    return found
 
 
 def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:

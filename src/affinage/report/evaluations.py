@@ -1,7 +1,6 @@
 """What an evaluation left behind: scores with standard errors, bits per byte, samples."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,19 +38,17 @@ class Score(NamedTuple):
     chance: float | None
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The scores of `model` (base, sft or dpo)."""
+class Evaluation(EvaluationResult):
+    """The scores of `model` (base, sft or dpo), from the results in a folder."""
 
-    model: str
-    result: EvaluationResult
-    folder: Path
+    model: str = ""
+    folder: Path = Path()
 
     @cached_property
     def by_task(self) -> dict[str, dict[str, Score]]:
         """All scores: task -> metric -> score."""
         found: dict[str, dict[str, Score]] = {}
-        for task, result in self.result.tasks.items():
+        for task, result in self.tasks.items():
             about = (result.items, result.num_fewshot, result.chat_template)
             for name, metric in result.metrics.items():
                 if metric.value is not None:
@@ -69,12 +66,12 @@ class Evaluation:
     @property
     def compression(self) -> dict[str, dict[str, float]]:
         """Bits per byte of validation sets, by the model ("model") and by compressors."""
-        return {name: bits for name, bits in self.result.bits_per_byte.items() if "model" in bits}
+        return {name: bits for name, bits in self.bits_per_byte.items() if "model" in bits}
 
     @property
     def prompts(self) -> list[tuple[bool, str, str]]:
         """Whether it was in a conversation, a prompt or question, and what the model wrote."""
-        found = ((name, one) for name in ("prompts", "questions") for one in self.result.samples.get(name, ()))
+        found = ((name, one) for name in ("prompts", "questions") for one in self.samples.get(name, ()))
         return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
 
     def score(self, task: str, metric: str) -> Score | None:
@@ -98,10 +95,10 @@ def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Differ
         found = compare(read_answers(first.folder), read_answers(last.folder))
     except UserError:  # they have no items in common
         return {}
-    templated = [{name for name, task in one.result.tasks.items() if task.chat_template} for one in (first, last)]
-    return {(one.task, one.metric): one for one in found if one.task not in templated[0] ^ templated[1]}
+    in_chat = [{name for name, task in one.tasks.items() if task.chat_template} for one in (first, last)]
+    return {(one.task, one.metric): one for one in found if one.task not in in_chat[0] ^ in_chat[1]}
 
 
 def read_evaluation(model: str, folder: Path) -> Evaluation:
     """Read the results.json of an evaluation, which also `affinage eval` writes."""
-    return Evaluation(model, EvaluationResult.model_validate(read_json(folder / "results.json")), folder)
+    return Evaluation.model_validate(read_json(folder / "results.json") | {"model": model, "folder": folder})

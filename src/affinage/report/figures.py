@@ -95,7 +95,6 @@ def line_figure(
     wide: int = WIDE,
     height: int = 340,
     marks: Sequence[int] = (),
-    note: str = "",
 ) -> Figure:
     """Lines over a common x axis, later ones on top; values that a logarithmic axis cannot show are left out.
 
@@ -118,7 +117,10 @@ def line_figure(
     scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if y.log and ends else {}
     spec = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x": x, "y_axis": y}
     drawing = _drawn("line", wide, title, t, domain=domain, y_scale=scale, **spec)
-    if marks and wide == WIDE and not note:
+    note = ""
+    if any(any(one.ringed) for one in series):
+        note = t("Ringed: worse than at an earlier step, by more than chance (McNemar’s test).")
+    elif marks and wide == WIDE:
         note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks))
     legend = [Key(one.label, one.color, one.style) for one in series]
     values = [
@@ -248,19 +250,14 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
         ringed = [any(one.task == task for one in point.worse) for point, _ in known]
         scored.append(Series(task, points, i, "points", [score.stderr or 0.0 for _, score in known], ringed))
     bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
-    worse = t("Ringed: worse than at an earlier step, by more than chance (McNemar’s test).")
     shown = [
         (t("Benchmarks during training"), scored, Axis(t("score ± one standard error"), ".0%")),
         (t("Bits per byte"), bits, Axis(t("bits per byte of validation text"), "~g")),
     ]
     shown = [each for each in shown if any(len(one.points) > 1 for one in each[1])]
-    wide = WIDE if len(shown) == 1 else HALF  # one alone stands under the loss step by step
-    look: dict[str, Any] = {"wide": wide, "height": 240, "marks": training.result.resumed_at}
-    figures = []
-    for title, series, y in shown:
-        note = worse if series is scored and training.regressions else ""
-        figures.append(line_figure(title, series, t("step"), y, t, note=note, **look))
-    return figures
+    look: dict[str, Any] = {"height": 240, "marks": training.result.resumed_at}
+    look["wide"] = WIDE if len(shown) == 1 else HALF  # one alone stands under the loss step by step
+    return [line_figure(title, series, t("step"), y, t, **look) for title, series, y in shown]
 
 
 def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Language) -> Figure:

@@ -74,7 +74,8 @@ def render_template(name: str, t: Language, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["breakable"] = _breakable
+    # A technical name may be broken after its separators where there is little room.
+    environment.filters["breakable"] = lambda text: Markup("<wbr>").join(re.findall(r"[^_./-]*[_./-]+|[^_./-]+", text))
     return environment.get_template(name).render(
         t=t,
         figures=figures,
@@ -94,11 +95,6 @@ def _visible(value: Any) -> Any:
     if value is None:
         return ABSENT
     return value.translate(_UNSEEN) if isinstance(value, str) else value
-
-
-def _breakable(name: str) -> Markup:
-    """A technical name that may be broken after its separators where there is little room."""
-    return Markup("<wbr>").join(re.findall(r"[^_./-]*[_./-]+|[^_./-]+", name))
 
 
 def summary(facts: Facts, language: str, *, timed: bool = True) -> str:
