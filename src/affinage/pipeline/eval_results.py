@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from affinage.checkpoint.metadata import fingerprint
 from affinage.checkpoint.store import complete_steps
@@ -94,6 +95,7 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
             with np.load(file) as stored:
                 return int(stored["texts"]), stored["with_run"]
         train = source[0] / "train"
+        texts: Iterable[pa.Array]
         if len(source) == 1:
             texts = (batch.column("text") for batch in read_documents(train, ["text"]))
         else:

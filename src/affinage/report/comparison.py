@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD, Difference, compare, read_answers
 from affinage.report.evaluations import Evaluation, read_evaluation
-from affinage.report.facts import MODELS, Facts, collect_facts
+from affinage.report.facts import MODELS, Facts
 from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
 from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary
@@ -32,13 +33,19 @@ class Entrant:
     name: str  # as the user called it
     facts: Facts  # of its run; empty for results without a run
     results: Path | None = None  # the folder of its answers to benchmarks
-    evaluation: Evaluation | None = None  # what is in it
     last: bool = False  # whether it is its run's last training, not the whole run, whose first one has the loss
 
     @property
     def is_run(self) -> bool:
         """Whether more is known of it than its answers."""
         return bool(self.facts.recipe)
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """Its scores; without a folder of answers, those of its run's last model."""
+        if self.results is not None:
+            return read_evaluation(self.name, self.results)
+        return next(reversed(self.facts.evaluations), None)
 
     @property
     def bits_per_byte(self) -> dict[str, float]:
@@ -104,13 +111,6 @@ class Comparison:
                 for task, count in _asked_otherwise(differences).items()
             ],
         }
-
-
-def entrant(name: str, run: Path | None, results: Path | None, *, parts: Mapping[str, Path] | None = None) -> Entrant:
-    """One to compare: its run's folder, or those of its `parts` that count, the folder of its results, or both."""
-    facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
-    evaluation = read_evaluation(name, results) if results is not None else next(reversed(facts.evaluations), None)
-    return Entrant(name, facts, results, evaluation, parts is not None)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
