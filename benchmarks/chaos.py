@@ -39,7 +39,7 @@ from measuring import TESTS, finish, parts_of, result
 from training_process import Training, ended_alike
 
 from affinage.checkpoint import CheckpointStore
-from affinage.cluster.launch import FailureConfig, WorkerGroup, supervise
+from affinage.cluster.launch import WorkerGroup, supervise
 from affinage.errors import EXIT_PREEMPTED
 
 STEPS = 40
@@ -214,7 +214,7 @@ def drive(address: str, folder: str) -> int:
     program = [*PYTHON, "-m", "training_process"]
     launcher = RayLauncher(2, address=address, devices=2, program=program)
     try:
-        return supervise(launcher.start, [job], FailureConfig(max_failures=20))
+        return supervise(launcher.start, [job], max_failures=20)
     finally:
         launcher.close()
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import tiny_graphs
 from affinage.config.data import TokenizerSettings
 from affinage.data.tokenizer import FILE, Tokenizer
 from affinage.data.tokenizer_training import bpe_json, train_bpe
@@ -20,25 +21,7 @@ from affinage.model.graph import parse
 CONTEXT = 96
 VOCABULARY = 420
 FIRST_PIECE = 266  # after the ten fixed ids and the 256 bytes
-_BLOCK = {"kind": "transformer_block", "in": "embed", "repeat": 1}
-_TAIL = {
-    "logits": {"kind": "unembed", "in": "norm", "vocab": VOCABULARY, "tied": False},
-    "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-}
-LLAMA = {
-    "inputs": ["tokens"],
-    "nodes": {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
-        "blocks": _BLOCK
-        | {
-            "attention": {"heads": 4, "kv_heads": 2, "rope": {"theta": 10000}},
-            "ffn": {"kind": "swiglu", "width": 48},
-            "norm": {"kind": "rms", "eps": 1e-6},
-        },
-        "norm": {"kind": "rms_norm", "in": "blocks"},
-        **_TAIL,
-    },
-}
+LLAMA = tiny_graphs.llama(layers=1, vocabulary=VOCABULARY, attention={"kv_heads": 2})
 
 _TEXT = [
     "The capital of France is Paris, and the currency of Japan is the yen.",
@@ -69,8 +52,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
 
     The logits of control tokens and of single bytes are 0, so that it says text, if not sense.
     """
-    nodes = LLAMA["nodes"]
-    graph = parse(LLAMA | {"nodes": nodes | {"blocks": nodes["blocks"] | {"repeat": layers}}})
+    graph = parse(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention={"kv_heads": 2}))
     params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, _initialise(graph, seed))
     words = jnp.arange(VOCABULARY) >= FIRST_PIECE
     params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
@@ -103,30 +85,10 @@ def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
 
 
-GPT2 = {
-    "inputs": ["tokens"],
-    "nodes": {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
-        "positions": {"kind": "learned_positions", "in": "embed", "length": CONTEXT},
-        "blocks": _BLOCK
-        | {
-            "in": "positions",
-            "attention": {"heads": 4, "bias": True},
-            "ffn": {"kind": "gelu", "width": 64, "bias": True},
-            "norm": {"kind": "layer", "eps": 1e-5},
-            "repeat": 2,
-        },
-        "norm": {"kind": "layer_norm", "in": "blocks", "eps": 1e-5},
-        "logits": {"kind": "unembed", "in": "norm", "tied": True},
-        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-    },
-}
-
-
 @lru_cache
 def tiny_gpt2() -> LoadedModel:
     """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
-    graph = parse(GPT2)
+    graph = parse(tiny_graphs.gpt2(vocabulary=VOCABULARY, context=CONTEXT))
     return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny-gpt2", CONTEXT)
 
 
@@ -134,8 +96,7 @@ def tiny_gpt2() -> LoadedModel:
 def tiny_mixtral() -> LoadedModel:
     """`tiny_llama` of two layers with four experts, two for each token."""
     experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}
-    nodes = LLAMA["nodes"]
-    graph = parse(LLAMA | {"nodes": nodes | {"blocks": nodes["blocks"] | {"ffn": experts, "repeat": 2}}})
+    graph = parse(tiny_graphs.llama(layers=2, vocabulary=VOCABULARY, attention={"kv_heads": 2}, ffn=experts))
     return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny", CONTEXT)
 
 

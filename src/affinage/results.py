@@ -139,7 +139,6 @@ class SequencesResult(Result):
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
-    unrolled: int = 0  # conversations that became an example per answer
     reasoning_dropped: int = 0  # conversations with reasoning that the chat template does not write
 
 
@@ -256,6 +255,10 @@ class Verified(Result):
 
     tokens: int = 0
     largest_logit_difference: float = 0.0
+
+    def __str__(self) -> str:
+        apart = f"at most {self.largest_logit_difference:.1e} of the largest apart"
+        return f"transformers computes the same: logits of {self.tokens:,} tokens {apart}, and the same ids"
 
 
 class ExportResult(Result):

@@ -8,8 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from affinage.pipeline.imports import import_model
-from affinage.pipeline.opening import open_model
+from affinage.pipeline.opening import import_model, open_model
 
 PROMPTS = ["The capital of France", "La monnaie du"]
 LONG = 5000  # tokens, of a context

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from affinage.cluster.launch import FailureConfig, WorkerGroup, cpu_devices, start_processes, supervise
+from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
 
 DEVICES = 4  # of all processes together
 ROWS, CONTEXT = 8, 16
 
 
 class Training:
-    """Starts a training, see `affinage.cluster.launch.Start`.
+    """Starts a training, see `affinage.cluster.launch.supervise`.
 
     Args:
         python: what stands in a command for `python`.
@@ -60,7 +60,7 @@ class Training:
 
     def run(self, preemptions: int = 0, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
-        return supervise(self.start, [], FailureConfig(preemptions, failures), say=self.said.append)
+        return supervise(self.start, [], max_preemptions=preemptions, max_failures=failures, say=self.said.append)
 
     def made(self, start: int, process: int) -> list[int]:
         """The steps that a process made in a start."""

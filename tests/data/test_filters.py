@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from affinage.config.data import FilterSettings, PackingSettings
-from affinage.data.filters import filter_documents
-from affinage.data.language import identify_language, known_languages
+from affinage.data.filters import filter_documents, identify_language, known_languages
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
 from affinage.errors import UserError

@@ -6,8 +6,7 @@ import pytest
 
 import hub_server
 from affinage.config.data import SourceSettings
-from affinage.data import documents
-from affinage.data import ingest as ingesting
+from affinage.data import documents, hub_datasets
 from affinage.data.hub_datasets import at_commit
 from affinage.errors import UserError
 from hub_server import Fault
@@ -59,14 +58,14 @@ def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
-    def dying(part, settings, stream=ingesting.stream):
+    def dying(part, settings, stream=hub_datasets.stream):
         for record in stream(part, settings):
             read.append(record.text)
             if len(read) == 70:
                 raise Killed
             yield record
 
-    monkeypatch.setattr(ingesting, "stream", dying)
+    monkeypatch.setattr(hub_datasets, "stream", dying)
     with pytest.raises(Killed):
         collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
     assert len(list((tmp_path / "out").rglob("completions/*.json"))) == 1

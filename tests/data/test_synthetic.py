@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.language import identify_language
+from affinage.data.filters import identify_language
 from affinage.data.synthetic import write_world
 from affinage.data.synthetic.documents import jaccard
 from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations, scenes

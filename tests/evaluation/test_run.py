@@ -1,6 +1,7 @@
 """What `evaluate` reports and writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -52,9 +53,9 @@ def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are
 
 
 def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp_path):
-    told, kept = [], tmp_path / "answers.db"
-    asked = {"task_folders": world, "chat": True, "limit": 4, "keep": kept, "folder": tmp_path}
-    results = evaluate(tiny_llama(), ["pocket-world"], **asked, progress=told.append)
+    told, kept, model = [], tmp_path / "answers.db", replace(tiny_llama(), chat=True)
+    asked = {"task_folders": world, "limit": 4, "keep": kept, "folder": tmp_path}
+    results = evaluate(model, ["pocket-world"], **asked, progress=told.append)
     assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
     sample = results["samples"]["answers"][0]
     assert sample["prompt"].startswith("<s><|im_start|>user\n0 plus 0 is<|im_end|>") and sample["target"] == "one"
@@ -65,7 +66,7 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert [(line["id"], line["filter"]) for line in lines] == [(n, f) for f in ("whole", "lower") for n in range(4)]
     assert set(results["tasks"]["answers"]["metrics"]) == {"exact_match,whole", "exact_match,lower"}
     assert results["items_per_second"] > 0
-    again = evaluate(tiny_llama(), ["pocket-world"], **asked)
+    again = evaluate(model, ["pocket-world"], **asked)
     assert again["requests"] == 0 and again["items_per_second"] is None and again["tasks"] == results["tasks"]
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
@@ -87,8 +88,8 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     write_items(tmp_path / "items", ["piqa"], copies=2)
 
     def asked(name, **how):
-        folder = tmp_path / name
-        results = evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat=True, folder=folder, **how)
+        folder, model = tmp_path / name, replace(tiny_llama(), chat=True)
+        results = evaluate(model, ["piqa"], data_dir=tmp_path / "items", folder=folder, **how)
         return results["samples"]["piqa"][0]["prompt"], results["tasks"]["piqa"]["chat_template"], read_answers(folder)
 
     plain, told, without = asked("auto")

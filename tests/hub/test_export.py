@@ -35,8 +35,8 @@ FACTS = CardFacts(
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "model"
-    model = replace(tiny_llama(scale=3.0, layers=2), system_prompt="You are a helpful assistant.")
-    export(model, folder, facts=FACTS, chat=True)
+    model = replace(tiny_llama(scale=3.0, layers=2), system_prompt="You are a helpful assistant.", chat=True)
+    export(model, folder, facts=FACTS)
     return model, folder
 
 
@@ -102,7 +102,7 @@ def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exporte
     target = tmp_path / "model"
     target.mkdir()
     (target / "old.txt").write_text("of an earlier export")
-    summary = export(model, target, facts=FACTS, chat=True)
+    summary = export(model, target, facts=FACTS)
     assert {p.name for p in target.iterdir()} == {p.name for p in folder.iterdir()} == set(summary["files"])
     for file in folder.iterdir():
         assert file.read_bytes() == (target / file.name).read_bytes(), file.name

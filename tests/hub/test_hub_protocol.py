@@ -9,7 +9,7 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -194,7 +194,7 @@ def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub,
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "model"
-    export(tiny_llama(), folder, facts=CardFacts("mit"), chat=True)
+    export(replace(tiny_llama(), chat=True), folder, facts=CardFacts("mit"))
     return folder
 
 

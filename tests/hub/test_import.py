@@ -18,19 +18,18 @@ from transformers import AutoTokenizer
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
-from affinage.cli.program import main
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.families import FAMILIES, architecture_of, family_of
-from affinage.hub.read import CONFIG, read_hub_folder
+from affinage.hub.read import CONFIG, hub_facts, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.model.layer import map_parameters
-from affinage.pipeline.imports import import_model
-from affinage.pipeline.models import chat_of_hub, is_chat, locate, resolve
-from affinage.pipeline.opening import open_model
+from affinage.pipeline.models import is_chat, locate, resolve
+from affinage.pipeline.opening import import_model, open_model
+from run_affinage import run
 from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
@@ -54,8 +53,8 @@ GRAPHS["llama"]["nodes"]["norm"]["eps"] = 1e-5
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "model"
-    model = replace(tiny_llama(), system_prompt='Say "oui".\nBe brief.')
-    export(model, folder, facts=FACTS, chat=True, dtype="bfloat16", max_shard_size=50_000)
+    model = replace(tiny_llama(), system_prompt='Say "oui".\nBe brief.', chat=True)
+    export(model, folder, facts=FACTS, dtype="bfloat16", max_shard_size=50_000)
     return folder
 
 
@@ -71,7 +70,7 @@ def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path
     locate(resolve(str(imported), tmp_path), tmp_path)
     again, recipe = open_model(str(imported), tmp_path), (imported / "recipe.yaml").read_text()
     assert is_chat(imported) and "dtype: bfloat16" in recipe
-    export(again, tmp_path / "m", facts=FACTS, chat=True, dtype="bfloat16", max_shard_size=50_000)
+    export(again, tmp_path / "m", facts=FACTS, dtype="bfloat16", max_shard_size=50_000)
     assert {file.name for file in exported.iterdir()} == {file.name for file in (tmp_path / "m").iterdir()}
     for file in exported.iterdir():
         if file.name != "README.md":  # the model has another name
@@ -122,7 +121,7 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
     assert (read.system_prompt, read.context, is_chat(exported)) == ('Say "oui".\nBe brief.', ours.context, True)
     saved = tmp_path / "saved"
     AutoTokenizer.from_pretrained(exported).save_pretrained(saved)  # transformers gives the template a file of its own
-    assert (saved / "chat_template.jinja").is_file() and chat_of_hub(saved)[0] == 'Say "oui".\nBe brief.'
+    assert (saved / "chat_template.jinja").is_file() and hub_facts(saved)["system_prompt"] == 'Say "oui".\nBe brief.'
     with pytest.raises(UserError, match="checkpoints"):
         open_model(f"{exported}@3", tmp_path)
 
@@ -136,9 +135,7 @@ def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
     store.wait()
     for step, sign in ((0, 1), (7, -1)):
         to = tmp_path / f"step-{step}"
-        with pytest.raises(SystemExit) as ended:
-            main(["export", f"run/pretrain@{step}", "--runs", str(tmp_path), "--to", str(to)])
-        assert ended.value.code == 0
+        run("export", f"run/pretrain@{step}", "--runs", tmp_path, "--to", to)
         written = load_file(to / "model.safetensors")["model.norm.weight"]
         np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
@@ -281,9 +278,6 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
     index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "both" in refused(tensors)
-    (folder / "model.safetensors.index.json").unlink()
-    file.rename(folder / "pytorch_model.bin")
-    assert "safetensors" in refused(None)
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):
@@ -314,8 +308,8 @@ def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported
 
 
 def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_it(tmp_path):
-    model = with_template(ZEPHYR, "Be brief.")
-    export(model, tmp_path / "m", facts=FACTS, chat=True)
+    model = replace(with_template(ZEPHYR, "Be brief."), chat=True)
+    export(model, tmp_path / "m", facts=FACTS)
     assert verify(tmp_path / "m", model, ["Paris"])["conversations"] == 3
     asked = [{"role": "user", "content": "Où est Paris ?"}]
     told = [{"role": "system", "content": "Be brief."}, *asked]

@@ -20,7 +20,7 @@ from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.hub.export import write_hf_tokenizer
 from affinage.hub.families import family_of
 from affinage.model import ApplyConfig, apply
-from affinage.model.graph import ANSWERS, preference_graph
+from affinage.model.graph import ANSWERS, parse, preference_graph
 from source_forms import write_lines
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 
@@ -137,11 +137,14 @@ def preferences(folder, **told):
     return settings, feed, documents_in_a_row(folder / "rows")
 
 
-def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path):
+@pytest.mark.parametrize("chunk", [pytest.param("auto", marks=pytest.mark.full), 7])
+def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path, chunk):
     """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
     ours, theirs = llama
     settings, rows, count = preferences(tmp_path)
-    graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
+    model = ours.graph.to_dict()
+    model["nodes"][ours.graph.loss] |= {"chunk": chunk}
+    graph, batch = preference_graph(parse(model), settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
     answers = apply(graph, reference, batch, ApplyConfig(until=ANSWERS)).values[ANSWERS]
 

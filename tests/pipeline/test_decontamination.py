@@ -4,12 +4,11 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from quiet import Quiet
 
 from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner
+from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from choice_task import write_items, write_task
 
 RECIPE = """\
@@ -72,7 +71,7 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
         loaded = load(*asked)
         return PipelineRunner(loaded, tmp_path / "runs", build_steps(loaded), until=["decontaminate"])
 
-    runner().run(Quiet())
+    runner().run(ProgressListener())
     folder = tmp_path / "runs" / "small" / "decontaminate"
     kept = [row["text"] for batch in read_documents(folder) for row in batch.to_pylist()]
     assert kept == ["Something else entirely."]

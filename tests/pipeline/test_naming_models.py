@@ -25,8 +25,9 @@ def test_names(runs: Path):
         ("tiny", "dpo", None), ("runs/tiny", "dpo", None), ("runs/tiny/pretrain", "pretrain", None),
         ("tiny/sft@4", "sft", 4), ("base", "pretrain", None), ("base@15", "pretrain", 15),
     ):  # fmt: skip
-        folder, found = locate(resolve(spec, runs), runs)
-        assert (folder.name.split("-")[0], found) == (stage, step) and folder.parent == runs / "store", spec
+        model = locate(resolve(spec, runs), runs)
+        folder = model.path
+        assert (folder.name.split("-")[0], model.step) == (stage, step) and folder.parent == runs / "store", spec
         assert is_chat(folder) == (stage != "pretrain")
         for step_before in ("train-tokenizer", "synthesize"):
             assert made_from(folder, step_before) == (runs / "tiny" / step_before).resolve()
@@ -48,13 +49,13 @@ def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: s
 
 def test_a_run_and_a_folder_of_one_name(runs: Path):
     Path("tiny").mkdir()
-    assert locate(resolve("tiny", runs), runs)[0].name.startswith("dpo-"), "a folder without a model is not meant"
+    assert locate(resolve("tiny", runs), runs).path.name.startswith("dpo-"), "a folder without a model is not meant"
     Path("tiny/config.json").write_text("{}")
     for name in ("tiny", "./tiny"):
-        assert locate(resolve(name, runs), runs)[0] == Path("tiny").resolve()
+        assert locate(resolve(name, runs), runs).path == Path("tiny").resolve()
     with pytest.raises(UserError, match="no checkpoints"):
         locate(resolve("tiny@3", runs), runs)
-    assert locate(resolve("runs/tiny", runs), runs)[0].name.startswith("dpo-")
+    assert locate(resolve("runs/tiny", runs), runs).path.name.startswith("dpo-")
 
 
 def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):

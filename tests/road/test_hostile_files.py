@@ -13,8 +13,8 @@ from affinage.config.load import load_recipe
 from affinage.config.yaml import parse
 from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError
-from affinage.hub.read import INDEX, HubWeights, read_hub_folder
-from affinage.pipeline.models import chat_of_hub, made_from
+from affinage.hub.read import INDEX, HubWeights, hub_facts, read_hub_folder
+from affinage.pipeline.models import made_from
 from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request
 
@@ -194,7 +194,7 @@ def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path:
     (tmp_path / "tokenizer_config.json").write_text(text)
     asked: list[Callable[[], object]] = [
         lambda: template_in(tmp_path),
-        lambda: chat_of_hub(tmp_path),
+        lambda: hub_facts(tmp_path),
         lambda: Tokenizer(tmp_path).special_tokens,
         lambda: Tokenizer(tmp_path).stops,
         lambda: Tokenizer(tmp_path).opening,

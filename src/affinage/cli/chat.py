@@ -58,15 +58,15 @@ def generate(
     if not any(texts):
         fix = 'For example: affinage generate MODEL "Once upon a time", or echo "Once" | affinage generate MODEL'
         raise UserError("no prompt was given", fix=fix)
-    loaded = opened(model, runs, mesh, max_model_len)
+    loaded, state = opened(model, runs, mesh, max_model_len)
     from affinage.api import prompt_tokens
     from affinage.generation.engine import generate as generated
     from affinage.generation.sampling import SamplingParams
 
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
-    rows = [prompt_tokens(text, loaded.model) for text in texts]
-    for text, result in zip(texts, generated(loaded.model, rows, sampling)):
-        line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **loaded.facts}
+    rows = [prompt_tokens(text, loaded) for text in texts]
+    for text, result in zip(texts, generated(loaded, rows, sampling)):
+        line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **state}
         print(json.dumps(line, ensure_ascii=False) if as_json else text + result.text)
 
 
@@ -91,14 +91,14 @@ def chat(
     Example: affinage chat quickstart "What is the currency of France?"
     """
     "".join([*(question or ()), system or ""]).encode()  # as in `generate`
-    loaded = opened(model, runs, mesh, max_model_len)
+    loaded, _ = opened(model, runs, mesh, max_model_len)
     from affinage.generation.chat import ChatSession, converse
     from affinage.generation.sampling import SamplingParams
 
     write = partial(print, end="", flush=True)
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
-    session = ChatSession(loaded.model, sampling)
-    if not loaded.is_chat:
+    session = ChatSession(loaded, sampling)
+    if not loaded.chat:
         note = "is not a chat model. It continues texts: affinage generate"
         print(f"Warning: {model} {note} {shlex.quote(model)} ...", file=sys.stderr)
     if system is not None:
@@ -110,7 +110,7 @@ def chat(
         write("\n")
     if not question:
         if sys.stdin.isatty():
-            print(f"This is {loaded.model.name}. /help lists the commands, /quit leaves.", file=sys.stderr)
+            print(f"This is {loaded.name}. /help lists the commands, /quit leaves.", file=sys.stderr)
         converse(session, read_line, write)
 
 
@@ -148,7 +148,7 @@ def serve(
     if key is not None and not _KEY.fullmatch(key):
         fix = "Use letters, digits and signs, without spaces."
         raise UserError("this is not a key that a header can carry", where=str(api_key_file or _VARIABLE), fix=fix)
-    loaded = opened(model, runs, mesh, max_model_len, reserves=True).model
+    loaded, _ = opened(model, runs, mesh, max_model_len, reserves=True)
     from affinage.serving.server import run
 
     def announce(url: str, used: str | None) -> None:

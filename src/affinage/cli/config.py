@@ -80,7 +80,7 @@ def show(
     """
     from affinage.config.yaml import as_yaml
 
-    loaded = load(recipe, overrides, runs, lenient=True)
+    loaded, _ = load(recipe, overrides, runs, lenient=True)
     rows = []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
         written = _written_at(loaded.raw, path, value)

@@ -117,22 +117,21 @@ def _evaluate_model(
             entered.enter_context(StopSignals())  # one that waits for others is left at once
         processes = entered.enter_context(init_distributed())
         entered.enter_context(processes.all_at_work())
-        loaded = opened(name, runs, mesh, max_model_len, reserves=True, announce=False)
+        model, state = opened(name, runs, mesh, max_model_len, reserves=True, announce=False)
         with working(name) as progress:
             results = evaluate(
-                loaded.model,
+                model,
                 tasks,
                 folder=folder if processes.first else None,
                 facts={STATE: model_fingerprint(target, runs)},
                 keep=folder / "answers.db",
                 task_folders=worlds,
-                chat=loaded.is_chat,
                 seen=contamination_search(target.path) if searches else None,
                 progress=progress,
                 **settings,
             )
         processes.barrier("the end of the evaluation")
-    return {**results, **loaded.facts}
+    return {**results, **state}
 
 
 def _view(results: dict[str, Any]) -> "Iterator[str | Table]":

@@ -8,10 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from rich.filesize import decimal
+
 from affinage.cli import options
 from affinage.cli.opening import model_of
 from affinage.cli.options import app, arg, find, opt, warn
-from affinage.cli.output import size, working
+from affinage.cli.output import working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
 from affinage.paths import from_home
@@ -40,7 +42,7 @@ def import_(
     folder = to or Path(name)
     _must_be_new(folder)
     from affinage.hub.read import local_copy
-    from affinage.pipeline.imports import import_model
+    from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):
         place = from_home(source)
@@ -100,13 +102,13 @@ def export(
         _must_be_new(to)
         target, state = model_of(model, runs)
         from affinage.hub.export import export as write
-        from affinage.pipeline.models import is_chat, recorded, release_of
+        from affinage.pipeline.models import recorded, release_of
         from affinage.pipeline.opening import open_model
 
         of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
         license, chosen["sampling"] = release_of(target.path, chosen.pop("license", None) or of_run.get("license"))
         facts, place = _card(target, state, license), push or to.name
-        write(open_model(target, runs), to, facts=facts, chat=is_chat(target.path), place=place, **chosen)
+        write(open_model(target, runs), to, facts=facts, place=place, **chosen)
     if check or check_gguf:
         _compare(model, runs, folder, check, check_gguf)
     print(f"The model is in {folder}.")
@@ -168,14 +170,15 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
 
     before, known = adapter_base(target, runs)
     files = write_adapter(to, *open_adapters(target, runs), base=base or known)
-    print(f"The adapter is in {to}: {size(sum(files.values()))}. Its base: {base or known or before or 'an import'}.")
+    print(
+        f"The adapter is in {to}: {decimal(sum(files.values()))}. Its base: {base or known or before or 'an import'}."
+    )
     if not (base or known):
         print(f"Export that, and name it by --base: {command('export', before or 'IMPORT', '--to', 'base', runs=runs)}")
 
 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:
     """Print how well others agree with a model: transformers, and llama.cpp."""
-    from affinage.cli.watch import verified_in_words
     from affinage.data.documents import read_documents
     from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
     from affinage.pipeline.opening import open_model
@@ -185,7 +188,7 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
     model = open_model(target, runs)
     if with_transformers:
         with working("comparing with transformers"):
-            print(verified_in_words(Verified(**verify(folder, model, _PROBES))))
+            print(Verified(**verify(folder, model, _PROBES)))
     if with_gguf:
         lines = [*_PROBES, *TRICKY_TEXTS]
         validation = target.run / "split" / "validation" if target.run is not None else None

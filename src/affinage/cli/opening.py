@@ -3,7 +3,7 @@
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from affinage.cli.options import find, opt
 from affinage.cli.output import working
@@ -37,15 +37,6 @@ MeshOption = Annotated[Any, opt(_MESH, "--mesh", metavar="AXIS=DEVICES,...", par
 MaxLenOption = Annotated[int | None, opt(_MAX_LEN, "--max-model-len", metavar="TOKENS", min=2, show_default=False)]
 
 
-class Opened(NamedTuple):
-    """A model, what its name stands for, whether it was trained to chat, and for JSON how far it is trained."""
-
-    model: "LoadedModel"
-    target: "Target"
-    is_chat: bool
-    facts: dict[str, Any]
-
-
 def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, ModelState | None]":
     """Returns the model that a name stands for, and how far it is trained, which is printed (`announce`).
 
@@ -57,18 +48,17 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
 
     target = find(name, runs) if announce else resolve(name, runs)
     check_complete(target, runs)
-    state, (folder, step) = state_of(target, runs), locate(target, runs)
-    is_there = not isinstance(step, int) or (checkpoints_of(folder, step) / str(step)).is_dir()
+    state, model = state_of(target, runs), locate(target, runs)
+    is_there = not isinstance(model.step, int) or (checkpoints_of(model.path, model.step) / str(model.step)).is_dir()
     if announce and state is not None and is_there and is_first():
         print(f"Model: {state}", file=sys.stderr)
-    kind: Literal["hub", "model"] = "hub" if target.kind == "hub" else "model"
-    return replace(target, kind=kind, path=folder, step=step), state
+    return model, state
 
 
 def opened(
     name: str, runs: Path, mesh: Any, max_model_len: int | None, *, reserves: bool = False, announce: bool = True
-) -> Opened:
-    """Returns the model that a name stands for, opened on a mesh for texts of a length; see `model_of`.
+) -> "tuple[LoadedModel, dict[str, Any]]":
+    """Returns the model that a name stands for, opened on a mesh for texts of a length, and how far it is trained.
 
     With `reserves`, memory is held for the whole context: a model from elsewhere, whose context may be far longer than
     anybody needs, is limited to `MAX_RESERVED` unless a limit is given, and this is printed.
@@ -78,7 +68,6 @@ def opened(
     """
     target, state = model_of(name, runs, announce=announce)  # before JAX is imported
     from affinage.cluster.processes import is_first
-    from affinage.pipeline.models import is_chat
     from affinage.pipeline.opening import open_model
 
     with working(f"opening {name}"):
@@ -92,5 +81,4 @@ def opened(
         if is_first():
             limited = f"`{name}` can read {longest:,} tokens at once; {length:,} are used"
             print(f"{limited}. More take more memory: --max-model-len {longest}", file=sys.stderr)
-    model = replace(model, context=length or longest)
-    return Opened(model, target, is_chat(target.path), asdict(state) if state else {})
+    return replace(model, context=length or longest), asdict(state) if state else {}

@@ -98,8 +98,10 @@ def find(name: str, runs: Path) -> "Target":
     return target
 
 
-def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: bool = False) -> "LoadedRecipe":
-    """Returns the recipe that a name stands for, with `overrides` laid over it.
+def load(
+    name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: bool = False
+) -> "tuple[LoadedRecipe, Path | None]":
+    """Returns the recipe that a name stands for, with `overrides` laid over it, and the folder of a run that is named.
 
     With `lenient`, settings of a run that no longer exist are left out, with a warning. Another warning is printed for
     a run that has the name of a packaged recipe and other settings.
@@ -112,4 +114,4 @@ def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: boo
     packaged = packaged_recipes().get(name) if target.kind == "run" else None
     if packaged is not None and recipe_of(target, runs, warn=lambda _: None).recipe != load_recipe(packaged).recipe:
         warn(f"`{name}` is the run {target.path}, whose settings are not those of the packaged recipe {packaged}")
-    return loaded
+    return loaded, target.run

@@ -28,18 +28,17 @@ def sweep(
 
     Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
     """
-    base = load(recipe, overrides, runs)
-    from affinage.api import prepare_process, write_report
+    base, run = load(recipe, overrides, runs)
     from affinage.cli.watch import Watch
     from affinage.data.json_files import write_json
-    from affinage.pipeline.build import build_steps
-    from affinage.pipeline.models import RECIPE, resolve
+    from affinage.pipeline.build import build_steps, prepare_process
+    from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import PipelineRunner, points
     from affinage.stopping import StopSignals, without_readers
 
-    run, folder = resolve(recipe, runs).run, runs / base.recipe.name
+    folder = runs / base.recipe.name
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
-    prepare_process(base)
+    prepare_process(base.recipe)
     planned, results, keys = list[dict[str, Any]](), list[dict[str, Any]](), set[str]()
     runners: dict[str, PipelineRunner] = {}
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
@@ -47,7 +46,7 @@ def sweep(
             settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
             title = f"{point.number} of {len(grid)}, {settings}"
             try:
-                runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
+                runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded))
                 plan = runner.plan()
                 runner.check(plan)
             except UserError as error:
@@ -67,8 +66,7 @@ def sweep(
             screen().print(f"--- {title}", markup=False)
             del result["would_run"]
             try:
-                with Watch() as watch:
-                    runner.run(watch)
+                runner.run(Watch())
             except TransientError:
                 raise
             except UserError as error:

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
-from affinage.data.files import DamagedFile, SourceFile, kind_of, open_plain, open_stored, reports_damage
-from affinage.data.hub_datasets import DatasetPart, rows_of
+from affinage.data.files import DamagedFile, DatasetPart, Part, open_plain, open_stored, reports_damage
+from affinage.data.hub_datasets import rows_of
 from affinage.data.ingest import find_parts
 from affinage.data.json_files import encodable
 from affinage.data.places import is_on_hub, location
@@ -34,7 +34,6 @@ _QUESTIONS, _ANSWERS = ("prompt", "question"), ("completion", "output", "respons
 _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that is not empty counts
 
 Item = Mapping[str, Any]  # a line of a file, or the row of a table
-Part = SourceFile | DatasetPart
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,8 @@ def open_source(
     source = settings.sources[index].as_source()
     place = location(source, settings.root, settings.mirror)
     place = str(world_file) if place == POCKET_WORLD and world_file is not None else place
-    source, found, _ = find_parts(source, settings, place, place, of_text=False)
-    parts = [part for part in found if isinstance(part, DatasetPart) or kind_of(part.name) in ("lines", "table")]
+    source, found = find_parts(source, settings, place, place, of_text=False)
+    parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
         raise UserError("no conversations found", where=place, fix=fix)
@@ -217,7 +216,7 @@ def read_lines(
 def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes]:
     if isinstance(part, DatasetPart):
         yield from rows_of(part, settings)
-    elif kind_of(part.name) == "table":
+    elif part.kind == "table":
         with open_stored(part) as raw:
             for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
                 yield from batch.to_pylist()

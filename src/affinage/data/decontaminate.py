@@ -20,6 +20,7 @@ from affinage.config.data import DecontaminateSettings
 from affinage.data.documents import (
     SAMPLE_CHARACTERS,
     Stats,
+    Verdicts,
     copy_documents,
     document_files,
     row_groups,
@@ -60,10 +61,10 @@ def decontaminate(
 
     def copy(task: tuple[Path, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Copy a file without the documents that have hits; return the statistics and all matches."""
-        (path, hits), stats, matches = task, Stats(), []
+        (path, hits), matches = task, []
         hits = hits[~common[hits[:, KEY]]]
 
-        def without_items(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
+        def items_in(batch: pa.RecordBatch, before: int) -> Verdicts:
             verdicts = {}
             own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
             for text in np.unique(own[:, TEXT]).tolist():
@@ -72,16 +73,13 @@ def decontaminate(
                 best = max(found, key=lambda match: int(match["words"]))
                 detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
                 verdicts[text - before] = "in a benchmark", detail
-            return stats.remove_rows(batch, verdicts)
+            return verdicts
 
-        copy_documents(path, folder / path.parent.relative_to(documents_folder), stats, without_items)
-        return stats.to_json(), matches
+        return copy_documents(path, documents_folder, folder, items_in), matches
 
-    total, matches = Stats(), []
     copies = executor.map(copy, list(zip(paths, hits)), folder / "copies", threads=True, label="copying")
-    for stats, own_matches in copies:
-        total.merge(stats)
-        matches += own_matches
+    total = Stats.total(stats for stats, _ in copies)
+    matches = [match for _, own in copies for match in own]
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / MATCHES, pa.Table.from_pylist(matches, _MATCH))
     for stage in ("scans", "copies"):

@@ -25,7 +25,15 @@ from pyarrow import feather
 
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import Array, kernel, text_buffers
-from affinage.data.documents import Stats, copy_documents, document_files, row_groups, write_table
+from affinage.data.documents import (
+    Stats,
+    Verdicts,
+    copy_documents,
+    document_files,
+    first_documents,
+    row_groups,
+    write_table,
+)
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.minhash import jaccard, shingle_sets, sign
 
@@ -33,9 +41,10 @@ MAX_COMPARED = 256  # kept documents of one bucket that a document is compared w
 REMOVED = "removed.parquet"
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
 _FACTS = ("content", "content_2", "markup", "bytes")  # the first rows of a signature file; the keys of bands follow
-_NAMES = pa.schema([("id", pa.string()), ("source", pa.string())])  # released documents may be without them
-_ORDER = [(name, "ascending") for name in ("markup", "bytes", "id", "source", "content", "document")]
-_BEST_FIRST = [("released", "descending"), _ORDER[0], ("size", "descending"), *_ORDER[1:]]
+_TEXTS = ("id", "source")  # released documents may be without them
+_NAMES = pa.schema([*((name, pa.string()) for name in _TEXTS), ("size", pa.int64())])
+_BEST_FIRST = [("released", "descending"), ("markup", "ascending"), ("size", "descending")]
+_BEST_FIRST += [(name, "ascending") for name in ("bytes", "id", "source", "content", "document")]
 
 
 def dedup(
@@ -59,34 +68,25 @@ def dedup(
 
     def copy(task: tuple[Path, int]) -> dict[str, Any]:
         """Copy one file, whose documents are numbered from `first`, without its duplicates; return the statistics."""
-        (path, first), stats = task, Stats()
+        path, first = task
 
-        def without_duplicates(batch: pa.RecordBatch, before: int) -> pa.RecordBatch:
-            begin = first + before
-            here = slice(*np.searchsorted(numbers, [begin, begin + batch.num_rows]))
-            verdicts = {}
-            for row in removed.slice(here.start, here.stop - here.start).to_pylist():
+        def duplicates_in(batch: pa.RecordBatch, before: int) -> Verdicts:
+            begin, verdicts = first + before, {}
+            start, stop = np.searchsorted(numbers, [begin, begin + batch.num_rows])
+            for row in removed.slice(start, stop - start).to_pylist():
                 detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
                 verdicts[row["document"] - begin] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
-            return stats.remove_rows(batch, verdicts)
+            return verdicts
 
-        copy_documents(path, folder / path.parent.relative_to(documents_folder), stats, without_duplicates)
-        return stats.to_json()
+        return copy_documents(path, documents_folder, folder, duplicates_in)
 
-    total = Stats()
-    starts = _starts(files)[len(released) : -1]
-    for counts in executor.map(copy, list(zip(own, starts)), folder, threads=True, label="copying"):
-        total.merge(counts)
+    tasks = list(zip(own, first_documents(files)[len(released) : -1]))
+    total = Stats.total(executor.map(copy, tasks, folder, threads=True, label="copying"))
     order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id")]
     write_table(folder / REMOVED, removed.sort_by(order).drop_columns(["document", "kept"]))
     clear_completions(folder)
     shutil.rmtree(scratch)
     return total.summary() | {"compared": compared}
-
-
-def _starts(files: Sequence[Path]) -> list[int]:
-    """The number of the first document of every file among those of all files, and the number of all."""
-    return np.cumsum([0, *(sum(group.rows for group in row_groups(path)) for path in files)]).tolist()
 
 
 def find_duplicates(
@@ -98,19 +98,15 @@ def find_duplicates(
     similarity), and how many pairs were compared. Passes leave files in `scratch`.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    executor.map(
-        partial(_sign, settings, scratch), list(enumerate(files)), scratch / "sign", threads=True, label="signing"
-    )
-    signatures = [scratch / f"signatures-{number}" for number in range(len(files))]
-    starts = _starts(files)
-    shared = np.zeros(starts.pop(), bool)  # pass 2: documents that share the key of a band with another one
+    numbered, starts = list(enumerate(files)), first_documents(files)
+    executor.map(partial(_sign, settings, scratch), numbered, scratch / "sign", threads=True, label="signing")
+    candidates = np.zeros(starts[-1], bool)  # pass 2: documents that share the key of a band with another one
     for band in range(settings.num_buckets):
-        keys = _joined(signatures, len(_FACTS) + settings.num_buckets, len(_FACTS) + band)
-        shared |= _buckets(keys)[0] >= 0
-    shared.tofile(scratch / "candidates")
-    tasks = [(number, path, start) for (number, path), start in zip(enumerate(files), starts)]
+        candidates |= _buckets(_signatures(scratch, len(files), len(_FACTS) + band))[0] >= 0
+    np.save(scratch / "candidates.npy", candidates)
+    tasks = [(number, path, start) for (number, path), start in zip(numbered, starts)]
     executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
-    return _compare(settings, scratch, released, len(files))
+    return _compare(settings, scratch, candidates, len(files), starts[released])
 
 
 def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path]) -> None:
@@ -122,65 +118,60 @@ def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path]) -> Non
         content, keys = sign(text, settings.n_grams, settings.num_buckets, settings.hashes_per_bucket)
         markup = pc.count_substring_regex(text, _MARKUP).to_numpy()
         parts.append(np.vstack([content, markup, np.diff(text_buffers(text)[1]), keys]).astype(np.uint64))
-    np.concatenate(parts, axis=1).tofile(scratch / f"signatures-{number}")
+    np.save(scratch / f"signatures-{number}.npy", np.concatenate(parts, axis=1))
 
 
-def _joined(paths: Sequence[Path], rows: int, row: int) -> np.ndarray:
-    """One row of each of some files of uint64 [rows, documents], end to end."""
-    sizes = [path.stat().st_size // (8 * rows) for path in paths]
-    parts = [np.fromfile(path, np.uint64, size, offset=8 * size * row) for path, size in zip(paths, sizes)]
+def _signatures(scratch: Path, files: int, row: int) -> np.ndarray:
+    """One row of the signatures, uint64 [documents of all files]."""
+    parts = [np.load(scratch / f"signatures-{number}.npy", mmap_mode="r")[row] for number in range(files)]
     return np.concatenate([np.zeros(0, np.uint64), *parts])
 
 
 def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
-    """Pass 3: write what is known of the candidates of one file, and their n-grams end to end."""
+    """Pass 3: write the names of the candidates of one file, how many n-grams each has, and these end to end."""
     number, path, start = task
-    signatures = np.fromfile(scratch / f"signatures-{number}", np.uint64)
-    signatures = signatures.reshape(len(_FACTS) + settings.num_buckets, -1)
-    chosen = np.fromfile(scratch / "candidates", bool, signatures.shape[1], offset=start)
-    tables, sets, sizes, first = [_NAMES.empty_table()], [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], 0
+    candidates = np.load(scratch / "candidates.npy", mmap_mode="r")
+    tables, sets = [_NAMES.empty_table()], [np.zeros(0, np.uint64)]
     for group in row_groups(path):
-        batch = group.read([*_NAMES.names, "text"]).filter(pa.array(chosen[first : first + group.rows]))
-        first += group.rows
+        batch = group.read([*_TEXTS, "text"]).filter(pa.array(candidates[start : start + group.rows]))
+        start += group.rows
+        own_sets, sizes = shingle_sets(batch["text"], settings.n_grams)
         absent = pa.array([""] * len(batch), pa.string())
-        columns = [batch[name] if name in batch.schema.names else absent for name in _NAMES.names]
-        tables.append(pa.table(columns, schema=_NAMES))
-        own_sets, own_sizes = shingle_sets(batch["text"], settings.n_grams)
+        names = [batch[name] if name in batch.schema.names else absent for name in _TEXTS]
+        tables.append(pa.table([*names, pa.array(sizes)], schema=_NAMES))
         sets.append(own_sets)
-        sizes.append(own_sizes)
-    table = pa.concat_tables(tables)
-    facts = {"document": start + np.flatnonzero(chosen), "size": np.concatenate(sizes)}
-    for name, values in (facts | dict(zip(_FACTS, signatures[:, chosen]))).items():
-        table = table.append_column(name, pa.array(values))
-    feather.write_feather(table, scratch / f"candidates-{number}", compression="uncompressed")
+    feather.write_feather(pa.concat_tables(tables), scratch / f"candidates-{number}", compression="uncompressed")
     np.concatenate(sets).tofile(scratch / f"sets-{number}")
-    signatures[len(_FACTS) :, chosen].tofile(scratch / f"keys-{number}")
 
 
-def _compare(settings: DedupSettings, scratch: Path, released: int, files: int) -> tuple[pa.Table, int]:
-    """Pass 4: the table of the removed documents, and how many pairs were compared. N-grams stay in a mapped file."""
-    columns = [*_NAMES, ("document", pa.int64()), ("size", pa.int64()), *((f, pa.uint64()) for f in _FACTS)]
-    tables = [pa.schema([*columns, ("released", pa.bool_())]).empty_table()]
+def _compare(
+    settings: DedupSettings, scratch: Path, candidates: np.ndarray, files: int, released: int
+) -> tuple[pa.Table, int]:
+    """Pass 4: the table of the removed documents, and how many pairs were compared. N-grams stay in a mapped file.
+
+    The first `released` documents were released before.
+    """
+    tables = [_NAMES.empty_table()]
     with (scratch / "sets").open("wb") as joined:
         for number in range(files):
-            table = feather.read_table(scratch / f"candidates-{number}")
-            tables.append(table.append_column("released", pa.array(np.full(len(table), number < released))))
+            tables.append(feather.read_table(scratch / f"candidates-{number}"))
             with (scratch / f"sets-{number}").open("rb") as part:
                 shutil.copyfileobj(part, joined, 1 << 22)
         joined.write(bytes(8))  # an empty file cannot be mapped
-    table = pa.concat_tables(tables)
-    starts = np.append(0, np.cumsum(table["size"].to_numpy()))[:-1]
-    order = pc.sort_indices(table, _BEST_FIRST)
-    table, starts = table.take(order), starts[order.to_numpy()]
-
+    table, documents = pa.concat_tables(tables), np.flatnonzero(candidates)
+    facts = {"document": documents, "released": documents < released}
+    facts |= {name: _signatures(scratch, files, row)[candidates] for row, name in enumerate(_FACTS)}
+    for name, values in facts.items():
+        table = table.append_column(name, pa.array(values))
+    starts = np.append(0, np.cumsum(table["size"].to_numpy()))
+    order = pc.sort_indices(table, _BEST_FIRST).to_numpy()
+    table, starts, documents = table.take(order), starts[order], documents[order]
     buckets, count = np.empty((len(table), settings.num_buckets), np.int32), 0
     for band in range(settings.num_buckets):
-        keys = _joined([scratch / f"keys-{number}" for number in range(files)], settings.num_buckets, band)
-        own, size = _buckets(keys[order.to_numpy()])
+        own, size = _buckets(_signatures(scratch, files, len(_FACTS) + band)[documents])
         buckets[:, band] = np.where(own >= 0, own + count, -1)
         count += size
-    n_grams = np.memmap(scratch / "sets", np.uint64, "r")
-    stays = pc.sum(table["released"]).as_py() or 0
+    n_grams, stays = np.memmap(scratch / "sets", np.uint64, "r"), int(facts["released"].sum())
     match, similarity, compared = _match(
         buckets, count, n_grams, starts, table["size"].to_numpy(), settings.threshold, MAX_COMPARED, stays
     )

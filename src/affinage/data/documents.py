@@ -6,8 +6,9 @@ And the statistics of a step: what it read, what it removed and why, and what it
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ REPORTS = ("removed.parquet", "matches.parquet")  # beside the documents of a st
 ROW_GROUP_BYTES = 8_000_000  # of text: what one task holds in memory
 SAMPLES_PER_REASON, SAMPLE_CHARACTERS = 5, 200  # of removed documents, in statistics
 FILE_BYTES = 64_000_000  # of text: what one task of a parallel step works through
+Verdicts = dict[int, tuple[str, str]]  # row of a batch -> the reason for which its document is removed, and details
 
 
 def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
@@ -148,6 +150,11 @@ def row_groups(path: Path) -> list[RowGroup]:
     return [RowGroup(path, i, rows) for i, rows in enumerate(sizes) if rows]
 
 
+def first_documents(paths: Iterable[Path]) -> list[int]:
+    """The number of the first document of every file among those of all files, and the number of all."""
+    return list(accumulate((sum(group.rows for group in row_groups(path)) for path in paths), initial=0))
+
+
 def read_documents(folder: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """Stream the documents of a folder in order, one row group (about 8 MB of text) at a time."""
     for path in document_files(folder):
@@ -160,7 +167,7 @@ def read_documents(folder: Path, columns: Sequence[str] | None = None) -> Iterat
 
 @dataclass
 class Stats:
-    """Counts of documents and UTF-8 bytes through one task or step; those of tasks add up with `merge`."""
+    """Counts of documents and UTF-8 bytes through one task or step; `total` adds those of tasks up."""
 
     documents_in: int = 0
     bytes_in: int = 0
@@ -176,6 +183,15 @@ class Stats:
         self.documents_in += documents
         self.bytes_in += bytes
 
+    def read(self, path: Path) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The row groups of a document file, which are counted; with each the number of documents before it."""
+        before = 0
+        for group in row_groups(path):
+            batch = group.read()
+            self.enter(batch.num_rows, text_bytes(batch))
+            yield before, batch
+            before += batch.num_rows
+
     def remove(self, reason: str, *, id: str, source: str, text: str, detail: str = "") -> None:
         """Count one removed document, and keep it as a sample if there are few of its kind."""
         self.removed[reason] += 1
@@ -183,8 +199,8 @@ class Stats:
         if len(samples) < SAMPLES_PER_REASON:
             samples.append({"id": id, "source": source, "text": text[:SAMPLE_CHARACTERS], "detail": detail})
 
-    def remove_rows(self, batch: pa.RecordBatch, verdicts: dict[int, tuple[str, str]]) -> pa.RecordBatch:
-        """Count the documents of `verdicts`, {row: (reason, detail)}, as removed; returns the batch without them."""
+    def remove_rows(self, batch: pa.RecordBatch, verdicts: Verdicts) -> pa.RecordBatch:
+        """Count the documents of a batch that have verdicts as removed; returns the batch without them."""
         for row, (reason, detail) in sorted(verdicts.items()):
             facts = {name: batch.column(name)[row].as_py() for name in ("id", "source", "text")}
             self.remove(reason, detail=detail, **facts)
@@ -200,19 +216,19 @@ class Stats:
             self.documents[row["key"]] += row["bytes_count"]
             self.bytes[row["key"]] += row["bytes_sum"]
 
-    def merge(self, other: dict[str, Any]) -> None:
-        """Add the counts of another task, as `to_json` gives them; merging in order keeps the samples the same."""
-        for name in ("documents_in", "bytes_in", "documents_out", "bytes_out"):
-            setattr(self, name, getattr(self, name) + other[name])
-        for name in ("removed", "documents", "bytes"):
-            getattr(self, name).update(other[name])
-        for reason, samples in other["samples"].items():
-            mine = self.samples.setdefault(reason, [])
-            mine.extend(samples[: SAMPLES_PER_REASON - len(mine)])
-
-    def to_json(self) -> dict[str, Any]:
-        """All counts as `merge` takes them."""
-        return dict(vars(self))
+    @classmethod
+    def total(cls, parts: Iterable[dict[str, Any]]) -> "Stats":
+        """The sum of the statistics of tasks, each as `vars` gives them, whose order decides which samples stay."""
+        total = cls()
+        for part in parts:
+            for name in ("documents_in", "bytes_in", "documents_out", "bytes_out"):
+                setattr(total, name, getattr(total, name) + part[name])
+            for name in ("removed", "documents", "bytes"):
+                getattr(total, name).update(part[name])
+            for reason, samples in part["samples"].items():
+                own = total.samples.setdefault(reason, [])
+                own.extend(samples[: SAMPLES_PER_REASON - len(own)])
+        return total
 
     def by(self, name: Callable[[str, str], str]) -> dict[str, dict[str, int]]:
         """Documents and bytes passed on, by a name made of source and language."""
@@ -235,17 +251,15 @@ class Stats:
 
 
 def copy_documents(
-    path: Path, folder: Path, stats: Stats, change: Callable[[pa.RecordBatch, int], pa.RecordBatch]
-) -> None:
-    """Copy one document file to a folder, counted in `stats`, as `change` returns each batch of it.
+    path: Path, documents_folder: Path, folder: Path, judge: Callable[[pa.RecordBatch, int], Verdicts]
+) -> dict[str, Any]:
+    """Copy a document file from one folder to its place in another, without documents that have verdicts.
 
-    `change` also receives how many documents of the file come before the batch.
+    `judge` receives each batch, and how many documents of the file come before it. Returns the statistics.
     """
-    clear_documents(folder, path.stem)
-    before = 0
-    with DocumentWriter(folder, path.stem, observe=stats.leave) as writer:
-        for group in row_groups(path):
-            batch = group.read()
-            stats.enter(batch.num_rows, text_bytes(batch))
-            writer.write(change(batch, before))
-            before += batch.num_rows
+    stats, place = Stats(), folder / path.parent.relative_to(documents_folder)
+    clear_documents(place, path.stem)
+    with DocumentWriter(place, path.stem, observe=stats.leave) as writer:
+        for before, batch in stats.read(path):
+            writer.write(stats.remove_rows(batch, judge(batch, before)))
+    return vars(stats)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,25 @@ def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path in it."""
     filesystem, place = url_to_fs(url, use_listings_cache=False)
     return filesystem, str(place)
+
+
+def listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
+    """What is at a URL: fsspec's file system, the folder that names start from, and the entries of the files by path.
+
+    That is one file, those in a folder, or those that a glob matches. The literal path comes first: names of files may
+    contain the characters of a glob. Raises the library's error, of which FileNotFoundError is one.
+    """
+    filesystem, path = file_system(url)
+    try:
+        entry = filesystem.info(path)
+    except FileNotFoundError:
+        if not has_magic(path):
+            raise
+        folder = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
+        return filesystem, folder, filesystem.glob(path, detail=True)
+    if entry["type"] == "directory":
+        return filesystem, path.rstrip("/"), filesystem.find(path, detail=True)
+    return filesystem, path.rpartition("/")[0], {path: entry}
 
 
 def cache_folder() -> Path:
@@ -67,17 +87,11 @@ def version_of(url: str, *, again: bool = False) -> str:
         return _versions[url]
     _versions[url] = ""
     if is_web(url):
-        version = _version_in(_head(url))
+        _versions[url] = _version_in(_head(url))
     else:
-        filesystem, place = file_system(url)
-        if has_magic(place) and not filesystem.exists(place):
-            entries = filesystem.glob(place, detail=True)
-        else:
-            entry = filesystem.info(place)
-            entries = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
-        version = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    _versions[url] = version
-    return version
+        content = json.dumps(listed(url)[2], sort_keys=True, default=str)
+        _versions[url] = hashlib.sha256(content.encode()).hexdigest()[:32]
+    return _versions[url]
 
 
 def _version_in(headers: Any) -> str:

@@ -9,15 +9,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, ClassVar, cast
 
 import pyarrow as pa
-from fsspec.core import has_magic
 
 from affinage.config.data import SourceSettings
-from affinage.data.downloads import cached, cached_path, file_system, is_web, size_of
-from affinage.data.places import printable
+from affinage.data.downloads import cached, cached_path, file_system, is_web, listed, size_of
+from affinage.data.places import is_folder, printable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
 CHUNK_BYTES = 1 << 16  # read at once
@@ -42,6 +41,7 @@ class SourceFile:
 
     url: str  # what is at a web address is read from the cache of downloads
     name: str
+    kind: str  # see `kind_of`
     bytes: int
     sha256: str = ""
     start: int = 0  # a part of a file: the lines or row groups that begin in bytes [start, stop)
@@ -51,6 +51,26 @@ class SourceFile:
     def stored(self) -> int:
         """Bytes of it, or of the part, as stored."""
         return (self.bytes if self.stop is None else self.stop) - self.start
+
+
+@dataclass(frozen=True)
+class DatasetPart:
+    """Part `index` of `parts` of a dataset: one of its files."""
+
+    place: str  # its name on the Hub, or the path of its folder
+    index: int
+    parts: int
+    kind: ClassVar[str] = "dataset"
+    stored: ClassVar[int] = 1  # its bytes are not known
+
+    @property
+    def name(self) -> str:
+        """Its name in ids and messages, the same on every machine."""
+        name = Path(self.place).name if is_folder(self.place) else self.place
+        return name if self.parts == 1 else f"{name}/{self.index}-of-{self.parts}"
+
+
+Part = SourceFile | DatasetPart
 
 
 # ---- kinds and opening ----
@@ -112,50 +132,43 @@ def reports_damage() -> Iterator[None]:
 # ---- finding ----
 
 
-def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile], list[str]]:
-    """The readable files at a URL, sorted by name, and the names of the others in a folder.
+def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
+    """The files at a URL, sorted by name; those of a folder that are not readable have the kind "" and no bytes.
 
-    Raises UserError if there is none, and TransientError where the network fails.
+    Raises UserError if none is readable, and TransientError where the network fails.
     """
     try:
-        files, unreadable = _find(url, source)
+        files = _find(url, source)
     except Exception as error:  # OSError, and each library's own
         fix = "Is there a network, and are you allowed to read it? gs:// needs pip install 'affinage[gcs]', s3:// "
         fix += "'affinage[s3]'. A copy can be named in data.mirror."
         kind = TransientError if is_transient(error) else UserError
         raise kind(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
-    if not files:
+    if not any(file.kind for file in files):
         what = f"no such file or folder, or nothing in it that can be read: {url!r}"
-        what += f"; found {', '.join(unreadable[:3])}" if unreadable else ""
+        what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
         fix = "Name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]', of kind .txt, .md, "
         fix += ".jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .zst, .bz2, .xz) or .parquet. Relative paths start "
         fix += "from `data.root` if it is set, else from the working directory."
         raise UserError(what, where=where, fix=fix)
-    return files, unreadable
+    return files
 
 
-def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]]:
+def _find(url: str, source: SourceSettings) -> list[SourceFile]:
+    code = source.kind == "code"
     if is_web(url):  # what is in the cache needs no network
         name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
-        return [SourceFile(url, name, copy.stat().st_size if copy.is_file() else size_of(url), source.sha256)], []
-    filesystem, path = file_system(url)
-    base = path.rstrip("/").rpartition("/")[0]
-    try:  # the literal path comes first: file names may contain the characters of a glob
-        found = {path: filesystem.info(path)}
-        if found[path]["type"] == "directory":
-            base, found = path.rstrip("/"), filesystem.find(path, detail=True)
+        size = copy.stat().st_size if copy.is_file() else size_of(url)
+        return [SourceFile(url, name, kind_of(name, code=code), size, source.sha256)]
+    try:
+        filesystem, base, entries = listed(url)
     except FileNotFoundError:
-        base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
-        matches = filesystem.glob(path, detail=True) if has_magic(path) else {}
-        found = {file: entry for file, entry in matches.items() if entry["type"] == "file"}
+        return []
     files: list[SourceFile] = []
-    unreadable: list[str] = []
-    for path in sorted(found):
+    for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
         name = printable(path.removeprefix(base).lstrip("/"))
-        if any(part.startswith(".") for part in PurePosixPath(name).parts):
-            continue
-        if kind_of(name, code=source.kind == "code"):
-            files.append(SourceFile(filesystem.unstrip_protocol(path), name, int(found[path].get("size") or 0)))
-        else:
-            unreadable.append(name)
-    return files, unreadable
+        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
+            kind = kind_of(name, code=code)
+            size = int(entries[path].get("size") or 0) if kind else 0
+            files.append(SourceFile(filesystem.unstrip_protocol(path), name, kind, size))
+    return files

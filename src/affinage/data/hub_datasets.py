@@ -2,35 +2,17 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import DamagedFile
+from affinage.data.files import DamagedFile, DatasetPart
 from affinage.data.hub_answers import PATIENCE, is_of_the_network, limit_requests, refusal
 from affinage.data.places import is_folder
 from affinage.data.readers import BadRecord, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 
 _RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
-
-
-@dataclass(frozen=True)
-class DatasetPart:
-    """Part `index` of `parts` of a dataset: one of its files."""
-
-    place: str  # its name on the Hub, or the path of its folder
-    index: int
-    parts: int
-    stored: ClassVar[int] = 1  # its bytes are not known
-
-    @property
-    def name(self) -> str:
-        """Its name in ids and messages, the same on every machine."""
-        name = Path(self.place).name if is_folder(self.place) else self.place
-        return name if self.parts == 1 else f"{name}/{self.index}-of-{self.parts}"
 
 
 def at_commit(place: str, settings: SourceSettings, where: str, *, patience: float = PATIENCE) -> SourceSettings:

@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
 from affinage.config.training import TuningSettings
 from affinage.data.documents import DocumentWriter, Stats, clear_documents
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
-from affinage.data.files import DamagedFile, SourceFile, compression_of, find, kind_of
-from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, stream
+from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, find
+from affinage.data.hub_datasets import at_commit, parts_of
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_folder, is_on_hub, is_remote, location, unique
-from affinage.data.readers import BROKEN, BadRecord, Record, read_records
+from affinage.data.readers import BROKEN, UNKNOWN_KIND, BadRecord, Record, read_records
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
 
 TASK_BYTES = 32_000_000  # of files, as stored
 WAVE, WAVE_BYTES = 64, 100_000  # tasks that share what is left of `max_bytes`, at most; text of each, at least
-UNKNOWN_KIND = "unknown kind of file"
-Part = SourceFile | DatasetPart
 _FIXES = {
     "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
     "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
@@ -65,45 +65,38 @@ def ingest(
     counts `not_sampled` documents and those with `lone_surrogates` that were replaced, and has the `commits` at which
     datasets of the Hub were read. An interrupted call resumes with the missing tasks.
     """
-    sources: dict[str, Task] = {}
-    unreadable: dict[str, list[str]] = {}
+    tasks: dict[str, list[Task]] = {}  # by the name of the source
+    commits: dict[str, str] = {}
     world = str(Path(world_folder or "") / "documents" / "*.jsonl")
     for position, source in enumerate(settings.sources):
-        name = unique(source.title, sources)
-        source, parts, unreadable[name] = find_parts(source, settings, f"data.sources[{position}]", world)
+        name = unique(source.title, tasks)
+        source, parts = find_parts(source, settings, f"data.sources[{position}]", world)
+        if is_on_hub(source, settings.mirror):
+            commits[name] = source.revision
         share = settings.sample if source.max_bytes is None else 1.0
-        sources[name] = Task(source, name, tuple(parts), folder / name, settings.on_error, share)
-    results = _read_all(list(sources.values()), settings, executor)
+        tasks[name] = _divide(Task(source, name, tuple(parts), folder / name, settings.on_error, share))
+    by_source = _read_all(tasks, settings, executor)
 
-    total, not_sampled, replaced, files = Stats(), 0, 0, set[Path]()
-    for position, (name, whole) in enumerate(sources.items()):
-        own, left_out = Stats(), 0
-        for file in unreadable[name]:
-            own.enter(1, 0)
-            own.remove(UNKNOWN_KIND, id=file, source=name, text="")
-        for result in results[name]:
-            own.merge(result["stats"])
-            files.update(folder / file for file in result["files"])
-            replaced += result["replaced"]
-            left_out += result["not_sampled"]
-        if not left_out and not own.documents_out:
-            where = f"data.sources[{position}] ({whole.settings.path or whole.settings.dataset})"
-            reason = next((reason for reason, _ in own.removed.most_common() if reason != UNKNOWN_KIND), None)
-            if reason is None:
+    for position, (source, results) in enumerate(zip(settings.sources, by_source)):
+        own = Stats.total(result["stats"] for result in results)
+        if not own.documents_out and not any(result["not_sampled"] for result in results):
+            where = f"data.sources[{position}] ({source.path or source.dataset})"
+            reasons = [reason for reason, _ in own.removed.most_common() if reason != UNKNOWN_KIND]
+            if not reasons:
                 raise UserError("there is no document in it", where=where)
-            first = own.samples[reason][0]
-            what = f"none of its {own.documents_in} records can be used; {first['id']}: {reason}: {first['detail']}"
-            raise UserError(what, where=where, fix=_FIXES.get(reason, ""))
-        not_sampled += left_out
-        total.merge(own.to_json())
+            first = own.samples[reasons[0]][0]
+            what = f"none of its {own.documents_in} records can be used; {first['id']}: {reasons[0]}: {first['detail']}"
+            raise UserError(what, where=where, fix=_FIXES.get(reasons[0], ""))
+    results = [result for results in by_source for result in results]
+    total = Stats.total(result["stats"] for result in results)
+    counts = {"not_sampled": sum(result["not_sampled"] for result in results)}
     if not total.documents_out:
-        raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
-    clear_documents(folder, kept=files)
+        what = f"the sample holds none of {counts['not_sampled']} documents"
+        raise UserError(what, where="data.sample", fix="Take more.")
+    counts["lone_surrogates"] = sum(result["replaced"] for result in results)
+    clear_documents(folder, kept={folder / file for result in results for file in result["files"]})
     clear_completions(folder)
-    counts = {"not_sampled": not_sampled, "lone_surrogates": replaced}
-    on_hub = [whole for whole in sources.values() if is_on_hub(whole.settings, settings.mirror)]
-    commits = {"commits": {whole.source: whole.settings.revision for whole in on_hub}} if on_hub else {}
-    return total.summary() | counts | commits
+    return total.summary() | counts | ({"commits": commits} if commits else {})
 
 
 def find_parts(
@@ -113,8 +106,8 @@ def find_parts(
     world: str = "",
     *,
     of_text: bool = True,
-) -> tuple[SourceSettings, Sequence[Part], list[str]]:
-    """The settings with the commit of a dataset of the Hub, the parts, and the names of files that are not readable.
+) -> tuple[SourceSettings, Sequence[Part]]:
+    """The settings of a source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
     `world` is where the pocket world's files are. With `of_text` a dataset must have the source's column of text.
     Raises UserError if the source is not there.
@@ -125,8 +118,8 @@ def find_parts(
     if is_on_hub(source, settings.mirror):
         source = at_commit(place, source, where)
     elif not source.dataset or not is_folder(source.dataset):
-        return source, *find(place, source, where)
-    return source, parts_of(place, source, where, of_text=of_text), []
+        return source, find(place, source, where)
+    return source, parts_of(place, source, where, of_text=of_text)
 
 
 def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
@@ -147,15 +140,13 @@ def _divide(whole: Task) -> list[Task]:
     groups: list[list[Part]] = []
     size = 0  # of the last group
     for part in whole.parts:
-        pieces = [part]
-        if isinstance(part, SourceFile) and part.bytes > TASK_BYTES:
-            kind = kind_of(part.name, code=whole.settings.kind == "code")
-            if kind in ("lines", "table") and not compression_of(part.name):
-                starts = range(0, part.bytes, TASK_BYTES)
-                pieces = [replace(part, start=at, stop=min(at + TASK_BYTES, part.bytes)) for at in starts]
+        pieces, divisible = [part], part.kind in ("lines", "table") and not compression_of(part.name)
+        if isinstance(part, SourceFile) and divisible and part.stored > TASK_BYTES:
+            starts = range(0, part.stored, TASK_BYTES)
+            pieces = [replace(part, start=at, stop=min(at + TASK_BYTES, part.stored)) for at in starts]
         for piece in pieces:
             size += piece.stored
-            if not groups or size > TASK_BYTES or isinstance(piece, DatasetPart):
+            if not groups or size > TASK_BYTES or piece.kind == "dataset":
                 groups.append([])
                 size = piece.stored
             groups[-1].append(piece)
@@ -163,14 +154,14 @@ def _divide(whole: Task) -> list[Task]:
     return [replace(whole, parts=tuple(group), stem=stem) for group, stem in zip(groups, stems)]
 
 
-def _read_all(sources: list[Task], settings: DataSettings, executor: Executor) -> dict[str, list[dict[str, Any]]]:
+def _read_all(tasks: dict[str, list[Task]], settings: DataSettings, executor: Executor) -> list[list[dict[str, Any]]]:
     """What the tasks of each source read, in their order.
 
     Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left, until
     the source has given as much. So a little of a corpus is taken from many of its files, and much in whole files.
     """
     results: dict[str, dict[str, Any]] = {}  # by stem
-    remote = any(is_remote(whole.settings) for whole in sources) and not settings.mirror
+    remote = any(map(is_remote, settings.sources)) and not settings.mirror
 
     def read(work: list[Task], name: str) -> int:
         """Read some tasks; returns the bytes of text that they gave."""
@@ -180,21 +171,19 @@ def _read_all(sources: list[Task], settings: DataSettings, executor: Executor) -
         results.update(zip([task.stem for task in work], done, strict=True))
         return sum(result["stats"]["bytes_out"] for result in done)
 
-    tasks = {whole.source: _divide(whole) for whole in sources}
-    everything = [task for whole in sources if whole.settings.max_bytes is None for task in tasks[whole.source]]
-    if everything:
+    if everything := [task for own in tasks.values() for task in own if task.settings.max_bytes is None]:
         read(everything, "whole")
-    for whole in sources:
-        left = total = (whole.settings.max_bytes or 0) * settings.sample
-        order = shuffle_keys([task.stem for task in tasks[whole.source]], 0, "waves").tolist()
-        waiting = [task for _, task in sorted(zip(order, tasks[whole.source]), key=lambda pair: pair[0])]
+    for name, own in tasks.items():
+        left = total = (own[0].settings.max_bytes or 0) * settings.sample
+        order = np.argsort(shuffle_keys([task.stem for task in own], 0, "waves"), kind="stable")
+        waiting = [own[position] for position in order]
         while waiting and total and left >= 0.01 * total:
             count = min(WAVE, max(1, int(left // WAVE_BYTES)))
             wave, waiting = waiting[:count], waiting[count:]
             stored = max(1, sum(task.stored for task in wave))
             wave = [replace(task, limit=max(1, round(left * task.stored / stored))) for task in wave]
-            left -= read(wave, f"{whole.source}-{len(waiting)}")
-    return {name: [results[task.stem] for task in own if task.stem in results] for name, own in tasks.items()}
+            left -= read(wave, f"{name}-{len(waiting)}")
+    return [[results[task.stem] for task in own if task.stem in results] for own in tasks.values()]
 
 
 def run(task: Task) -> dict[str, Any]:
@@ -221,7 +210,7 @@ def run(task: Task) -> dict[str, Any]:
                 text=record.text,
             )
     files = [str(path.relative_to(task.folder.parent)) for path in writer.files]
-    return {"stats": stats.to_json(), "files": files, **counts}
+    return {"stats": vars(stats), "files": files, **counts}
 
 
 def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record]:
@@ -229,7 +218,7 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
     name = task.source
     for part in task.parts:
         try:
-            for record in records_of(part, task.settings):
+            for record in read_records(part, task.settings):
                 if isinstance(record, BadRecord):
                     if task.on_error == "raise" and record.reason in BROKEN:
                         fix = "Mend it, or count and skip such records: data.on_error=skip."
@@ -247,14 +236,3 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
                 raise UserError(str(damage), where=where, fix=fix) from None
             stats.enter(1, 0)
             stats.remove("damaged file", id=part.name, source=name, text="", detail=str(damage))
-
-
-def records_of(part: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
-    """The records of a part; of books their parts."""
-    from affinage.data.gutenberg import parts_of_book
-
-    for record in read_records(part, settings) if isinstance(part, SourceFile) else stream(part, settings):
-        if settings.kind == "gutenberg" and isinstance(record, Record):
-            yield from parts_of_book(record)
-        else:
-            yield record

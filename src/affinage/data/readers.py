@@ -9,11 +9,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import CHUNK_BYTES, SourceFile, kind_of, open_plain, open_stored, reports_damage
+from affinage.data.files import CHUNK_BYTES, Part, SourceFile, open_plain, open_stored, reports_damage
 from affinage.data.json_files import encodable
 from affinage.errors import UserError, plain
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
+UNKNOWN_KIND = "unknown kind of file"
 BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is not a string", "binary", "too large")
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
@@ -44,25 +45,33 @@ class BadRecord:
 Records = Iterator[Record | BadRecord]
 
 
-def read_records(file: SourceFile, settings: SourceSettings) -> Records:
-    """Stream the records of a file, or of its part; broken ones come as BadRecord.
+def read_records(part: Part, settings: SourceSettings) -> Records:
+    """Stream the records of a file, or of its part, or of a part of a dataset; broken ones come as BadRecord.
 
     Ids that the file does not give are `<file>#<line>` (lines and rows count from 1), `<file>` for a text file, and
-    `<file>@<byte>` for the lines of a file that is read in parts.
+    `<file>@<byte>` for the lines of a file that is read in parts. Books come in several records.
     Raises DamagedFile where the file as a whole cannot be read on, UserError where a table has no column of text.
     """
+    from affinage.data.gutenberg import parts_of_book
+    from affinage.data.hub_datasets import stream
     from affinage.data.warc import read_warc
     from affinage.data.wikipedia import read_dump
 
-    readers: dict[str, Callable[[SourceFile, SourceSettings], Records]] = {
+    readers: dict[str, Callable[[Any, SourceSettings], Records]] = {
         "text": _read_text,
         "lines": _read_lines,
         "table": _read_table,
         "warc": read_warc,
         "dump": read_dump,
+        "dataset": stream,
+        "": lambda file, settings: iter([BadRecord(file.name, UNKNOWN_KIND, "")]),
     }
     with reports_damage():
-        yield from readers[kind_of(file.name, code=settings.kind == "code")](file, settings)
+        for record in readers[part.kind](part, settings):
+            if settings.kind == "gutenberg" and isinstance(record, Record):
+                yield from parts_of_book(record)
+            else:
+                yield record
 
 
 # ---- records of objects and rows ----

@@ -1,6 +1,7 @@
 """Step `split`: the part of the corpus that is never trained on."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import SplitSettings
-from affinage.data.documents import (
-    DocumentWriter,
-    RowGroup,
-    Stats,
-    clear_documents,
-    document_files,
-    row_groups,
-    text_bytes,
-)
+from affinage.data.documents import DocumentWriter, Stats, clear_documents, document_files, first_documents, row_groups
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.order import document_keys
 from affinage.errors import UserError
@@ -38,31 +31,28 @@ def split(
     In the summary, `documents_out` counts the training documents and `validation` has the others by
     `<source>.<language>`. An interrupted call resumes. Raises UserError if nothing is left to train on.
     """
-    groups_of = {path: row_groups(path) for path in document_files(documents_folder)}
-    held_out = _held_out([group for own in groups_of.values() for group in own], settings, seed)
+    paths = document_files(documents_folder)
+    held_out = _held_out(paths, settings, seed)
 
-    def write(path: Path) -> list[dict[str, Any]]:
-        statistics, writers = (Stats(), Stats()), []
+    def write(task: tuple[Path, int]) -> list[dict[str, Any]]:
+        (path, first), statistics, writers = task, (Stats(), Stats()), []
         with contextlib.ExitStack() as stack:
             for part, stats in zip(("train", "validation"), statistics):
                 place = folder / part / path.parent.relative_to(documents_folder)
                 clear_documents(place, path.stem)
                 writers.append(stack.enter_context(DocumentWriter(place, path.stem, observe=stats.leave)))
-            for group in groups_of[path]:
-                batch = group.read()
-                statistics[0].enter(batch.num_rows, text_bytes(batch))
+            for before, batch in statistics[0].read(path):
                 if settings.by == "tail":
                     parts = _cut_tails(batch, settings.validation_fraction)
                 else:
-                    parts = [batch.filter(pa.array(own)) for own in (~held_out[group], held_out[group])]
+                    own = held_out[first + before :][: batch.num_rows]
+                    parts = [batch.filter(pa.array(rows)) for rows in (~own, own)]
                 for writer, documents in zip(writers, parts):
                     writer.write(documents)
-        return [stats.to_json() for stats in statistics]
+        return [vars(stats) for stats in statistics]
 
-    train, validation = Stats(), Stats()
-    for train_part, validation_part in executor.map(write, list(groups_of), folder, threads=True):
-        train.merge(train_part)
-        validation.merge(validation_part)
+    results = executor.map(write, list(zip(paths, first_documents(paths))), folder, threads=True)
+    train, validation = (Stats.total(result[part] for result in results) for part in range(2))
     if train.documents_in and not train.documents_out:
         where = f"data.split.validation_fraction={settings.validation_fraction}"
         fix = "Lower the share, or cut the end of every document off: data.split.by=tail."
@@ -77,34 +67,31 @@ def split(
     }
 
 
-def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dict[RowGroup, np.ndarray]:
-    """For every row group which of its documents are for validation, bool; nothing where they are cut instead."""
+def _held_out(paths: Sequence[Path], settings: SplitSettings, seed: int) -> np.ndarray:
+    """Which documents of the files, end to end, are for validation, bool [N]; none where all are cut instead."""
     share, separator = settings.validation_fraction, settings.group_separator
     if settings.by == "tail" or share == 0:
-        return {group: np.zeros(group.rows, bool) for group in groups}
-    keys_of, number_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]  # 12 bytes of every document
-    numbers: dict[str, int] = {}  # of every source and language
-    for group in groups:
+        return np.zeros(first_documents(paths)[-1], bool)
+    key_parts, name_parts = [np.zeros(0, np.uint64)], list[pa.Array]()  # 12 bytes of every document
+    for group in (group for path in paths for group in row_groups(path)):
         batch = group.read(["id", "source", "language"])
         if separator:
             ids = [id.split(separator, 1)[0] for id in batch["id"].to_pylist()]
             batch = batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
-        keys_of.append(document_keys(batch, seed, "validation"))
-        both = pc.binary_join_element_wise(batch["source"], batch["language"], "\n").dictionary_encode()
-        names = [numbers.setdefault(name, len(numbers)) for name in both.dictionary.to_pylist()]
-        number_of.append(np.array(names, np.int32)[both.indices.to_numpy()])
-    keys, group_of = np.concatenate(keys_of), np.concatenate(number_of)
+        key_parts.append(document_keys(batch, seed, "validation"))
+        names = pc.binary_join_element_wise(batch["source"], batch["language"], "\n")
+        name_parts.append(names.dictionary_encode())
+    keys = np.concatenate(key_parts)
+    names = pa.chunked_array(name_parts, pa.dictionary(pa.int32(), pa.string())).unify_dictionaries().combine_chunks()
     chosen = np.zeros(keys.size, bool)
-    for number in range(len(numbers)):
-        members = np.flatnonzero(group_of == number)
+    for number in range(len(names.dictionary)):
+        members = np.flatnonzero(names.indices.to_numpy() == number)
         different = np.unique(keys[members]).size
         count = max(round(share * members.size), 1 if different >= A_FEW else 0)
         if different == 1 < members.size:
             count = 0  # or all of it would go
         chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
-    chosen = np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
-    ends = np.cumsum([group.rows for group in groups])
-    return {group: chosen[end - group.rows : end] for group, end in zip(groups, ends)}
+    return np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
 
 
 def _cut_tails(batch: pa.RecordBatch, share: float) -> list[pa.RecordBatch]:

@@ -46,7 +46,6 @@ def evaluate(
     keep: Path | None = None,  # file of the harness's cache: answers of this model in it are not computed again
     task_folders: Mapping[str, Path] | None = None,  # of closed worlds, whose facts are the training text
     data_dir: str | Path | None = None,
-    chat: bool = False,  # whether it was trained to chat: only then it gets the tasks for chat models
     apply_chat_template: ChatTemplateUse = "auto",  # to all tasks, or none; auto: to those for chat models
     limit: int | None = None,  # items per task: the first ones or, with a `sample_seed`, those that it draws
     sample_seed: int | None = None,
@@ -65,7 +64,7 @@ def evaluate(
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.
     """
-    if apply_chat_template is True and not has_chat_template(model, chat):
+    if apply_chat_template is True and not has_chat_template(model):
         fix = "Evaluate a model that was trained to chat, or set it to `auto` or `false`."
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, processes, closed = time.monotonic(), Processes.at_work(), task_folders or {}
@@ -73,8 +72,8 @@ def evaluate(
     of_chat, skipped = [task for task in chosen if is_chat(task)], []
     rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
     if apply_chat_template == "auto":
-        rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if chat else []}
-        skipped = [] if chat else [task["task"] for task in of_chat]
+        rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if model.chat else []}
+        skipped = [] if model.chat else [task["task"] for task in of_chat]
     identity = fingerprint(model) if keep is not None or folder is not None else ""
     lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, progress=progress)
     outcome, items, loaded = dict[str, Any](), dict[str, list[dict[str, Any]]](), dict[str, Any]()
@@ -145,9 +144,9 @@ def evaluate(
     return results
 
 
-def has_chat_template(model: LoadedModel, chat: bool) -> bool:
+def has_chat_template(model: LoadedModel) -> bool:
     """Return whether a model has learned a template: its tokenizer's, or ours if it was trained to chat."""
-    return chat or model.tokenizer.template is not None
+    return model.chat or model.tokenizer.template is not None
 
 
 def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:

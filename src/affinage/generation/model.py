@@ -34,6 +34,7 @@ class LoadedModel:
     layout: MeshLayout | None = None  # None: the default device
     system_prompt: str = ""  # of conversations without a system message
     compute_dtype: str = "float32"
+    chat: bool = False  # whether it was trained to chat; a template of its tokenizer alone is no sign of that
 
     def place(self, array: ArrayLike) -> Any:
         """Return `array` with its rows split over the mesh; without a mesh, jit puts it on the device."""

@@ -34,7 +34,6 @@ def export(
     *,
     facts: CardFacts,
     dtype: str = "float32",
-    chat: bool = False,
     place: str = "",
     sampling: Mapping[str, Any] | None = None,
     max_shard_size: int = 5_000_000_000,
@@ -58,12 +57,12 @@ def export(
     write_json(partial / "generation_config.json", generation)
     tensors = family.to_tensors(jax.device_get(model.params), model.graph)
     _write_weights({name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size)
-    system_prompt = model.system_prompt if chat else ""
-    write_hf_tokenizer(tokenizer, partial, context=model.context, chat=chat, system_prompt=system_prompt)
+    system_prompt = model.system_prompt if model.chat else ""
+    write_hf_tokenizer(tokenizer, partial, context=model.context, chat=model.chat, system_prompt=system_prompt)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""  # others have it in tokenizer.json
     sizes: dict[str, int] = {"parameters": parameters, "context": model.context}
-    card = model_card(model.name, facts, place=place or folder.name, chat=chat, opening=opening, **sizes)
+    card = model_card(model.name, facts, place=place or folder.name, chat=model.chat, opening=opening, **sizes)
     write_atomically(partial / "README.md", card.encode())
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -18,8 +18,10 @@ from huggingface_hub.utils import disable_progress_bars
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from affinage.data.chat import system_prompt_in
 from affinage.data.hub_answers import limit_requests, refusal
 from affinage.data.json_files import read_object
+from affinage.data.tokenizer import template_in
 from affinage.errors import UserError, of_the_machine
 from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
@@ -96,18 +98,22 @@ class HubModel:
     weights: "HubWeights"
 
 
-def release_in(folder: Path) -> dict[str, Any]:
-    """Return what a folder's release says beside the model: {"license", "sampling"}.
+def hub_facts(folder: Path) -> dict[str, Any]:
+    """Return what a folder says of its model beside the weights, in the form of model.json.
 
-    The license is that in the front matter of README.md, None if it states none; the sampling settings are those of
-    generation_config.json.
+    `system_prompt` is the default one of a chat model that affinage exported, `chat_template` the one of any other.
+    `imported` holds whether it is a chat model, and of its `release` the license, which is that in the front matter of
+    README.md or None, and the sampling settings of generation_config.json.
     """
-    card: dict[str, Any] = {}
+    template, card = template_in(folder), dict[str, Any]()
+    system_prompt = None if template is None else system_prompt_in(template)
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
         card = metadata_load(folder / "README.md") or {}
     license, settings = card.get("license"), read_json(folder / "generation_config.json")
     sampling = {name: settings[name] for name in _SAMPLING if isinstance(settings.get(name), int | float)}
-    return {"license": license if isinstance(license, str) else None, "sampling": sampling}
+    release = {"license": license if isinstance(license, str) else None, "sampling": sampling}
+    facts = {"system_prompt": system_prompt or "", "imported": {"chat": template is not None, "release": release}}
+    return facts if system_prompt is not None or template is None else facts | {"chat_template": template}
 
 
 def read_hub_folder(folder: Path) -> HubModel:

@@ -5,6 +5,7 @@ A name is a path, a run, or a packaged recipe. A run is named `NAME[/STEP][@N]`:
 last training. Nothing here trains or imports JAX; `affinage.pipeline.opening` loads the models.
 """
 
+import json
 import os
 import re
 import shlex
@@ -19,12 +20,10 @@ from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import Store, read_manifest, read_request
 from affinage.results import RESULTS, read_json, read_json_lines
 
-MODEL = "model.json"  # beside the checkpoints of a training or an import: what is needed to load them
+MODEL = "model.json"  # beside the checkpoints of a training or an import: what is known of the model, see `facts_of`
 TOKENIZER = "tokenizer"  # the same, of an import; the tokenizer of a training is a result of its own
 KEPT = "kept"  # a checkpoint in place of those of the training
 SAVED = ("checkpoints", "frozen", KEPT)  # the folders of a training that Orbax writes
-BEGUN_WITH = "begun_with"  # in model.json: where Hugging Face's libraries find the import that a training began with
-RELEASE = "release"  # in model.json: what the import says of its license and sampling, see `release_in`
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 RECIPE, COMMAND = "recipe.json", "run.json"  # of a run: its settings, and the command that made it
 ITEMS = "items"  # of the results of an evaluation
@@ -235,13 +234,13 @@ class ModelState:
         return f"{self.model}, step {self.step:,}{whole}{rest}"
 
 
-def locate(target: Target, runs: Path) -> tuple[Path, Checkpoint | None]:
-    """The folder of the model that a target stands for, in the store if it is a training, and the named checkpoint.
+def locate(target: Target, runs: Path) -> Target:
+    """The model that a target stands for: of kind `hub` or `model`, its path that of the folder with its weights.
 
     Of a run, the model is its last training that has begun.
     """
     if target.kind in ("model", "hub"):
-        return target.path.resolve(), target.step
+        return replace(target, path=target.path.resolve())
     if target.kind == "result":
         fix = "Name a run, a training of one, an import, or a Hugging Face folder."
         raise UserError("this is the result of a step, and no model", where=str(target.path), fix=fix)
@@ -249,27 +248,26 @@ def locate(target: Target, runs: Path) -> tuple[Path, Checkpoint | None]:
     if not (trained := trainings_of(run)):
         fix = f"Run it: {command('run', target.name, runs=runs)}"
         raise UserError("no model has been trained here yet", where=str(run), fix=fix)
-    return (run / trained[0]).resolve(), target.step
+    return replace(target, kind="model", path=(run / trained[0]).resolve(), run=run)
 
 
 def state_of(target: Target, runs: Path) -> ModelState | None:
     """How far the training of a model is; None for a model that no recipe trained here."""
-    folder, step = locate(target, runs)
-    request = read_request(folder)
-    if request is None or target.kind == "hub":
+    model = locate(target, runs)
+    folder, step, request = model.path, model.step, read_request(model.path)
+    if request is None or model.kind == "hub":
         return None
-    training, run = request.step, target.run
-    name = target.name if target.step is None else target.name.rpartition("@")[0]
-    if target.kind in ("run", "recipe"):
-        run = run_of(target, runs)
-        name = f"{name if target.kind == 'run' else run.name}/{training}"
+    name = target.name if step is None else target.name.rpartition("@")[0]
+    if target.kind == "recipe" and model.run is not None:
+        name = model.run.name
+    name += f"/{request.step}" if target.kind in ("run", "recipe") else ""
     saved = [int(mark.parent.name) for mark in checkpoints_of(folder, step).glob("*/commit_success.txt")]
-    later = TRAININGS[: TRAININGS.index(training)] if training in TRAININGS else ()
+    later = TRAININGS[: TRAININGS.index(request.step)] if request.step in TRAININGS else ()
     return ModelState(
         model=f"{name}@{step}" if isinstance(step, str) else name,
         step=step if isinstance(step, int) else max(saved, default=0),
         steps=(read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps"),
-        missing=() if run is None else tuple(each for each in untrained(run) if each in later),
+        missing=() if model.run is None else tuple(each for each in untrained(model.run) if each in later),
     )
 
 
@@ -300,9 +298,18 @@ def made_from(result: Path, step: str) -> Path | None:
     return None
 
 
-def is_hub_folder(folder: Path) -> bool:
-    """Whether it is a model as Hugging Face's libraries load it, such as an export."""
-    return (folder / HUB_CONFIG).is_file() and not (folder / MODEL).is_file()
+def facts_of(model: Path) -> dict[str, Any]:
+    """What is known of a model beside its weights: its model.json; of a Hugging Face folder the same, from its files.
+
+    That is `graph`, `context`, `system_prompt`, `precision` and, where there are such, `chat_template`, `lora`,
+    `release` (license and sampling settings of the import that it began with), `begun_with` (where Hugging Face's
+    libraries find that one) and `imported` (see `affinage.hub.read.hub_facts`).
+    """
+    if (model / HUB_CONFIG).is_file() and not (model / MODEL).is_file():
+        from affinage.hub.read import hub_facts
+
+        return hub_facts(model)
+    return read_json(model / MODEL)
 
 
 def is_tuned(training: Path) -> bool:
@@ -310,21 +317,9 @@ def is_tuned(training: Path) -> bool:
     return (request := read_request(training)) is not None and request.step in CHAT
 
 
-def is_chat(training: Path) -> bool:
+def is_chat(model: Path) -> bool:
     """Whether a training made a chat model, or an imported model is one."""
-    if is_hub_folder(training):
-        return any(text is not None for text in chat_of_hub(training))
-    return is_tuned(training) or bool(read_json(training / MODEL).get("imported", {}).get("chat"))
-
-
-def chat_of_hub(folder: Path) -> tuple[str | None, str | None]:
-    """The default system prompt of a chat model that affinage exported, and the chat template of any other model."""
-    from affinage.data.chat import system_prompt_in
-    from affinage.data.tokenizer import template_in
-
-    template = template_in(folder)
-    prompt = None if template is None else system_prompt_in(template)
-    return prompt, template if prompt is None else None
+    return is_tuned(model) or bool(facts_of(model).get("imported", {}).get("chat"))
 
 
 def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, Any]]:
@@ -333,10 +328,8 @@ def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, 
     An imported model, and one that was trained from it, has those of the import, under `license` if that is not None.
     The license is None if it is not known.
     """
-    from affinage.hub.read import release_in
-
-    facts = read_json(model / MODEL)
-    release = release_in(model) if is_hub_folder(model) else facts.get("imported", facts).get(RELEASE)
+    facts = facts_of(model)
+    release = facts.get("imported", facts).get("release")
     if release is None and "imported" not in facts:
         return license or SCRATCH_LICENSE, {}
     return license or (release or {}).get("license"), (release or {}).get("sampling", {})
@@ -359,12 +352,79 @@ def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
         its name as verbs take it ("" for an imported one), and its place: a repository of the hub, or a folder that
         transformers loads ("" where none is known).
     """
-    training, _ = locate(target, runs)
+    training = locate(target, runs).path
     request = read_request(training)
     before = next((name for name in TRAININGS if request is not None and name in request.inputs), "")
     base = made_from(training, before)
     if request is None or base is None:
-        origin = str(read_json(training / MODEL).get(BEGUN_WITH, ""))
+        origin = str(facts_of(training).get("begun_with", ""))
         return "", "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
     step = request.settings.get(request.step, {}).get("from_step")
     return str(base if target.run is None else target.run / before) + (f"@{step}" if step else ""), ""
+
+
+# ---- what a recipe begins with ----
+
+
+def initial_folder(loaded: LoadedRecipe) -> Path | None:
+    """The folder that `init_from` names; None for random weights. Raises UserError if it is no imported model."""
+    if loaded.recipe.init_from is None:
+        return None
+    folder = loaded.beside(loaded.recipe.init_from, ("init_from",))
+    if "imported" not in read_json(folder / MODEL):
+        what = f"there is no imported model in `{loaded.recipe.init_from}`"
+        fix = "Make one: affinage import FOLDER_OR_HUB_ID --to FOLDER"
+        raise UserError(what, where=loaded.locate(("init_from",)), fix=fix)
+    return folder
+
+
+def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
+    """The Jinja template of the recipe's conversations, with the tokenizer in a folder; None for ChatML."""
+    chosen = loaded.recipe.chat_template
+    if chosen == "chatml":
+        return None
+    where = loaded.locate(("chat_template",))
+    if chosen == "tokenizer":
+        from affinage.data.tokenizer import template_in
+
+        if tokenizer is not None and (template := template_in(tokenizer)):
+            return template
+        fix = "Name a Jinja file, or write `chat_template: chatml`."
+        raise UserError("the tokenizer has no chat template of its own", where=where, fix=fix)
+    path = loaded.beside(chosen, ("chat_template",))
+    try:
+        text = path.read_text(encoding="utf-8")
+        return str(json.loads(text)["chat_template"] if path.suffix == ".json" else text)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        fix = "`chatml`, `tokenizer`, a Jinja file, or a tokenizer_config.json with a `chat_template`."
+        raise UserError(f"there is no chat template in `{chosen}`", where=where, fix=fix) from error
+
+
+def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
+    """Folder and step of the checkpoint that `resume_from` of a training names; None if it names none."""
+    named: str | None = getattr(loaded.recipe, section).resume_from
+    if named is None:
+        return None
+    from affinage.checkpoint.store import complete_steps
+
+    where, (path, _, step) = loaded.locate((section, "resume_from")), named.partition("@")
+    folder = loaded.beside(path, (section, "resume_from"))
+    folder = folder / section if (folder / section).is_dir() else folder
+    if folder.parent.name == loaded.recipe.name:
+        fix = "Give this recipe another `name`: what is extended stays as it is."
+        raise UserError(f"`{named}` is this run itself", where=where, fix=fix)
+    steps = complete_steps(folder / "checkpoints")
+    if not steps or (step and step not in map(str, steps)):
+        fix = f"Name a training: runs/NAME/pretrain, or one of its steps: @{', @'.join(map(str, steps))}."
+        raise UserError(f"there is no checkpoint `{named}`", where=where, fix=fix)
+    return folder.resolve(), int(step) if step else steps[-1]
+
+
+def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
+    """What the key of the training holds of it: a hash of the checkpoint, wherever it is."""
+    if (extension := extended(loaded, section)) is None:
+        return {}
+    from affinage.checkpoint import CheckpointStore
+
+    folder, step = extension
+    return {"resume_from": CheckpointStore(folder / "checkpoints").metadata(step).fingerprint}

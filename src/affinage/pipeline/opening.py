@@ -1,5 +1,13 @@
-"""Models from the folders of trainings, imports and Hugging Face, with their weights split over the devices."""
+"""Models from the folders of trainings, imports and Hugging Face, with their weights split over the devices.
 
+The folder of an import holds model.json (as a training's does), checkpoints/0 with the weights, tokenizer/, and
+recipe.yaml. Every verb takes it as a model.
+"""
+
+import hashlib
+import json
+import shlex
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -7,21 +15,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import yaml
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.config.training import LoraSettings, PrecisionSettings
-from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer import Tokenizer, add_chat_tokens
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
+from affinage.hub.families import with_ids
+from affinage.hub.read import hub_facts, read_hub_folder
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
 from affinage.parallel import serving_layout
 from affinage.parallel.sharding import replicated
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
-from affinage.pipeline.store import read_manifest
+from affinage.pipeline.store import read_manifest, write_json
 from affinage.registry import VARIABLE, load_named_plugins
 from affinage.results import read_json
 from affinage.training.state import kept_frozen
@@ -30,6 +41,28 @@ from affinage.training.trainer import compute_dtype
 Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
 Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
 _ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"
+_RECIPE = """\
+# Begins with the weights and the tokenizer of {name}, which lie beside this file.
+#
+#   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
+#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with `sft` uncommented
+{settings}
+data:
+  sources: [my_text/]
+  languages: []  # all stay; [en, fr] keeps documents in these
+
+pretrain:
+  steps: 1000
+  batch_size: 8
+  schedule: {{peak_lr: 5.0e-5, min_lr: 5.0e-6, warmup_ratio: 0.05}}
+
+# sft:
+#   sources: [my_conversations.jsonl]
+#   system_prompt: {system_prompt}
+#   steps: 1000
+#   batch_size: 8
+#   schedule: {{peak_lr: 2.0e-5, min_lr: 2.0e-6, warmup_ratio: 0.05}}
+"""
 
 
 def open_model(name: str | Target, runs: Path, *, mesh: Sizes | None = None) -> LoadedModel:
@@ -38,19 +71,17 @@ def open_model(name: str | Target, runs: Path, *, mesh: Sizes | None = None) -> 
     Raises:
         UserError: there is no such run, training or checkpoint, or the model cannot be split over the mesh.
     """
-    target = models.resolve(name, runs) if isinstance(name, str) else name
-    folder, step = models.locate(target, runs)
-    if models.is_hub_folder(folder):
-        return _open_hub_folder(folder, target.name, mesh)
-    places = [folder / TOKENIZER, models.made_from(folder, "train-tokenizer")]
+    target = models.locate(models.resolve(name, runs) if isinstance(name, str) else name, runs)
+    places = [target.path] if target.kind == "hub" else [target.path / TOKENIZER]
+    places += filter(None, [models.made_from(target.path, "train-tokenizer")])
     places += [] if target.run is None else [target.run / "train-tokenizer"]  # another version made it
-    tokenizer = next((place for place in places if place is not None and place.is_dir()), None)
+    tokenizer = next(filter(Path.is_dir, places), None)
     if tokenizer is None:
-        raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
-    return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
+        raise UserError("the tokenizer of this model is gone", where=str(target.path), fix="Run its recipe again.")
+    return load_model(target.path, tokenizer, step=target.step, name=target.name, mesh=mesh)
 
 
-def load_trained(
+def load_model(
     folder: Path,
     tokenizer: Path,
     *,
@@ -59,30 +90,38 @@ def load_trained(
     mesh: Sizes | None = None,
     sharding: Table | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint of a training from its folder, the newest if `step` is None, with a tokenizer's folder.
+    """Load a checkpoint of a training, by default its newest, or a Hugging Face folder, with a tokenizer's folder.
 
     `name` is what messages and reports call the model, `mesh` and `sharding` are how the weights are split.
     """
-    facts, graph = _facts_and_graph(folder)
-    opened = Tokenizer(tokenizer)
+    load: Callable[[Any], Any]  # gives the parameters, of abstract ones with shardings
+    if (folder / MODEL).is_file():
+        facts, graph = _facts_and_graph(folder)
+        opened, load = Tokenizer(tokenizer), partial(trained_params, folder, graph, step)
+    else:  # is read as `affinage import` does, into the memory of the devices; nothing is written
+        hub = read_hub_folder(folder)
+        facts, graph = hub_facts(folder) | {"context": hub.architecture.context, "precision": {}}, hub.graph
+        opened = fitting_tokenizer(tokenizer, graph.vocabulary)
+
+        def load(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
+            return jax.device_put(hub.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+
     opened.use_template(facts.get("chat_template"))
-    return _open(graph, partial(trained_params, folder, graph, step), facts, opened, name, mesh, sharding)
-
-
-def _open_hub_folder(folder: Path, name: str, mesh: Sizes | None) -> LoadedModel:
-    """Read a Hugging Face folder as `affinage import` does, into the memory of the devices; nothing is written."""
-    from affinage.hub.read import read_hub_folder
-
-    model = read_hub_folder(folder)
-    system_prompt, template = models.chat_of_hub(folder)
-    tokenizer = fitting_tokenizer(folder, model.graph.vocabulary)
-    tokenizer.use_template(template)
-
-    def params(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
-        return jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-
-    facts = {"context": model.architecture.context, "system_prompt": system_prompt or "", "precision": {}}
-    return _open(model.graph, params, facts, tokenizer, name, mesh)
+    known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
+    precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
+    devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
+    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
+    return LoadedModel(
+        graph=graph,
+        params=load(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),
+        layout=layout if layout.mesh.size > 1 else None,
+        compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
+        tokenizer=opened,
+        name=name,
+        context=facts["context"],
+        system_prompt=facts["system_prompt"],
+        chat=models.is_chat(folder),
+    )
 
 
 def fitting_tokenizer(source: Path, vocabulary: int) -> Tokenizer:
@@ -93,32 +132,6 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> Tokenizer:
         what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"
         raise UserError(what, where=str(source), fix="Put the tokenizer.json there that the model was trained with.")
     return tokenizer
-
-
-def _open(
-    graph: Graph,
-    params: Callable[[Any], Any],
-    facts: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    name: str,
-    mesh: Sizes | None,
-    sharding: Table | None = None,
-) -> LoadedModel:
-    """A model with the `facts` of its model.json; `params` loads parameters, given abstract ones with shardings."""
-    known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
-    precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
-    devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
-    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
-    return LoadedModel(
-        graph=graph,
-        params=params(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),
-        layout=layout if layout.mesh.size > 1 else None,
-        compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
-        tokenizer=tokenizer,
-        name=name,
-        context=facts["context"],
-        system_prompt=facts["system_prompt"],
-    )
 
 
 def _facts_and_graph(folder: Path) -> tuple[dict[str, Any], Graph]:
@@ -132,6 +145,54 @@ def _facts_and_graph(folder: Path) -> tuple[dict[str, Any], Graph]:
     except UserError as error:
         fix = f"If a plugin brings it: {VARIABLE}=my_nodes.py affinage ... {error.fix}".rstrip()
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
+
+
+def import_model(
+    source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = ""
+) -> dict[str, Any]:
+    """Write `folder`, whole or not at all, from one with config.json, safetensors and a tokenizer.
+
+    The recipe in it is called `name`. With `chat_tokens` the vocabulary gets the tokens of ChatML that it lacks; their
+    embeddings begin at the mean. Otherwise `origin`, where Hugging Face's libraries find the model, is written down.
+    Returns what was imported, in numbers. Raises UserError for what cannot be taken over exactly.
+    """
+    hub = read_hub_folder(source)
+    architecture, graph, params = hub.architecture, hub.graph, hub.params
+    tokenizer = fitting_tokenizer(source, graph.vocabulary)
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    (partial_folder / TOKENIZER).mkdir(parents=True)
+    tokenizer.write(partial_folder / TOKENIZER)
+    if chat_tokens and not tokenizer.fixed_ids and (added := add_chat_tokens(partial_folder / TOKENIZER)):
+        graph, params = with_ids(graph, params, added)
+        origin = ""
+    files = sorted((partial_folder / TOKENIZER).iterdir())
+    contents = json.dumps([(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
+    digests = {"weights": hub.weights.digest(), "tokenizer": hashlib.sha256(contents.encode()).hexdigest()}
+    facts: dict[str, Any] = {"graph": graph.to_dict(), "context": architecture.context, "precision": {}}
+    facts |= hub_facts(source)
+    facts["imported"] |= {"sha256": digests} | ({"from": origin} if origin else {})
+    write_json(partial_folder / MODEL, facts)
+    settings = {"name": name, "init_from": ".", "packing": {"seq_len": facts["context"]}, "model": facts["graph"]}
+    settings["export"] = {"dtype": architecture.dtype}
+    recipe = _RECIPE.format(
+        name=name,
+        file=shlex.quote(str(folder / "recipe.yaml")),
+        settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120),
+        system_prompt=json.dumps(facts["system_prompt"], ensure_ascii=False),
+    )
+    (partial_folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    store = CheckpointStore(partial_folder / "checkpoints")
+    store.save(0, {"params": jax.tree.map(jnp.asarray, params)}, {"imported": digests["weights"]})
+    store.wait()
+    partial_folder.rename(folder)
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "family": architecture.family,
+        "context": architecture.context,
+        "vocabulary": graph.vocabulary,
+        "ignored": architecture.ignored,
+    }
 
 
 # ---- weights ----
@@ -175,10 +236,10 @@ def open_adapters(target: Target, runs: Path) -> tuple[Adapters, Any]:
     Raises:
         UserError: as `open_model`, and if it trained all weights.
     """
-    folder, step = models.locate(target, runs)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    is_hub = models.is_hub_folder(folder)
-    pair = None if is_hub else _trained_adapters(folder, _facts_and_graph(folder)[1], step, here)
+    model, pair = models.locate(target, runs), None
+    if model.kind != "hub":
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        pair = _trained_adapters(model.path, _facts_and_graph(model.path)[1], model.step, here)
     if pair is None:
         fix = "Adapters are trained with `sft.lora` or `dpo.lora`."
         raise UserError(f"`{target.name}` has no adapters: all its weights were trained", fix=fix)

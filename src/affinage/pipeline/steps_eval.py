@@ -19,8 +19,8 @@ from affinage.hub.families import family_of
 from affinage.hub.verify import verify
 from affinage.model import parse
 from affinage.pipeline.eval_results import contamination_search
-from affinage.pipeline.models import CHAT, TRAININGS, release_of
-from affinage.pipeline.opening import load_trained
+from affinage.pipeline.models import TRAININGS, release_of
+from affinage.pipeline.opening import load_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
 from affinage.pipeline.store import write_json
 from affinage.report.card import card_facts
@@ -35,11 +35,11 @@ def evaluate(context: StepContext, training: str) -> Summary:
     """Evaluate the model of a training."""
     from affinage.evaluation import run  # imports the harness, which takes seconds
 
-    recipe, inputs, chat = context.recipe, context.inputs, training in CHAT
+    recipe, inputs = context.recipe, context.inputs
     settings, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
     assert settings is not None
     model = _trained(context, training, f"{recipe.name}/{training}")
-    unlearned = settings.apply_chat_template is True and not run.has_chat_template(model, chat)
+    unlearned = settings.apply_chat_template is True and not run.has_chat_template(model)
     results = run.evaluate(
         model,
         settings.tasks,
@@ -47,7 +47,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         keep=context.folder / _ANSWERS,
         task_folders={POCKET_WORLD: inputs["synthesize"] / "tasks"} if "synthesize" in inputs else {},
         data_dir=settings.data_dir,
-        chat=chat,
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
@@ -55,8 +54,8 @@ def evaluate(context: StepContext, training: str) -> Summary:
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
-    kind, prompts = ("question", recipe.report.questions) if chat else ("prompt", recipe.report.prompts)
-    answers = zip(prompts, _answers(model, prompts, chat), strict=True)
+    kind, prompts = ("question", recipe.report.questions) if model.chat else ("prompt", recipe.report.prompts)
+    answers = zip(prompts, _answers(model, prompts), strict=True)
     results["samples"][f"{kind}s"] = [{kind: prompt, "text": answer} for prompt, answer in answers]
     if Processes.current.first:
         (context.folder / _ANSWERS).unlink()  # the results are there now
@@ -64,13 +63,13 @@ def evaluate(context: StepContext, training: str) -> Summary:
     return results
 
 
-def _answers(model: LoadedModel, prompts: Sequence[str], chat: bool) -> list[str]:
+def _answers(model: LoadedModel, prompts: Sequence[str]) -> list[str]:
     """What the model writes after prompts, or answers to questions."""
     tokenizer, rows = model.tokenizer, []
     for prompt in prompts:
         talk = [{"role": "user", "content": prompt}]
         start = [*tokenizer.opening, *tokenizer.encode(prompt)]
-        rows.append(encode_prompt(talk, tokenizer, model.system_prompt) if chat else start)
+        rows.append(encode_prompt(talk, tokenizer, model.system_prompt) if model.chat else start)
         if len(rows[-1]) >= model.context:
             what = f"{prompt[:40]!r} has {len(rows[-1])} tokens; this model takes at most {model.context - 1}"
             raise UserError(what, where="report")
@@ -85,9 +84,7 @@ def export(context: StepContext) -> Summary:
     model = _trained(context, training, context.recipe.name)
     license, sampling = release_of(inputs[training], settings.license)
     facts = card_facts(collect_facts(context.run_folder, inputs), license)
-    summary = write_hub_folder(
-        model, folder, facts=facts, dtype=settings.dtype, chat=training in CHAT, sampling=sampling
-    )
+    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, sampling=sampling)
     if settings.verify:
         context.progress("comparing with transformers")
         texts = [text for group in _validation_texts(inputs).values() for text in group[:_VERIFIED]]
@@ -100,7 +97,7 @@ def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
     tokenizer, sharding = context.inputs["train-tokenizer"], context.recipe.parallel.sharding
     # The mesh is of the devices of all processes: one that works alone has copies on its own.
     mesh = mesh_of(context.recipe) if Processes.current.together else None
-    return load_trained(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
+    return load_model(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
 
 
 def _validation_texts(inputs: Mapping[str, Path]) -> dict[str, list[str]]:
