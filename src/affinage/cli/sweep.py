@@ -81,8 +81,7 @@ def sweep(
 
 def _losses_and_scores(run: Path) -> dict[str, Any]:
     """The losses of a run's last training, and the headline scores of the last model that was evaluated."""
-    from affinage.report.evaluations import read_evaluation
-    from affinage.report.facts import MODELS
+    from affinage.report.facts import MODELS, read_evaluation
     from affinage.results import MANIFEST, TrainingResult, read_result
 
     losses, scores = {}, {}

@@ -11,8 +11,7 @@ from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD, Difference, compare, read_answers
-from affinage.report.evaluations import Evaluation, read_evaluation
-from affinage.report.facts import MODELS, Facts
+from affinage.report.facts import MODELS, Evaluation, Facts, read_evaluation
 from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
 from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary

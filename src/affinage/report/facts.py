@@ -18,11 +18,12 @@ from pydantic import ValidationError
 
 from affinage.data.documents import document_files
 from affinage.errors import UserError
-from affinage.report.evaluations import Evaluation, read_evaluation
+from affinage.evaluation.results import Difference, compare, read_answers
 from affinage.results import (
     MANIFEST,
     RESULTS,
     DocumentsResult,
+    EvaluationResult,
     Manifest,
     Metric,
     Result,
@@ -176,6 +177,31 @@ def _forecast(
         return {}
     memory, step = float(found[0].total), found[1].seconds
     return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": tokens / steps / step, "memory": memory}
+
+
+# ---- evaluations ----
+
+
+class Evaluation(EvaluationResult):
+    """The scores of `model` (base, sft or dpo), from the results in a folder."""
+
+    model: str = ""
+    folder: Path = Path()
+
+
+def read_evaluation(model: str, folder: Path) -> Evaluation:
+    """Read the results.json of an evaluation, which also `affinage eval` writes."""
+    return Evaluation.model_validate(read_json(folder / "results.json") | {"model": model, "folder": folder})
+
+
+def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Difference]:
+    """The paired differences by task and metric; none where only one of the two was asked in the chat template."""
+    try:
+        found = compare(read_answers(first.folder), read_answers(last.folder))
+    except UserError:  # they have no items in common
+        return {}
+    in_chat = [{name for name, task in one.tasks.items() if task.chat_template} for one in (first, last)]
+    return {(one.task, one.metric): one for one in found if one.task not in in_chat[0] ^ in_chat[1]}
 
 
 # ---- near duplicates ----

@@ -14,9 +14,9 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from affinage.report.evaluations import IN_CHAT, Evaluation, Score
-from affinage.report.facts import Point, Training
+from affinage.report.facts import Evaluation, Point, Training
 from affinage.report.language import N_, Language
+from affinage.results import Score
 
 WIDE, HALF, NARROW = 920, 452, 350  # the page's column and parts of it, and a phone's; pixels
 COLORS = 6  # series beyond them repeat the first colors
@@ -24,6 +24,7 @@ Spec = dict[str, Any]
 LOG_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to show its end
 TITLES = {"pretrain": N_("Pretraining"), "sft": N_("Fine-tuning"), "dpo": N_("Preferences")}
 MODELS = {"base": N_("base"), "sft": N_("fine-tuned"), "dpo": N_("preferences")}
+IN_CHAT = "†"  # marks scores with the chat template
 _SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 

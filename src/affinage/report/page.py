@@ -14,9 +14,9 @@ from markupsafe import Markup
 import affinage
 from affinage.data.json_files import write_atomically
 from affinage.report import figures
-from affinage.report.evaluations import changes, headline, is_share
-from affinage.report.facts import Facts, by_size, collect_facts
+from affinage.report.facts import Facts, by_size, changes, collect_facts
 from affinage.report.language import ABSENT, Language, language_of
+from affinage.results import headline, is_share
 
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
