@@ -12,10 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
-from affinage.config.training import AttentionImplementation
+from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError
-from affinage.model.apply_config import ApplyConfig, Axes, Layout
+from affinage.model.apply_config import Axes, Layout
 from affinage.model.graph import Graph
 from affinage.model.layer import SEQUENCE, parameters_in
 
@@ -240,11 +239,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh, table: Table = TABLE) -> NamedSharding:
     """The split of a batch's arrays along their first axis, the rows."""
     return NamedSharding(mesh, partition_spec(("batch",), mesh, table))
-
-
-def apply_config_on(layout: MeshLayout, attention: AttentionImplementation, settings: ParallelSettings) -> ApplyConfig:
-    """How a model is applied on a mesh, as far as a strategy can refuse it."""
-    return ApplyConfig(attention=attention, layout=layout, ring_attention=settings.context_attention == "ring")
 
 
 def param_shardings(mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:

@@ -22,7 +22,7 @@ from affinage.errors import UserError
 from affinage.hardware.devices import acquire
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
-from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
+from affinage.parallel import MeshLayout, make_mesh, param_shardings, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
 from affinage.pipeline.monitor import BenchmarkMonitor
@@ -224,7 +224,6 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
         rows = rows_per_step(settings, mesh.size)
         check_rows_divide(rows, micro_batches, mesh, table)
         check_axes_used(graph, mesh.shape, table)
-        call = apply_config_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
-        strategy_for(mesh, recipe.parallel).check(graph, rows // micro_batches, call)
+        strategy_for(mesh, recipe.parallel).check(graph, rows // micro_batches, MeshLayout(mesh, table))
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
         check_positions_divide(recipe.packing.seq_len, mesh, table)

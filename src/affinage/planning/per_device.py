@@ -131,11 +131,13 @@ class PerDevice:
     def apply_config(self) -> ApplyConfig:
         """How the whole model is applied, without `remat` and what a pipeline makes of it."""
         on_gpu, old = self.where.platform == "gpu", self.where.chip.name in _BEFORE_HOPPER
-        return replace(
-            sharding.apply_config_on(self.layout, self.settings.attention, self.parallel),
+        return ApplyConfig(
             compute_dtype=compute_dtype(self.settings.precision, self.where.chip),
+            attention=self.settings.attention,
             platform=self.where.platform,
             capability=((8, 0) if old else HOPPER) if on_gpu else None,
+            layout=self.layout,
+            ring_attention=self.parallel.context_attention == "ring",
         )
 
     @property
@@ -230,7 +232,7 @@ def per_device(
     sharding.check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.layout.table)
     sharding.check_positions_divide(seq_len, device.layout.mesh, device.layout.table)
     if device.stages > 1:
-        device.pipeline.check(graph, rows // device.micro_batches, device.apply_config)
+        device.pipeline.check(graph, rows // device.micro_batches, device.layout)
     check_update(device.split, settings, in_stages=device.stages > 1)
     return device
 

@@ -15,7 +15,7 @@ from affinage.hardware.chips import Chip, chip
 from affinage.model import ApplyConfig, Declared, apply, decayed, init_params
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, Strategy, apply_config_on, batch_sharding, strategy_for, table_with
+from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import make_layerwise_optimizer, make_layerwise_step
@@ -52,7 +52,7 @@ class Trainer:
         check_rows_divide(self.rows, settings.gradient_accumulation_steps, mesh, self.layout.table)
         if SEQUENCE in sizes:
             check_positions_divide(sizes[SEQUENCE], mesh, self.layout.table)
-        self.strategy.check(job.graph, self.rows // settings.gradient_accumulation_steps, self.apply_config)
+        self.strategy.check(job.graph, self.rows // settings.gradient_accumulation_steps, self.layout)
         # Shapes, dtypes and shardings of the state.
         self.abstract = abstract_state(self.split, settings, self.optimizer, self.layout, with_window=True)
 
@@ -94,11 +94,13 @@ class Trainer:
     @property
     def apply_config(self) -> ApplyConfig:
         """How the graph is applied, without what the strategy makes of it."""
-        return dataclasses.replace(
-            apply_config_on(self.layout, self.job.settings.attention, self.job.parallel),
+        return ApplyConfig(
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
+            attention=self.job.settings.attention,
             platform=self.platform,
             capability=capability_of(self.mesh.devices.flat[0]),
+            layout=self.layout,
+            ring_attention=self.job.parallel.context_attention == "ring",
         )
 
     @property
