@@ -23,7 +23,7 @@ from affinage.data.documents import (
     Verdicts,
     copy_documents,
     document_files,
-    row_groups,
+    read_documents,
     write_table,
 )
 from affinage.data.executor import LOCAL, Executor
@@ -100,11 +100,11 @@ def decontaminate(
 def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
     """The hits in a file, in which its documents are counted."""
     found, documents = [], 0
-    for group in row_groups(path):
-        hits = index.scan(group.read(["text"]).column("text"))
+    for batch in read_documents(path, ["text"]):
+        hits = index.scan(batch.column("text"))
         hits[:, TEXT] += documents
         found += hits.tolist()
-        documents += group.rows
+        documents += batch.num_rows
     return found
 
 

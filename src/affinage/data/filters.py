@@ -58,10 +58,10 @@ def filter_documents(
     filter_file = partial(_filter_file, folder, settings, tuple(languages))
     total = Stats.total(executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored))
     clear_completions(folder)
-    if total.documents_in and not total.documents_out:
+    if total.removed and not total.documents:
         reason, count = total.removed.most_common(1)[0]
         sample = total.samples[reason][0]
-        what = f"filtering left none of {total.documents_in} documents; {count} are {reason}, such as {sample['id']}"
+        what = f"filtering left none of {total.removed.total()} documents; {count} are {reason}, such as {sample['id']}"
         fix = "See data.filters and data.languages; data.filters.max_characters keeps longer texts."
         raise UserError(f"{what} of {sample['source']}: {sample['detail']}", where="data.filters", fix=fix)
     return total.summary()
@@ -76,7 +76,7 @@ def _filter_file(
     filters_of = cache(partial(_datatrove, settings.datatrove, "Filter"))  # by language
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
-        for _, batch in stats.read(path):
+        for _, batch in stats.entering(path):
             text = repair(batch.column("text"))
             for _, formatter in formatters:
                 text = repair(pa.array(map(formatter.format, text.to_pylist()), pa.string()))
@@ -88,8 +88,8 @@ def _filter_file(
             for language in pc.unique(batch.column("language")).to_pylist():
                 name = f"{path.parent.name}.{safe_name(language) if language else 'unknown'}"
                 if name not in writers:
-                    place, stem = folder / name, f"{name}-{number:05d}"
-                    writers[name] = stack.enter_context(DocumentWriter(place, stem, observe=stats.leave))
+                    writer = DocumentWriter(folder / name, f"{name}-{number:05d}", stats)
+                    writers[name] = stack.enter_context(writer)
                 writers[name].write(batch.filter(pc.equal(batch.column("language"), language)))
     return vars(stats)
 
