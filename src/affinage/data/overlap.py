@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from affinage.data.code_points import Array, kernel, text_buffers, word_table
+from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
 from affinage.data.json_files import encodable
 from affinage.data.minhash import hash_words, longest_text, mix
-from affinage.data.repair import repair
 from affinage.errors import UserError
 from affinage.paths import from_home
 
