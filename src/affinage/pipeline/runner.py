@@ -239,9 +239,9 @@ class PipelineRunner:
         context = StepContext(self.loaded, folder, inputs, self.folder, listener.on_progress, on_metrics)
         with self._errors_with_lines(), contextlib.ExitStack() as together:
             for url in filter(is_url, step.files) if planned.forced else ():
-                from affinage.data.downloads import forget
+                from affinage.data.downloads import cached_path
 
-                forget(url)
+                cached_path(url).unlink(missing_ok=True)
             if self._remote is not None and step.has_progress:
                 self._remote.resume(request, forced=planned.forced)
             if step.distributed:
