@@ -200,7 +200,7 @@ def _datatrove(
     settings: Mapping[DatatroveName, Mapping[str, Any]], suffix: str, language: str = "en"
 ) -> dict[str, Any]:
     """The filters (by `suffix`) or formatters that a recipe names; a filter has the tokenizer of a language."""
-    where, steps = "data.filters.datatrove", {}
+    where, steps = "data.filters.datatrove", dict[str, Any]()
     for name in (name for name in settings if name.endswith(suffix)):
         try:
             step = getattr(importlib.import_module(f"datatrove.pipeline.{suffix.lower()}s"), name)

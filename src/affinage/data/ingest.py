@@ -51,11 +51,7 @@ class Task:
 
 
 def ingest(
-    settings: DataSettings,
-    folder: Path,
-    world_folder: Path | None = None,
-    *,
-    executor: Executor = LOCAL,
+    settings: DataSettings, folder: Path, world_folder: Path | None = None, *, executor: Executor = LOCAL
 ) -> dict[str, Any]:
     """Read all sources into document files in `folder/<source>` and return the step's summary.
 

@@ -9,8 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -35,13 +34,12 @@ _PRIME = np.uint64(0x9E3779B97F4A7C15)
 # ---- items ----
 
 
-@dataclass(frozen=True)
-class BenchmarkItem:
+class BenchmarkItem(NamedTuple):
     """One question of a benchmark. Each of its texts is searched for by itself."""
 
     benchmark: str
     id: str
-    texts: tuple[str, ...]
+    texts: Sequence[str]
 
 
 def strings_in(value: Any) -> Iterator[str]:
