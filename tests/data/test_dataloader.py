@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.dataloader import DataLoader, make_batch, prefetch, segments, validation_sets
-from affinage.data.mixture import SLOTS, Group, components_of, stages_of
+from affinage.data.dataloader import (
+    SLOTS,
+    DataLoader,
+    Group,
+    components_of,
+    make_batch,
+    prefetch,
+    segments,
+    stages_of,
+    validation_sets,
+)
 from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
